@@ -6,6 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Literal
 
+import msgspec
+
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
     Action,
@@ -31,7 +33,6 @@ from shared.messages import (
     CachedPrefix,
     JoinWorld,
     LeaveWorld,
-    RankHello,
     RankReady,
     RequestAccepted,
     RequestAdmitted,
@@ -47,6 +48,7 @@ from shared.messages import (
     TokensGenerated,
 )
 from shared.transport import codec
+from tests.unit.scheduler.rank_messages import HELLO
 from tests.unit.scheduler.reference_rank import (
     BYTES_PER_TOKEN,
     DRAFT_BYTES_PER_TOKEN,
@@ -131,15 +133,12 @@ class InMemoryWorld:
         self._processes += 1
         peer = PeerId(f"rank-{self._processes}".encode())
         self.tell(RankConnected(peer))
-        hello = RankHello(
+        hello = msgspec.structs.replace(
+            HELLO,
             rank=rank,
             host=self.host,
             pid=self._processes,
             data_address=f"127.0.0.1:{5_000 + self._processes}",
-            launched=False,
-            device="cpu",
-            mlx_version="0",
-            memory_bytes=1,
         )
         self.tell(RankMessageReceived(peer, hello))
         return peer

@@ -2,11 +2,9 @@
 
 from typing import Literal
 
-import msgspec
-
 from services.scheduler.events import GatewayMessageReceived, RankLost, RankMessageReceived
 from shared.identifiers import PeerId
-from shared.messages import QueryStatus, RankFailed, RankHello, StatusReported
+from shared.messages import QueryStatus, RankFailed, StatusReported
 from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld
 
 
@@ -44,19 +42,3 @@ def query_status(world: InMemoryWorld) -> StatusReported:
     world.tell(GatewayMessageReceived(GATEWAY, QueryStatus()))
     assert world.status is not None
     return world.status
-
-
-def rank_hello(rank: int, number: int, **changes: object) -> RankHello:
-    """Return the hello of a process that was started as a rank."""
-    fields: dict[str, object] = {
-        "rank": rank,
-        "host": "mac",
-        "pid": 100 + number,
-        "data_address": f"10.0.0.{rank + 1}:{7_000 + number}",
-        "launched": False,
-        "device": "gpu",
-        "mlx_version": "1",
-        "memory_bytes": 1,
-        **changes,
-    }
-    return msgspec.convert(fields, RankHello)

@@ -53,6 +53,7 @@ from shared.messages import (
 )
 from shared.transport import codec
 from tests.support.effort import cases
+from tests.unit.scheduler.rank_messages import HELLO, READY
 from tests.unit.shared.messages.message_strategies import instances
 
 _TO_GATEWAY: codec.Decoder[Any] = codec.Decoder(ToGateway)
@@ -66,17 +67,8 @@ NAMES = ["a", "b", "c"]
 VOCABULARY = 50
 SIZE = 2
 
-_READY = RankReady(
-    rank=0,
-    model_fingerprint="f",
-    kv_bytes_per_token=10,
-    kv_bytes_per_row=0,
-    kv_budget_bytes=10_000,
-    context_tokens_max=400,
-    vocab_size=VOCABULARY,
-    can_roll_back=True,
-    kv_layout="layout",
-    blas="",
+_READY = msgspec.structs.replace(
+    READY, context_tokens_max=400, vocab_size=VOCABULARY, kv_layout="layout"
 )
 
 
@@ -118,15 +110,8 @@ class HostileWorld:
         """Let a correct rank process say hello."""
         self.processes += 1
         peer = PeerId(f"rank-{self.processes}".encode())
-        hello = RankHello(
-            rank=rank,
-            host="h",
-            pid=self.processes,
-            data_address=f"127.0.0.1:{self.processes}",
-            launched=False,
-            device="cpu",
-            mlx_version="0",
-            memory_bytes=1,
+        hello = msgspec.structs.replace(
+            HELLO, rank=rank, pid=self.processes, data_address=f"127.0.0.1:{self.processes}"
         )
         self.tell(RankConnected(peer))
         self.tell(RankMessageReceived(peer, hello))

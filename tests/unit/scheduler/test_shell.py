@@ -18,8 +18,6 @@ from shared.messages import (
     JoinWorld,
     LeaveWorld,
     QueryStatus,
-    RankHello,
-    RankReady,
     RequestAccepted,
     RequestFailed,
     RequestFinished,
@@ -33,6 +31,7 @@ from shared.messages import (
 )
 from shared.transport.links import Connected, Dialer, Received
 from tests.support.waiting import wait_until
+from tests.unit.scheduler.rank_messages import HELLO, READY
 
 WAIT_S = 30.0
 
@@ -128,32 +127,9 @@ def _start_request(connect: Connect, *, more_requests_expected: bool = False) ->
     rank, gateway = connect("ranks", ToRank), connect("gateways", ToGateway)
     rank.wait_for(Connected)
     gateway.wait_for(Connected)
-    rank.dialer.send(
-        RankHello(
-            rank=0,
-            host="h",
-            pid=1,
-            data_address="",
-            launched=False,
-            device="cpu",
-            mlx_version="0",
-            memory_bytes=1,
-        )
-    )
+    rank.dialer.send(msgspec.structs.replace(HELLO, rank=0))
     rank.wait_for(JoinWorld)
-    rank.dialer.send(
-        RankReady(
-            rank=0,
-            model_fingerprint="f",
-            kv_bytes_per_token=1,
-            kv_bytes_per_row=0,
-            kv_budget_bytes=10_000,
-            context_tokens_max=1_000,
-            vocab_size=10,
-            can_roll_back=True,
-            blas="",
-        )
-    )
+    rank.dialer.send(msgspec.structs.replace(READY, context_tokens_max=1_000))
     gateway.wait_for_status(lambda status: status.ready)
     gateway.dialer.send(
         SubmitRequest(

@@ -11,24 +11,20 @@ from services.scheduler.events import (
 )
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
-from shared.messages import QueryStatus, RankFailed, RankReady, StatusReported
+from shared.messages import QueryStatus, RankFailed, StatusReported
 from tests.unit.scheduler.in_memory_world import GATEWAY
-from tests.unit.scheduler.rank_failures import rank_hello
+from tests.unit.scheduler.rank_messages import READY, rank_hello
 
-READY = RankReady(
-    rank=0,
-    model_fingerprint="same",
-    kv_bytes_per_token=10,
-    kv_bytes_per_row=0,
+LARGE_RANK = msgspec.structs.replace(
+    READY,
     kv_budget_bytes=100_000,
     context_tokens_max=8_192,
-    vocab_size=10,
-    can_roll_back=True,
     draft_method="draft_model",
     draft_bytes_per_token=10,
-    blas="",
 )
-SMALL_RANK = msgspec.structs.replace(READY, rank=1, kv_bytes_per_token=1, kv_budget_bytes=11_000)
+SMALL_RANK = msgspec.structs.replace(
+    LARGE_RANK, rank=1, kv_bytes_per_token=1, kv_budget_bytes=11_000
+)
 """A rank with little of the model and an equal share of the draft model."""
 
 
@@ -38,7 +34,7 @@ def start_epoch(core: SchedulerCore, epoch: int) -> tuple[int, float]:
         core.handle(
             RankMessageReceived(peer(rank, epoch), rank_hello(rank, 2 * epoch + rank)), float(epoch)
         )
-    for rank, report in enumerate((READY, SMALL_RANK)):
+    for rank, report in enumerate((LARGE_RANK, SMALL_RANK)):
         core.handle(RankMessageReceived(peer(rank, epoch), report), float(epoch))
     actions = core.handle(GatewayMessageReceived(GATEWAY, QueryStatus()), float(epoch))
     (status,) = (one.message for one in actions if isinstance(one, SendToGateway))

@@ -1,4 +1,4 @@
-"""The eviction order, and how blocks give way to rows."""
+"""Eviction order, and memory that blocks give up to rows."""
 
 from services.scheduler.cache.cache_state import CacheState, PlannedBlockOrders
 from services.scheduler.cache.index.block_index import BlockIndex, Entry
@@ -7,12 +7,12 @@ from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.pins import BlockPins
 from tests.unit.scheduler.cache.index_builder import find_prefix, keep_blocks, keep_checkpoint
 
-WHOLE = 160
+BLOCK_BYTES = 160
 """Bytes of a whole block."""
 
 
-def all_victims(index: BlockIndex, *, force: bool = False) -> list[Entry]:
-    """Return everything in the order in which it would be evicted."""
+def eviction_order(index: BlockIndex, *, force: bool = False) -> list[Entry]:
+    """Return all entries in eviction order."""
     found: list[Entry] = []
     size_bytes = 1
     while True:
@@ -22,14 +22,14 @@ def all_victims(index: BlockIndex, *, force: bool = False) -> list[Entry]:
         found, size_bytes = victims, sum(one.size_bytes for one in victims) + 1
 
 
-def test_least_recently_used_goes_first() -> None:
-    """What was used last stays longest; a use counts for all that it builds on."""
+def test_least_recently_used_is_evicted_first() -> None:
+    """A use of a block counts for all blocks before it too."""
     index = BlockIndex()
     first = keep_blocks(index, [1] * 32)
     second = keep_blocks(index, [2] * 16)
     third = keep_blocks(index, [*[1] * 16, *[3] * 16])
     index.touch(second[0])
-    assert all_victims(index) == [
+    assert eviction_order(index) == [
         first[1].block,
         third[1].block,
         first[0].block,
@@ -37,58 +37,58 @@ def test_least_recently_used_goes_first() -> None:
     ]
 
 
-def test_children_go_before_parents() -> None:
-    """No block is evicted while one that follows it stays."""
+def test_children_are_evicted_before_parents() -> None:
+    """No block is evicted while a block that follows it stays."""
     index = BlockIndex()
     nodes = keep_blocks(index, [1] * 80)
-    assert all_victims(index) == [node.block for node in reversed(nodes)]
+    assert eviction_order(index) == [node.block for node in reversed(nodes)]
 
 
-def test_system_prompts_go_last() -> None:
-    """The oldest block of a system prompt outlives the newest of everything else."""
+def test_system_prompts_are_evicted_last() -> None:
+    """The oldest block of a system prompt outlives the newest other block."""
     index = BlockIndex()
     system = keep_blocks(index, [1] * 40, system=35)
     other = keep_blocks(index, [2] * 16)
-    order = all_victims(index)
+    order = eviction_order(index)
     assert order == [system[2].block, other[0].block, system[1].block, system[0].block]
-    assert choose_victims(index, 2 * WHOLE, system=False) is None
+    assert choose_victims(index, 2 * BLOCK_BYTES, system=False) is None
 
 
-def test_a_checkpoint_goes_before_its_block() -> None:
-    """A state is of no use without its block, so it is never the one that stays."""
+def test_checkpoint_is_evicted_before_its_block() -> None:
+    """A checkpoint is useless without its block."""
     index = BlockIndex()
     nodes = keep_blocks(index, [1] * 32)
     state = keep_checkpoint(index, nodes[0])
-    assert all_victims(index) == [nodes[1].block, state, nodes[0].block]
+    assert eviction_order(index) == [nodes[1].block, state, nodes[0].block]
 
 
-def test_what_is_referenced_stays() -> None:
-    """A referenced block and all that it follows stay; rows may take it unless a plan needs it."""
+def test_referenced_blocks_are_not_evicted() -> None:
+    """A referenced block and all blocks before it stay; rows may take it unless a plan needs it."""
     index = BlockIndex()
     nodes, other = keep_blocks(index, [1] * 48), keep_blocks(index, [2] * 16)
     pins = BlockPins()
     pins.hold(("restore", 1), nodes[1].block)
-    assert all_victims(index) == [nodes[2].block, other[0].block]
-    assert len(all_victims(index, force=True)) == 4
+    assert eviction_order(index) == [nodes[2].block, other[0].block]
+    assert len(eviction_order(index, force=True)) == 4
     pins.hold(("plan", 1), nodes[1].block)
-    assert all_victims(index, force=True) == [nodes[2].block, other[0].block]
+    assert eviction_order(index, force=True) == [nodes[2].block, other[0].block]
     pins.release_plan()
     pins.release(("restore", 1))
-    assert len(all_victims(index)) == 4
+    assert len(eviction_order(index)) == 4
     pins.check_invariants([entry for node in index for entry in node.entries])
 
 
-def test_what_is_being_spilled_stays() -> None:
-    """Evicting it would free nothing before it is written."""
+def test_spilling_block_is_not_evicted() -> None:
+    """Evicting a block before it is written would free nothing."""
     index = BlockIndex()
     node = keep_blocks(index, [1] * 16)[0]
     node.block.is_spilling = True
-    assert all_victims(index) == []
-    assert all_victims(index, force=True) == [node.block]
+    assert eviction_order(index) == []
+    assert eviction_order(index, force=True) == [node.block]
 
 
-def test_stores_give_up_the_oldest_leaves_first() -> None:
-    """The same order rules both tiers; system prompts are not named at all."""
+def test_stores_drop_oldest_leaves_first() -> None:
+    """Stores use the same order; blocks of system prompts are not named."""
     index = BlockIndex()
     old, new = keep_blocks(index, [1] * 32), keep_blocks(index, [2] * 32)
     system = keep_blocks(index, [3] * 16, system=16)
@@ -97,10 +97,10 @@ def test_stores_give_up_the_oldest_leaves_first() -> None:
     assert least_valuable_stored(index, 3) == [old[1].block, old[0].block, new[1].block]
 
 
-def make_memory(
+def make_cache_state(
     tokens: int, bytes_max: int
 ) -> tuple[CacheState, BlockIndex, Rows, PlannedBlockOrders]:
-    """Return blocks' memory beside rows in a budget of `tokens` tokens."""
+    """Return cache state beside rows in a budget of `tokens` tokens."""
     rows = Rows(8, 16)
     rows.start(RowBudget(10 * tokens, 10, 0))
     memory = CacheState(rows)
@@ -108,34 +108,35 @@ def make_memory(
     return memory, memory.index, rows, memory.orders
 
 
-def test_room_is_made_within_the_bound() -> None:
-    """Room is free memory below the bound, then the oldest blocks; never more than is needed."""
-    memory, index, _, orders = make_memory(1_000, 3 * WHOLE)
+def test_room_is_free_memory_then_oldest_blocks() -> None:
+    """Room is free memory below the bound, then the oldest blocks; no more is evicted than
+    needed."""
+    memory, index, _, orders = make_cache_state(1_000, 3 * BLOCK_BYTES)
     nodes = keep_blocks(index, [1] * 48)
-    assert memory.make_room(WHOLE)
+    assert memory.make_room(BLOCK_BYTES)
     assert list(orders.evicted) == [nodes[2].hash]
-    assert memory.make_room(WHOLE)
+    assert memory.make_room(BLOCK_BYTES)
     assert len(orders.evicted) == 1, "there was room already"
-    assert not memory.make_room(4 * WHOLE)
-    assert len(orders.evicted) == 1, "what cannot be is not begun"
+    assert not memory.make_room(4 * BLOCK_BYTES)
+    assert len(orders.evicted) == 1, "an impossible request evicts nothing"
 
 
-def test_system_prompts_fill_half_at_most() -> None:
-    """Other system prompts give way to one more, and to anything once they hold over half."""
-    memory, index, _, orders = make_memory(1_000, 4 * WHOLE)
+def test_system_prompts_are_protected_up_to_half() -> None:
+    """System prompts give way to another one, and to any block once they hold over half."""
+    memory, index, _, orders = make_cache_state(1_000, 4 * BLOCK_BYTES)
     keep_blocks(index, [1] * 32, system=32)
     other = keep_blocks(index, [2] * 32)
-    assert memory.make_room(2 * WHOLE)
+    assert memory.make_room(2 * BLOCK_BYTES)
     assert list(orders.evicted) == [other[1].hash, other[0].hash]
-    assert not memory.make_room(3 * WHOLE), "half is protected"
+    assert not memory.make_room(3 * BLOCK_BYTES), "half is protected"
     keep_blocks(index, [3] * 32, system=32)
-    assert memory.make_room(WHOLE), "more than half is not"
-    assert memory.make_room(2 * WHOLE, system=True)
+    assert memory.make_room(BLOCK_BYTES), "more than half is not"
+    assert memory.make_room(2 * BLOCK_BYTES, system=True)
 
 
-def test_rows_take_memory_back() -> None:
-    """Rows that must grow evict blocks, in the order of their value, and no more than needed."""
-    memory, index, rows, orders = make_memory(64, 640)
+def test_growing_rows_evict_blocks() -> None:
+    """Growing rows evict blocks in eviction order, and no more than needed."""
+    memory, index, rows, orders = make_cache_state(64, 640)
     nodes = keep_blocks(index, [1] * 48)
     assert rows.resize(slots=1, tokens=16)
     assert not orders.evicted
@@ -147,9 +148,9 @@ def test_rows_take_memory_back() -> None:
     assert not rows.resize(slots=2, tokens=64)
 
 
-def test_blocks_of_the_plan_in_the_making_are_not_taken() -> None:
-    """Rows that would need what the same plan reuses do not grow, and nothing is evicted."""
-    memory, index, rows, orders = make_memory(64, 640)
+def test_rows_do_not_evict_blocks_of_current_plan() -> None:
+    """Rows that would need blocks of the same plan do not grow, and nothing is evicted."""
+    memory, index, rows, orders = make_cache_state(64, 640)
     nodes = keep_blocks(index, [1] * 48)
     memory.pins.hold(("plan", 1), nodes[2].block)
     assert not rows.resize(slots=1, tokens=40)
@@ -157,23 +158,23 @@ def test_blocks_of_the_plan_in_the_making_are_not_taken() -> None:
     assert find_prefix(index, [1] * 60).tokens == 48
 
 
-def test_rows_give_up_what_nobody_needs() -> None:
-    """Rows shrink for blocks when at least half of them is unused, and stay generous."""
-    _, _, rows, _ = make_memory(4_000, 5_000)
+def test_rows_shrink_when_half_unused() -> None:
+    """Rows shrink for blocks when at least half of them is unused, and keep a reserve."""
+    _, _, rows, _ = make_cache_state(4_000, 5_000)
     assert rows.resize(slots=8, tokens=200)
     rows.trim(slots=8, tokens=150)
     assert (rows.row_count, rows.row_tokens) == (8, 240), "not worth a copy"
     rows.trim(slots=5, tokens=200)
-    assert rows.row_count == 8, "a sixth and a seventh may come"
+    assert rows.row_count == 8, "a reserve for more sequences stays"
     rows.trim(slots=2, tokens=20)
     assert (rows.row_count, rows.row_tokens) == (4, 32)
     rows.trim(slots=0, tokens=0)
     assert (rows.row_count, rows.row_tokens) == (4, 16)
 
 
-def test_kept_again_is_not_evicted() -> None:
-    """An eviction and a keep of one block in one plan cancel out: ranks would end without it."""
-    memory, index, _, orders = make_memory(1_000, 5_000)
+def test_keep_cancels_eviction_of_same_block() -> None:
+    """An eviction and a keep of one block in one plan cancel out."""
+    memory, index, _, orders = make_cache_state(1_000, 5_000)
     node = keep_blocks(index, [1] * 16)[0]
     memory.evict([node.block])
     assert list(orders.evicted) == [node.hash]

@@ -1,4 +1,4 @@
-"""Names of blocks: the same in every process, different for everything that matters."""
+"""Block hashes: equal in every process, different for every difference that matters."""
 
 import itertools
 import subprocess
@@ -19,15 +19,15 @@ from services.scheduler.cache.index.hashes import (
 NAMESPACE = namespace_of("model", ["layout", "layout"], 16)
 
 
-def chain_of(tokens: list[int], salt: str = "", namespace: str = NAMESPACE) -> Chain:
-    """Return the chain of all whole blocks of 16 tokens."""
+def hash_chain(tokens: list[int], salt: str = "", namespace: str = NAMESPACE) -> Chain:
+    """Return the hash chain of all whole blocks of 16 tokens."""
     chain = Chain(root_hash(namespace, salt), 16, tokens)
     chain.extend()
     return chain
 
 
-def test_names_outlive_the_process() -> None:
-    """Another process, with another hash seed, gives the same names: nothing is drawn at start."""
+def test_hashes_are_equal_in_other_processes() -> None:
+    """Another process with another hash seed computes the same hashes."""
     code = (
         "from services.scheduler.cache.index.hashes import *;"
         "c = Chain(root_hash(namespace_of('model', ['layout', 'layout'], 16), 'salt'), 16,"
@@ -44,18 +44,18 @@ def test_names_outlive_the_process() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    here = chain_of(list(range(40)), "salt").hashes[1]
+    here = hash_chain(list(range(40)), "salt").hashes[1]
     assert seen == {f"{here.hex()} {checkpoint_hash(here).hex()}\n"}
 
 
-def test_format_of_names_is_pinned() -> None:
-    """What is on disk stays findable: a change of these names needs another format version."""
+def test_hash_format_is_unchanged() -> None:
+    """Blocks on disk stay readable: other hashes would need another format version."""
     assert NAMESPACE == "a53c765d1a8845aeb75026af8e4f105d16e3709069d88ebec31a263a433f0d0a"
-    assert chain_of([7] * 16).hashes[0].hex()[:16] == "3bedd446aca37661"
+    assert hash_chain([7] * 16).hashes[0].hex()[:16] == "3bedd446aca37661"
 
 
-def test_every_part_of_the_namespace_counts() -> None:
-    """Another model, layout, split, number of ranks or block size is another namespace."""
+def test_namespace_depends_on_every_part() -> None:
+    """Another model, layout, split, number of ranks or block size gives another namespace."""
     namespaces = [
         NAMESPACE,
         namespace_of("other", ["layout", "layout"], 16),
@@ -69,15 +69,15 @@ def test_every_part_of_the_namespace_counts() -> None:
     assert all(len(one) == 64 and int(one, 16) for one in namespaces)
 
 
-def test_salts_share_no_name() -> None:
-    """Two tenants have no block in common, whatever their salts look like."""
+def test_salts_share_no_hash() -> None:
+    """Two tenants have no block hash in common, whatever characters their salts contain."""
     salts = ["", "a", "b", "ab", "a\0b", "/../x", "\ud800", "x" * 256]
-    names = [set(chain_of(list(range(64)), salt).hashes) for salt in salts]
+    names = [set(hash_chain(list(range(64)), salt).hashes) for salt in salts]
     assert all(not (one & other) for one, other in itertools.combinations(names, 2))
 
 
-def test_blocks_and_checkpoints_have_different_names() -> None:
-    """No block is ever taken for a checkpoint, nor for a block of another length."""
+def test_blocks_and_checkpoints_have_different_hashes() -> None:
+    """No block has the hash of a checkpoint or of a block of another length."""
     parent = root_hash(NAMESPACE, "")
     names = {block_hash(parent, pack([0] * length)) for length in range(1, 40)}
     assert len(names | {checkpoint_hash(name) for name in names}) == 2 * len(names)
@@ -87,17 +87,17 @@ def test_blocks_and_checkpoints_have_different_names() -> None:
     st.lists(st.integers(0, 3), min_size=1, max_size=80),
     st.lists(st.integers(0, 3), min_size=1, max_size=80),
 )
-def test_names_are_equal_exactly_as_far_as_texts_are(one: list[int], other: list[int]) -> None:
-    """Two sequences share a block's name if and only if they share all tokens up to its end."""
+def test_hashes_are_equal_exactly_up_to_first_difference(one: list[int], other: list[int]) -> None:
+    """Two sequences share a block's hash if and only if they share all tokens up to its end."""
     for number, (first, second) in enumerate(
-        zip(chain_of(one).hashes, chain_of(other).hashes, strict=False)
+        zip(hash_chain(one).hashes, hash_chain(other).hashes, strict=False)
     ):
         end = 16 * (number + 1)
         assert (first == second) == (one[:end] == other[:end])
 
 
-def test_a_growing_sequence_hashes_only_what_is_new() -> None:
-    """The names of blocks that were whole before are the same objects afterwards."""
+def test_growing_sequence_hashes_only_new_blocks() -> None:
+    """The hashes of earlier blocks are the same objects afterwards."""
     tokens = list(range(40))
     chain = Chain(root_hash(NAMESPACE, ""), 16, tokens)
     assert chain.extend() == 2
@@ -105,4 +105,4 @@ def test_a_growing_sequence_hashes_only_what_is_new() -> None:
     tokens.extend(range(40, 100))
     assert chain.extend() == 6
     assert all(one is other for one, other in zip(before, chain.hashes, strict=False))
-    assert chain.hashes == chain_of(tokens).hashes
+    assert chain.hashes == hash_chain(tokens).hashes

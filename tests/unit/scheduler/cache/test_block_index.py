@@ -1,4 +1,4 @@
-"""The block index: whatever is kept, evicted and forgotten, it finds what a plain search finds."""
+"""The block index against a plain search, under random keeps, evictions and matches."""
 
 from collections.abc import Callable
 
@@ -21,14 +21,15 @@ from tests.unit.scheduler.cache.index_builder import (
 )
 
 TEXTS = st.lists(st.integers(0, 1), max_size=70).map(
-    # Long equal stretches, so that texts share whole blocks and diverge anywhere.
+    # Long equal stretches make texts share whole blocks and diverge anywhere.
     lambda turns: [turn for turn in turns for _ in range(5)]
 )
 SALTS = st.sampled_from(["", "tenant"])
 
 
-class Index(RuleBasedStateMachine):
-    """Keeps and evicts; beside it a list of (salt, text) of every resident block and checkpoint."""
+class IndexMachine(RuleBasedStateMachine):
+    """Keeps and evicts blocks beside a list of (salt, text) of every resident block and
+    checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class Index(RuleBasedStateMachine):
         assert found.shared_tokens >= found.tokens
 
     @rule(text=TEXTS, salt=SALTS)
-    def match_states(self, text: list[int], salt: str) -> None:
+    def match_checkpoints(self, text: list[int], salt: str) -> None:
         found = find_prefix(self.index, text, salt, states=True)
         best = 0
         for entry, (other, kept) in self.resident.items():
@@ -95,7 +96,7 @@ class Index(RuleBasedStateMachine):
         self.resident.clear()
 
     @invariant()
-    def agrees(self) -> None:
+    def is_consistent(self) -> None:
         self.index.check_invariants()
         assert self.index.resident_bytes == sum(one.size_bytes for one in self.resident)
 
@@ -111,12 +112,12 @@ def _tokens(packed: bytes) -> list[int]:
     return list(memoryview(packed).cast("i"))
 
 
-TestIndex = Index.TestCase
-TestIndex.settings = settings(max_examples=cases(30, 150), stateful_step_count=40)
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=cases(30, 150), stateful_step_count=40)
 
 
-def test_ghosts_are_bounded() -> None:
-    """Ten thousand texts that nobody asks for again leave no more than the bound."""
+def test_evicted_entries_are_bounded() -> None:
+    """Ten thousand texts leave no more evicted entries than the bound."""
     index = BlockIndex(nodes_max=100)
     for number in range(10_000):
         for node in reversed(keep_blocks(index, [number] * 40)):
@@ -126,74 +127,74 @@ def test_ghosts_are_bounded() -> None:
     assert find_prefix(index, [0] * 40).shared_tokens == 0
 
 
-def test_no_room_for_another_block_is_no_error() -> None:
-    """When every known block is resident a new one is not added, and nothing is lost."""
+def test_full_index_adds_no_block() -> None:
+    """When every entry is resident, a new block is not added and no block is lost."""
     index = BlockIndex(nodes_max=3)
     keep_blocks(index, [1] * 48)
     root = index.root(hash_chain([]).root)
-    assert root.children, "the one that is known"
+    assert root.children, "the known block"
     assert index.add(root, b"x" * 32, b"1234", 10) is None
     assert find_prefix(index, [1] * 49).tokens == 48
 
 
-def test_tokens_are_compared_on_every_hit() -> None:
-    """A block that has the right name and other tokens is not found."""
+def test_block_with_other_tokens_is_not_found() -> None:
+    """A block with the right hash and other tokens is not found."""
     index = BlockIndex()
     node = keep_blocks(index, [5] * 16)[0]
     node.tokens = bytes(64)
     assert find_prefix(index, [5] * 30).tokens == 0
 
 
-def _one_lost(parent: Node, other: Node) -> None:
+def _lose_child(parent: Node, other: Node) -> None:
     del parent.children[0]
 
 
-def _one_twice(parent: Node, other: Node) -> None:
+def _repeat_child(parent: Node, other: Node) -> None:
     parent.children.append(parent.children[0])
 
 
-def _one_in_place_of_another(parent: Node, other: Node) -> None:
+def _replace_child(parent: Node, other: Node) -> None:
     parent.children[0] = parent.children[1]
 
 
-def _one_with_another_parent(parent: Node, other: Node) -> None:
+def _change_parent(parent: Node, other: Node) -> None:
     parent.children[0].parent = other
 
 
-def _in_another_order(parent: Node, other: Node) -> None:
+def _reverse_children(parent: Node, other: Node) -> None:
     parent.children.reverse()
 
 
-def _miscounted(parent: Node, other: Node) -> None:
+def _miscount_children(parent: Node, other: Node) -> None:
     other.resident_children += 1
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "break_links",
     [
-        _one_lost,
-        _one_twice,
-        _one_in_place_of_another,
-        _one_with_another_parent,
-        _in_another_order,
-        _miscounted,
+        _lose_child,
+        _repeat_child,
+        _replace_child,
+        _change_parent,
+        _reverse_children,
+        _miscount_children,
     ],
 )
-def test_wrong_links_are_found(spoil: Callable[[Node, Node], None]) -> None:
-    """A tree that contradicts itself is no tree to go on with."""
+def test_invariant_check_finds_wrong_links(break_links: Callable[[Node, Node], None]) -> None:
+    """A tree whose links contradict each other fails the check."""
     index = BlockIndex()
     first, left = keep_blocks(index, [1] * 16 + [2] * 16)
     keep_blocks(index, [1] * 16 + [3] * 16)
     index.check_invariants()
 
-    spoil(first, left)
+    break_links(first, left)
 
     with pytest.raises(InvariantBroken):
         index.check_invariants()
 
 
-def test_who_is_held_has_references() -> None:
-    """What a restore holds cannot be evicted: a reference that got lost is found."""
+def test_invariant_check_finds_lost_reference() -> None:
+    """A pinned block without a reference count fails the check."""
     index, pins = BlockIndex(), BlockPins()
     (node,) = keep_blocks(index, [1] * 16)
     pins.hold(("restore", 1), node.block)

@@ -1,7 +1,7 @@
 """Models whose rows have state that cannot be cut: reuse begins at checkpoints only.
 
-The reference rank checks that a state is set aside exactly where it is kept, and that a row begins
-only where blocks and state are there.
+The reference rank checks that a state is saved exactly where it is kept, and that a row begins only
+where blocks and state exist.
 """
 
 from typing import cast
@@ -21,38 +21,39 @@ from tests.unit.scheduler.reference_rank import Block, ReferenceRank
 from tests.unit.scheduler.world_factory import MakeWorld
 
 Disks = dict[int, dict[bytes, Block]]
-STATE = 300
-"""Bytes of a checkpoint."""
+CHECKPOINT_BYTES = 300
+"""Size of a checkpoint."""
 
 
-def stateful(make_world: MakeWorld, **options: object) -> InMemoryWorld:
+def make_stateful_world(make_world: MakeWorld, **options: object) -> InMemoryWorld:
     """Return a world whose rows have state."""
     disks = cast("Disks", options.pop("disks", {}))
-    return make_world(hardware=RankSetup(checkpoint_bytes=STATE, disks=disks), **options)
+    return make_world(hardware=RankSetup(checkpoint_bytes=CHECKPOINT_BYTES, disks=disks), **options)
 
 
-def positions(world: InMemoryWorld) -> list[int]:
-    """Return at which lengths states were kept, in order."""
+def checkpoint_positions(world: InMemoryWorld) -> list[int]:
+    """Return the positions of kept checkpoints in order."""
     return [one.position for plan in world.plans for one in plan.keep_checkpoints]
 
 
-def test_states_are_kept_where_later_prompts_may_part(make_world: MakeWorld) -> None:
-    """At the last block border of the system prompt, of each announced border, and of the prompt.
+def test_checkpoints_are_kept_at_announced_boundaries(make_world: MakeWorld) -> None:
+    """Checkpoints are kept at the last block boundary of the system prompt, of each announced
+    boundary and of the prompt.
 
-    Prefill stops at each of them, and the plan after keeps the state.
+    Prefill stops at each of them, and the next plan keeps the checkpoint.
     """
-    world = stateful(make_world)
+    world = make_stateful_world(make_world)
     run_request(world, "a", PROMPT, 1, system_tokens=40, cache_boundaries=[60, 70, 79])
-    assert positions(world) == [32, 48, 64, 96]
+    assert checkpoint_positions(world) == [32, 48, 64, 96]
     ends = [chunk.start + chunk.length for plan in world.plans for chunk in plan.prefill_chunks]
     assert ends == [32, 48, 64, 96, 100]
     for before, plan in zip(world.plans, world.plans[1:], strict=False):
         assert len(before.checkpoints) == len(plan.keep_checkpoints)
 
 
-def test_the_next_turn_begins_at_the_last_border(make_world: MakeWorld) -> None:
-    """A conversation reuses all of its whole blocks, answers too."""
-    world = stateful(make_world)
+def test_next_turn_reuses_all_whole_blocks(make_world: MakeWorld) -> None:
+    """A conversation reuses all of its whole blocks, including answers."""
+    world = make_stateful_world(make_world)
     prompt = list(PROMPT)
     run_request(world, "turn 0", prompt, 30)
     for turn in range(1, 6):
@@ -62,27 +63,27 @@ def test_the_next_turn_begins_at_the_last_border(make_world: MakeWorld) -> None:
         assert world.cached[f"turn {turn}"].miss == ""
 
 
-def test_a_prompt_that_parts_reuses_what_was_announced(make_world: MakeWorld) -> None:
-    """Rewritten history reuses up to the last border before the change."""
-    world = stateful(make_world)
+def test_changed_history_is_reused_up_to_boundary(make_world: MakeWorld) -> None:
+    """A prompt with changed history reuses the last checkpoint before the change."""
+    world = make_stateful_world(make_world)
     run_request(world, "a", PROMPT, 30, cache_boundaries=[70])
     assert run_request(world, "b", [*PROMPT[:75], 998, 997]) == 64
     cached = world.cached["b"]
     assert cached == CachedPrefix(memory_tokens=64, diverged_at=75, miss="diverged")
 
 
-def test_states_of_decoding_replace_each_other(make_world: MakeWorld) -> None:
-    """A long answer leaves one state at its end, not one at every border."""
-    world = stateful(make_world)
+def test_decode_checkpoints_replace_each_other(make_world: MakeWorld) -> None:
+    """A long answer leaves one checkpoint at its end instead of one per block."""
+    world = make_stateful_world(make_world)
     run_request(world, "a", PROMPT[:20], 200)
-    assert positions(world) == list(range(16, 220, 16))
+    assert checkpoint_positions(world) == list(range(16, 220, 16))
     resident = [block for block in next(iter(world.ranks.values())).blocks.values() if block.state]
     assert sorted(block.end for block in resident) == [16, 208]
 
 
-def test_a_state_that_others_use_is_not_replaced(make_world: MakeWorld) -> None:
-    """What somebody has reused stays when its owner goes on."""
-    world = stateful(make_world)
+def test_reused_checkpoint_is_not_replaced(make_world: MakeWorld) -> None:
+    """A checkpoint that another request has reused stays when its owner continues."""
+    world = make_stateful_world(make_world)
     world.submit("a", PROMPT[:20], 60)
     while len(world.tokens["a"]) < 33:
         world.step()
@@ -94,9 +95,9 @@ def test_a_state_that_others_use_is_not_replaced(make_world: MakeWorld) -> None:
     assert {16, used, 64} <= {block.end for block in resident}
 
 
-def test_twins_wait_for_the_state_they_need_and_no_longer(make_world: MakeWorld) -> None:
-    """Who shares a system prompt waits until its state is there, not for the whole prompt."""
-    world = stateful(make_world, step_tokens_max=32)
+def test_requests_with_same_system_prompt_wait_for_its_checkpoint(make_world: MakeWorld) -> None:
+    """Requests that share a system prompt wait for its checkpoint and not for the whole prompt."""
+    world = make_stateful_world(make_world, step_tokens_max=32)
     system = [7 * number % 1_000 for number in range(200)]
     for number in range(4):
         question = [number + 1] * 300
@@ -110,18 +111,18 @@ def test_twins_wait_for_the_state_they_need_and_no_longer(make_world: MakeWorld)
     assert started[2] < len(world.plans) // 3
 
 
-def test_states_that_do_not_fit_are_not_taken(make_world: MakeWorld) -> None:
-    """Where memory cannot hold a single state, prefill is not cut for any."""
-    world = stateful(make_world, cache={"resident_bytes_max": 250})
+def test_checkpoints_above_memory_bound_are_not_taken(make_world: MakeWorld) -> None:
+    """When memory cannot hold one checkpoint, prefill is not cut for any."""
+    world = make_stateful_world(make_world, cache={"resident_bytes_max": 250})
     run_request(world, "a", PROMPT, 30, system_tokens=40, cache_boundaries=[60])
     assert run_request(world, "b", PROMPT, 30, system_tokens=40, cache_boundaries=[60]) == 0
     assert not any(plan.checkpoints for plan in world.plans)
     assert len([plan for plan in world.plans if plan.prefill_chunks]) == 2
 
 
-def test_old_states_go_before_blocks(make_world: MakeWorld) -> None:
-    """A state in the middle of a conversation is evicted before the blocks around it."""
-    world = stateful(make_world, cache={"resident_bytes_max": 2_400})
+def test_old_checkpoints_are_evicted_before_blocks(make_world: MakeWorld) -> None:
+    """A checkpoint inside a conversation is evicted before the blocks around it."""
+    world = make_stateful_world(make_world, cache={"resident_bytes_max": 2_400})
     run_request(world, "a", PROMPT, 1, cache_boundaries=[40, 70])
     run_request(world, "b", [5] * 50, 1)
     blocks = next(iter(world.ranks.values())).blocks.values()
@@ -132,14 +133,15 @@ def test_old_states_go_before_blocks(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_states_come_back_from_ssd(make_world: MakeWorld, ranks: int) -> None:
-    """After a restart the longest prefix with a state is restored; only that state is read."""
+def test_longest_prefix_with_checkpoint_is_restored(make_world: MakeWorld, ranks: int) -> None:
+    """After a restart the longest prefix with a checkpoint is restored; only that checkpoint is
+    read."""
     disks: Disks = {}
-    world = stateful(make_world, disks=disks, ranks=ranks, cache={"ssd": True})
+    world = make_stateful_world(make_world, disks=disks, ranks=ranks, cache={"ssd": True})
     run_request(world, "a", PROMPT, 30, system_tokens=40)
     states = [block.end for block in disks[0].values() if block.state]
-    assert sorted(states) == [32, 96, 128], "of decoding only the last"
-    world = stateful(make_world, disks=disks, ranks=ranks, cache={"ssd": True})
+    assert sorted(states) == [32, 96, 128], "of decode checkpoints only the last one"
+    world = make_stateful_world(make_world, disks=disks, ranks=ranks, cache={"ssd": True})
     prompt = [*PROMPT, *completion(PROMPT, 30), 1]
     assert run_request(world, "b", prompt) == 128
     assert world.cached["b"] == CachedPrefix(stored_tokens=128)
@@ -147,12 +149,12 @@ def test_states_come_back_from_ssd(make_world: MakeWorld, ranks: int) -> None:
     assert [block.end for block in blocks if block.state][:1] == [128]
 
 
-def test_ranks_that_differ_are_asked_again(make_world: MakeWorld) -> None:
-    """Each rank reads the state of its own last item; the second order names a common one."""
+def test_second_restore_names_common_checkpoint(make_world: MakeWorld) -> None:
+    """When ranks read different checkpoints, a second order names a common one."""
     disks: Disks = {}
-    world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
+    world = make_stateful_world(make_world, disks=disks, ranks=2, cache={"ssd": True})
     run_request(world, "a", PROMPT, 30, system_tokens=40)
-    world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
+    world = make_stateful_world(make_world, disks=disks, ranks=2, cache={"ssd": True})
 
     def read(rank: ReferenceRank, order: RestoreBlocks) -> tuple[float, BlocksRestored]:
         damaged = order.items[5].checkpoint if rank.rank and len(order.items) > 5 else None
@@ -166,12 +168,12 @@ def test_ranks_that_differ_are_asked_again(make_world: MakeWorld) -> None:
     assert run_request(world, "c", PROMPT) == 96
 
 
-def test_what_rows_took_meanwhile_is_not_asked_for_again(make_world: MakeWorld) -> None:
-    """Ranks differ, and the blocks that a second order would follow are gone: it looks anew."""
+def test_restore_looks_anew_when_blocks_were_evicted_meanwhile(make_world: MakeWorld) -> None:
+    """When the blocks before a second order were evicted, the prefix is looked up again."""
     disks: Disks = {}
-    world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
+    world = make_stateful_world(make_world, disks=disks, ranks=2, cache={"ssd": True})
     run_request(world, "a", PROMPT, 30, cache_boundaries=[32, 64, 80])
-    world = stateful(make_world, disks=disks, ranks=2, cache={"ssd": True})
+    world = make_stateful_world(make_world, disks=disks, ranks=2, cache={"ssd": True})
     run_request(world, "b", [*PROMPT[:32], 5], 1)
 
     def read(rank: ReferenceRank, order: RestoreBlocks) -> tuple[float, BlocksRestored]:
@@ -181,19 +183,19 @@ def test_what_rows_took_meanwhile_is_not_asked_for_again(make_world: MakeWorld) 
     world.restore_answer = read
     world.submit("c", PROMPT, 5)
     world.step()
-    # As rows do that must grow.
+    # As growing rows do.
     assert world.core._batch.cache._state.shrink_to(0)
     world.now_s += 0.03
     world.settle()
-    # The third one begins where the text does, and leaves out what is known to be missing.
+    # The third order begins at the start of the text, without blocks known to be missing.
     assert [len(order.items) for order in world.restores] == [2, 4, 5]
     assert world.tokens["c"] == completion(PROMPT, 5)
     assert world.cached["c"].stored_tokens == 80
 
 
-def test_a_state_is_restored_for_blocks_that_are_there(make_world: MakeWorld) -> None:
-    """When only the state was evicted, only the state is read."""
-    world = stateful(make_world, cache={"ssd": True, "resident_bytes_max": 2_400})
+def test_only_evicted_checkpoint_is_restored(make_world: MakeWorld) -> None:
+    """When only the checkpoint was evicted, only the checkpoint is read."""
+    world = make_stateful_world(make_world, cache={"ssd": True, "resident_bytes_max": 2_400})
     run_request(world, "a", PROMPT, 1, cache_boundaries=[40, 70])
     run_request(world, "b", [5] * 50, 1)
     world.restores.clear()
@@ -202,9 +204,9 @@ def test_a_state_is_restored_for_blocks_that_are_there(make_world: MakeWorld) ->
     assert [item.block for item in world.restores[0].items[:2]] == [None, None]
 
 
-def test_after_a_lost_rank_states_come_from_ssd(make_world: MakeWorld) -> None:
-    """A new epoch begins its unfinished sequences at their last stored state."""
-    world = stateful(make_world, cache={"ssd": True})
+def test_new_epoch_restores_checkpoints(make_world: MakeWorld) -> None:
+    """A new epoch resumes unfinished sequences at their last stored checkpoint."""
+    world = make_stateful_world(make_world, cache={"ssd": True})
     world.submit("a", PROMPT, 120)
     while len(world.tokens["a"]) < 60:
         world.step()

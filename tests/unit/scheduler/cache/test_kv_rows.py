@@ -1,5 +1,6 @@
-"""Slots and the shape of the KV arrays."""
+"""Slots, sizes of the KV arrays, and the smallest budget of all ranks."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from services.scheduler.cache.kv_rows import RowBudget, Rows, smallest_budget
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId, Slot
 from shared.messages import RankReady
+from tests.unit.scheduler.rank_messages import READY
 
 
 def make_rows(tokens: int = 10_000, slots: int = 8, step: int = 64) -> Rows:
@@ -17,8 +19,8 @@ def make_rows(tokens: int = 10_000, slots: int = 8, step: int = 64) -> Rows:
     return rows
 
 
-def test_shape_that_is_large_enough_stays() -> None:
-    """Joining and growing within the arrays changes no shape, so nothing is copied."""
+def test_arrays_that_are_large_enough_keep_shape() -> None:
+    """Sequences that join and grow within the arrays change no shape, so nothing is copied."""
     rows = make_rows()
     assert rows.resize(slots=3, tokens=100)
     shape = rows.row_count, rows.row_tokens
@@ -26,7 +28,7 @@ def test_shape_that_is_large_enough_stays() -> None:
     assert (rows.row_count, rows.row_tokens) == shape
 
 
-def test_growth_is_geometric() -> None:
+def test_row_growth_is_geometric() -> None:
     """A row that grows token by token is copied a bounded number of times."""
     rows = make_rows(tokens=1_000_000)
     shapes = set()
@@ -36,8 +38,8 @@ def test_growth_is_geometric() -> None:
     assert len(shapes) < 60
 
 
-def test_idle_rows_do_not_become_long_with_the_others() -> None:
-    """Short requests leave rows for more of them; a long text that comes alone pays for one."""
+def test_long_row_drops_idle_rows() -> None:
+    """A long text that comes alone gets one row instead of all idle ones."""
     rows = make_rows(tokens=1_000_000)
     assert rows.resize(slots=3, tokens=200)
     assert rows.row_count == 4
@@ -45,8 +47,8 @@ def test_idle_rows_do_not_become_long_with_the_others() -> None:
     assert (rows.row_count, rows.row_tokens >= 100_000) == (1, True)
 
 
-def test_who_comes_and_goes_beside_a_long_text_is_not_paid_for_again() -> None:
-    """A row that grows keeps those of helpers that may come back."""
+def test_growing_row_keeps_rows_of_changing_neighbours() -> None:
+    """A row that grows keeps the rows of short requests that come and go."""
     rows = make_rows(tokens=4_000_000)
     shapes = set()
     for tokens in range(20_000, 120_000, 1_000):
@@ -56,8 +58,8 @@ def test_who_comes_and_goes_beside_a_long_text_is_not_paid_for_again() -> None:
     assert len(shapes) < 20
 
 
-def test_shrinks_only_when_something_else_would_not_fit() -> None:
-    """Long rows that nobody needs are given up for more rows, not before."""
+def test_rows_shrink_only_for_lack_of_budget() -> None:
+    """Long unused rows are given up for more rows, and not earlier."""
     rows = make_rows(tokens=4_096)
     assert rows.resize(slots=1, tokens=3_000)
     assert rows.row_tokens >= 3_000
@@ -66,8 +68,8 @@ def test_shrinks_only_when_something_else_would_not_fit() -> None:
     assert 100 <= rows.row_tokens <= 512
 
 
-def test_no_shape_beyond_the_budget() -> None:
-    """What does not fit is refused and leaves the arrays as they are."""
+def test_resize_beyond_budget_is_refused() -> None:
+    """A size that does not fit is refused and leaves the arrays unchanged."""
     rows = make_rows(tokens=1_000)
     assert rows.resize(slots=2, tokens=400)
     shape = rows.row_count, rows.row_tokens
@@ -75,15 +77,15 @@ def test_no_shape_beyond_the_budget() -> None:
     assert (rows.row_count, rows.row_tokens) == shape
 
 
-def test_longest_row_fits_alone() -> None:
-    """The longest sequence that is accepted can always run by itself."""
+def test_longest_accepted_sequence_fits_alone() -> None:
+    """The longest sequence that is accepted can always run alone."""
     rows = make_rows(tokens=1_000)
     assert rows.longest_sequence_tokens() == 960
     assert rows.resize(slots=1, tokens=rows.longest_sequence_tokens())
 
 
-def test_giving_back_what_is_not_held_is_our_bug() -> None:
-    """A slot is freed by its holder only."""
+def test_slot_is_released_by_its_holder_only() -> None:
+    """A release by another sequence breaks an invariant."""
     rows = make_rows()
     rows.resize(slots=1, tokens=1)
     slot = rows.assign_slot(SequenceId(1))
@@ -97,8 +99,8 @@ def test_giving_back_what_is_not_held_is_our_bug() -> None:
     ),
     st.integers(64, 5_000),
 )
-def test_slots_are_never_lost_or_doubled(steps: list[tuple[str, int]], tokens: int) -> None:
-    """Free plus held slots are all slots, whatever happens (invariant I9)."""
+def test_free_and_held_slots_are_all_slots(steps: list[tuple[str, int]], tokens: int) -> None:
+    """Free plus held slots are all slots after any sequence of operations (I9)."""
     rows = make_rows(tokens=tokens)
     held: dict[Slot, SequenceId] = {}
     for number, (what, which) in enumerate(steps):
@@ -117,39 +119,36 @@ def test_slots_are_never_lost_or_doubled(steps: list[tuple[str, int]], tokens: i
         rows.check_invariants(held)
 
 
-def ready(budget: int, per_token: int, per_row: int = 0, drafts: int = 0) -> RankReady:
-    """Return what a rank with so many bytes for KV says of itself."""
-    return RankReady(
-        rank=0,
-        model_fingerprint="f",
+def rank_ready(budget: int, per_token: int, per_row: int = 0, drafts: int = 0) -> RankReady:
+    """Return the report of a rank with this memory for KV."""
+    return msgspec.structs.replace(
+        READY,
         kv_bytes_per_token=per_token,
         kv_bytes_per_row=per_row,
         kv_budget_bytes=budget,
-        context_tokens_max=100,
-        vocab_size=10,
-        can_roll_back=True,
         draft_bytes_per_token=drafts,
-        blas="",
     )
 
 
-def test_alike_ranks_have_the_budget_of_the_poorest() -> None:
-    """Equal parts of the model, unequal memory."""
-    assert smallest_budget([ready(900, 10, 3, 5), ready(800, 10, 3, 5)]) == RowBudget(800, 10, 3, 5)
-    assert smallest_budget([ready(900, 0), ready(800, 0)]) == RowBudget(800, 0, 0)
+def test_equal_shards_use_smallest_memory() -> None:
+    """Ranks with equal shards and unequal memory get the smallest budget."""
+    assert smallest_budget([rank_ready(900, 10, 3, 5), rank_ready(800, 10, 3, 5)]) == RowBudget(
+        800, 10, 3, 5
+    )
+    assert smallest_budget([rank_ready(900, 0), rank_ready(800, 0)]) == RowBudget(800, 0, 0)
 
 
-def test_a_rank_with_little_of_the_model_counts_for_little() -> None:
-    """Nine tokens of ten bytes here, ninety of one byte there: what is counted as ten is one."""
-    budget = smallest_budget([ready(1_000, 10), ready(90, 1)])
+def test_small_shard_does_not_reduce_budget() -> None:
+    """A rank with a small shard and little memory does not limit the others."""
+    budget = smallest_budget([rank_ready(1_000, 10), rank_ready(90, 1)])
     assert budget.longest_row() == 90
-    assert smallest_budget([ready(1_000, 10, 7), ready(50, 0)]).longest_row() == 99
+    assert smallest_budget([rank_ready(1_000, 10, 7), rank_ready(50, 0)]).longest_row() == 99
 
 
 @given(
     st.lists(
         st.builds(
-            ready,
+            rank_ready,
             st.integers(1, 10_000),
             st.integers(0, 50),
             st.integers(0, 200),
@@ -161,12 +160,13 @@ def test_a_rank_with_little_of_the_model_counts_for_little() -> None:
     st.integers(1, 8),
     st.floats(0.0, 1.0),
 )
-def test_what_keeps_to_the_budget_fits_on_every_rank(
-    reports: list[RankReady], rows: int, part: float
+def test_rows_and_blocks_within_budget_fit_every_rank(
+    reports: list[RankReady], rows: int, share: float
 ) -> None:
-    """Rows, drafts in them and blocks beside them, however unequally ranks share the model."""
+    """Rows, draft rows and blocks within the budget fit on every rank, however unequal the shards
+    are."""
     budget = smallest_budget(reports)
-    block_tokens = int(part * budget.bytes_max) // max(1, budget.bytes_per_token)
+    block_tokens = int(share * budget.bytes_max) // max(1, budget.bytes_per_token)
     blocks = block_tokens * budget.bytes_per_token
     left = (budget.bytes_max - blocks) // rows - budget.bytes_per_row
     if left < 0:

@@ -1,4 +1,4 @@
-"""The prefix match, by example."""
+"""Prefix matches by example."""
 
 import pytest
 
@@ -24,18 +24,18 @@ TEXT = list(range(100, 150))
         (TEXT[:1], 0, None),
     ],
 )
-def test_all_but_the_last_equal_token(
+def test_match_is_longest_known_prefix_without_last_token(
     prompt: list[int], tokens: int, diverged_at: int | None
 ) -> None:
-    """Reused are all leading tokens that a known sequence has, to the token, but the very last."""
+    """All leading tokens of a known sequence are reused, except the prompt's last token."""
     index = BlockIndex()
     keep_blocks(index, TEXT)
     found = find_prefix(index, prompt)
     assert (found.tokens, found.diverged_at) == (tokens, diverged_at)
 
 
-def test_the_likest_of_many_continuations() -> None:
-    """Among 1,000 ways to go on the one that shares most is found."""
+def test_longest_of_many_continuations_is_found() -> None:
+    """Of 1,000 continuations the one with the longest common prefix is found."""
     index = BlockIndex()
     for number in range(1_000):
         keep_blocks(index, [*range(16), *(int(digit) for digit in f"{number:03}"), 77, 78])
@@ -46,8 +46,8 @@ def test_the_likest_of_many_continuations() -> None:
         assert find_prefix(index, [*range(16), *digits[:2], 50]).tokens == 18
 
 
-def test_evicted_blocks_are_known_but_not_used() -> None:
-    """A ghost says that a prefix was known, and from where on it is gone."""
+def test_evicted_blocks_are_known_but_not_reused() -> None:
+    """An evicted entry shows that a prefix was known and where it is gone."""
     index = BlockIndex()
     nodes = keep_blocks(index, TEXT)
     for node in reversed(nodes[1:]):
@@ -56,8 +56,8 @@ def test_evicted_blocks_are_known_but_not_used() -> None:
     assert (found.tokens, found.whole_blocks, found.shared_tokens) == (16, 1, 50)
 
 
-def test_rows_with_state_begin_at_a_checkpoint() -> None:
-    """With state that cannot be cut, only a block border with a checkpoint will do."""
+def test_match_with_state_ends_at_checkpoint() -> None:
+    """Rows with state that cannot be cut reuse a prefix only up to a block with a checkpoint."""
     index = BlockIndex()
     nodes = keep_blocks(index, TEXT, tail=False)
     assert find_prefix(index, [*TEXT, 1], states=True).tokens == 0
@@ -69,8 +69,8 @@ def test_rows_with_state_begin_at_a_checkpoint() -> None:
     assert find_prefix(index, [*TEXT[:40], 1], states=True).tokens == 16
 
 
-def test_tenants_find_nothing_of_each_other() -> None:
-    """In 1,000 tries with another salt not one token is found."""
+def test_match_never_crosses_salts() -> None:
+    """In 1,000 tries with another salt no token is found."""
     index = BlockIndex()
     for number in range(20):
         keep_blocks(index, [number] * 50, "mine")

@@ -1,4 +1,4 @@
-"""Blocks on SSD: what is spilled, what comes back, and what happens when a disk does not do it."""
+"""Restores from SSD: deadlines, partial answers, bounds, and disks that fail."""
 
 import msgspec
 import pytest
@@ -21,8 +21,8 @@ from tests.unit.scheduler.world_factory import MakeWorld
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_warm_restart(make_world: MakeWorld, ranks: int) -> None:
-    """After a restart of everything, all whole blocks of a prompt come from SSD."""
+def test_whole_blocks_are_restored_after_restart(make_world: MakeWorld, ranks: int) -> None:
+    """After a restart of all processes, all whole blocks of a prompt come from SSD."""
     disks = fill_disks(make_world, ranks=ranks)
     assert all(len(disk) == 7 for disk in disks.values()), "119 tokens are seven whole blocks"
     world = restart_world(make_world, disks, ranks=ranks)
@@ -34,8 +34,8 @@ def test_warm_restart(make_world: MakeWorld, ranks: int) -> None:
     assert len(world.restores) == 1
 
 
-def test_nobody_waits_for_a_restore_but_the_one_who_wants_it(make_world: MakeWorld) -> None:
-    """While a disk reads, those who run go on, and those behind in the queue pass."""
+def test_restore_delays_only_its_own_request(make_world: MakeWorld) -> None:
+    """While a disk reads, running requests continue and later requests pass the waiting one."""
     world = restart_world(make_world, fill_disks(make_world))
     long = [7 * number % 1_000 for number in range(800)]
     run_request(world, "learn", long)
@@ -55,8 +55,9 @@ def test_nobody_waits_for_a_restore_but_the_one_who_wants_it(make_world: MakeWor
     assert world.cached["a"].stored_tokens == 799
 
 
-def test_the_minimum_over_ranks_is_used(make_world: MakeWorld) -> None:
-    """A block that one rank has lost ends the hit on all of them, and the miss says why."""
+def test_restored_prefix_is_minimum_over_ranks(make_world: MakeWorld) -> None:
+    """A block that one rank cannot read ends the prefix on all ranks, and the miss names the
+    cause."""
     disks = fill_disks(make_world, ranks=2)
     world = restart_world(make_world, disks, ranks=2)
     victim: list[bytes] = []
@@ -68,15 +69,16 @@ def test_the_minimum_over_ranks_is_used(make_world: MakeWorld) -> None:
     world.restore_answer = read
     assert run_request(world, "a", PROMPT) == 48
     assert world.cached["a"] == CachedPrefix(stored_tokens=48, miss="unreadable")
-    assert victim[0] in disks[1], "what was computed instead is stored again"
+    assert victim[0] in disks[1], "the computed block is stored again"
 
 
-def test_a_slow_disk_is_a_miss(make_world: MakeWorld) -> None:
-    """A restore that takes longer than computing is not waited for; its answer is forgotten."""
+def test_late_restore_is_miss(make_world: MakeWorld) -> None:
+    """A restore that takes longer than computing counts as a miss, and its late answer is
+    dropped."""
     world = restart_world(make_world, fill_disks(make_world))
     world.restore_answer = lambda rank, order: (20.0, rank.restore(order))
     world.submit("a", PROMPT, 5)
-    assert world.restores[0].deadline_s == 10.0, "nothing is known of what computing takes"
+    assert world.restores[0].deadline_s == 10.0, "the speed of prefill is not known yet"
     while "a" not in world.ends:
         world.tell(TimePassed())
         world.step()
@@ -88,8 +90,8 @@ def test_a_slow_disk_is_a_miss(make_world: MakeWorld) -> None:
     assert not any(adopted.count for plan in world.plans for adopted in plan.adopted)
 
 
-def test_who_was_late_once_is_not_asked_again(make_world: MakeWorld) -> None:
-    """A disk that gave a part in time is not waited for a second time by the same request."""
+def test_request_restores_only_once_after_late_answer(make_world: MakeWorld) -> None:
+    """After a late, partial answer the same request starts no second restore."""
     world = restart_world(make_world, fill_disks(make_world))
 
     def read(rank: ReferenceRank, order: RestoreBlocks) -> tuple[float, BlocksRestored]:
@@ -102,8 +104,8 @@ def test_who_was_late_once_is_not_asked_again(make_world: MakeWorld) -> None:
     assert world.cached["a"] == CachedPrefix(stored_tokens=32, miss="slow")
 
 
-def test_what_was_restored_once_is_memory_afterwards(make_world: MakeWorld) -> None:
-    """A sequence that is preempted and returns finds its blocks in memory, not on SSD."""
+def test_preempted_sequence_finds_restored_blocks_in_memory(make_world: MakeWorld) -> None:
+    """A preempted sequence that returns finds its blocks in memory instead of SSD."""
     disks: Disks = {}
     world = restart_world(make_world, disks)
     for number in range(2):
@@ -120,10 +122,11 @@ def test_what_was_restored_once_is_memory_afterwards(make_world: MakeWorld) -> N
     assert seen["cache_hit_tokens_memory_total"] > 200
 
 
-def test_deadlines_follow_what_computing_takes(make_world: MakeWorld) -> None:
-    """A rank gets the time that computing would take, 0.05 s at least; trifles are not asked for.
+def test_restore_deadline_is_prefill_time(make_world: MakeWorld) -> None:
+    """A restore may take as long as the prefill, at least 0.05 s; very short prefixes are not
+    restored.
 
-    The reference rank takes 5 ms and 0.5 ms per token for a prefill.
+    The reference rank takes 5 ms plus 0.5 ms per token for a prefill.
     """
     world = restart_world(make_world, {})
     run_request(world, "learn", [1] * 2_000)
@@ -136,8 +139,9 @@ def test_deadlines_follow_what_computing_takes(make_world: MakeWorld) -> None:
     assert len(world.restores) == count
 
 
-def test_a_restore_has_a_deadline_however_slow_a_rank_says_it_is(make_world: MakeWorld) -> None:
-    """A rank says that a step took years: the next order is one that ranks can read."""
+def test_restore_deadline_is_bounded_for_absurd_step_times(make_world: MakeWorld) -> None:
+    """After a receipt that reports years for a step, the next restore order still has a valid
+    deadline."""
     world = restart_world(make_world, {})
     world.change_receipt = lambda receipt: msgspec.structs.replace(receipt, busy_ms=1e12)
     run_request(world, "learn", [1] * 2_000)
@@ -145,13 +149,13 @@ def test_a_restore_has_a_deadline_however_slow_a_rank_says_it_is(make_world: Mak
     assert world.restores[-1].deadline_s == 120.0
 
 
-def test_what_is_known_not_to_be_stored_is_not_asked_for(make_world: MakeWorld) -> None:
-    """An unknown prefix is asked for once; then the index knows that nobody has it."""
+def test_known_absent_prefix_is_not_restored_again(make_world: MakeWorld) -> None:
+    """An unknown prefix is requested once; afterwards the index knows that it is not stored."""
     world = make_world(cache={"ssd": True, "resident_bytes_max": 2_000})
     world.accepts_spill = lambda rank, name: False
     run_request(world, "a", PROMPT)
     assert len(world.restores) == 1
-    assert world.cached["a"].miss == "new", "having asked is not knowing"
+    assert world.cached["a"].miss == "new", "a restore order alone does not make the prefix known"
     for number in range(4):
         run_request(world, f"other {number}", [number + 1] * 150)
     count = len(world.restores)
@@ -159,8 +163,8 @@ def test_what_is_known_not_to_be_stored_is_not_asked_for(make_world: MakeWorld) 
     assert len(world.restores) == count
 
 
-def test_those_who_share_a_restore_wait_for_it(make_world: MakeWorld) -> None:
-    """Four requests for one stored prefix: it is read once."""
+def test_requests_with_same_prefix_share_one_restore(make_world: MakeWorld) -> None:
+    """Four requests with one stored prefix cause one restore."""
     world = restart_world(make_world, fill_disks(make_world))
     world.restore_answer = lambda rank, order: (0.5, rank.restore(order))
     for number in range(4):
@@ -174,8 +178,8 @@ def test_those_who_share_a_restore_wait_for_it(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_request_that_ends_while_it_waits(make_world: MakeWorld, when: str) -> None:
-    """Its restore is adopted for whoever comes next; nothing stays open or referenced."""
+def test_restore_of_aborted_request_is_adopted(make_world: MakeWorld, when: str) -> None:
+    """The blocks are adopted for the next request, and no reference remains."""
     world = restart_world(make_world, fill_disks(make_world))
     world.restore_answer = lambda rank, order: (0.5, rank.restore(order))
     world.submit("a", PROMPT, 5)
@@ -188,8 +192,8 @@ def test_a_request_that_ends_while_it_waits(make_world: MakeWorld, when: str) ->
     assert world.cached["b"].memory_tokens == 96
 
 
-def many(make_world: MakeWorld) -> tuple[InMemoryWorld, list[list[int]]]:
-    """Return a world after a restart and 20 texts that are stored."""
+def restart_with_stored_prompts(make_world: MakeWorld) -> tuple[InMemoryWorld, list[list[int]]]:
+    """Return a restarted world and 20 prompts that are stored on its disks."""
     disks: Disks = {}
     world = restart_world(make_world, disks)
     texts = [[number + 1] * 100 for number in range(20)]
@@ -198,8 +202,9 @@ def many(make_world: MakeWorld) -> tuple[InMemoryWorld, list[list[int]]]:
     return restart_world(make_world, disks), texts
 
 
-def test_a_restore_that_nobody_answers_holds_up_nobody(make_world: MakeWorld) -> None:
-    """Those who wait for the restore of an aborted request go on when its time is over."""
+def test_unanswered_restore_stops_delaying_at_deadline(make_world: MakeWorld) -> None:
+    """Requests that share an unanswered restore continue at its deadline, and the rank gets no
+    further restore."""
     world = restart_world(make_world, fill_disks(make_world))
     world.restore_answer = lambda rank, order: (100.0, rank.restore(order))
     world.submit("a", PROMPT, 5)
@@ -211,35 +216,35 @@ def test_a_restore_that_nobody_answers_holds_up_nobody(make_world: MakeWorld) ->
         world.step()
     assert world.tokens["twin"] == completion(PROMPT, 5)
     run_request(world, "later", [9] * 100)
-    assert len(world.restores) == 1, "a rank that owes an answer is asked for nothing"
+    assert len(world.restores) == 1, "a rank with an open answer gets no restore"
     world.now_s += 100.0
     world.settle()
     run_request(world, "last", [8] * 100)
     assert len(world.restores) == 2
 
 
-def test_restores_are_bounded(make_world: MakeWorld) -> None:
-    """However many want one, at most eight are open; the others wait for their turn."""
-    world, texts = many(make_world)
-    most = 0
+def test_at_most_eight_restores_are_open(make_world: MakeWorld) -> None:
+    """At most eight restores are open; other requests wait for their turn."""
+    world, texts = restart_with_stored_prompts(make_world)
+    open_max = 0
 
     def read(rank: ReferenceRank, order: RestoreBlocks) -> tuple[float, BlocksRestored]:
-        nonlocal most
-        most = max(most, len(world._answers) + 1)
+        nonlocal open_max
+        open_max = max(open_max, len(world._answers) + 1)
         return 0.03, rank.restore(order)
 
     world.restore_answer = read
     for number, text in enumerate(texts):
         world.submit(f"r{number}", text, 3)
     world.settle()
-    assert most == 8
+    assert open_max == 8
     assert [world.cached[f"r{number}"].stored_tokens for number in range(20)] == [96] * 20
     assert all(world.tokens[f"r{n}"] == completion(text, 3) for n, text in enumerate(texts))
 
 
-def test_nobody_waits_for_a_turn_that_does_not_come(make_world: MakeWorld) -> None:
-    """Restores that hang hold up the others no longer than computing would take."""
-    world, texts = many(make_world)
+def test_wait_for_restore_turn_is_bounded(make_world: MakeWorld) -> None:
+    """Restores that hang delay other requests no longer than computing would take."""
+    world, texts = restart_with_stored_prompts(make_world)
     world.restore_answer = lambda rank, order: (100.0, rank.restore(order))
     for number, text in enumerate(texts):
         world.submit(f"r{number}", text, 3)
@@ -252,8 +257,8 @@ def test_nobody_waits_for_a_turn_that_does_not_come(make_world: MakeWorld) -> No
     world.settle()
 
 
-def test_a_store_that_is_off_is_left_alone(make_world: MakeWorld) -> None:
-    """After an answer `off` nothing is asked for 10 s, then again."""
+def test_store_that_is_off_is_tried_again_after_10_s(make_world: MakeWorld) -> None:
+    """After an answer `off` no restore is ordered for 10 s."""
     world = restart_world(make_world, {})
     world.restore_answer = lambda rank, order: (0.0, rank.answer(order, 0, "off"))
     world.accepts_spill = lambda rank, name: False
@@ -265,8 +270,9 @@ def test_a_store_that_is_off_is_left_alone(make_world: MakeWorld) -> None:
     assert len(world.restores) == 2
 
 
-def test_answers_that_nobody_asked_for_change_nothing(make_world: MakeWorld) -> None:
-    """Reports of unknown restores and blocks, repeated or of another epoch, are ignored."""
+def test_unrequested_answers_change_nothing(make_world: MakeWorld) -> None:
+    """Answers of unknown restores and blocks, repeated or of another epoch, are ignored and
+    counted."""
     world = restart_world(make_world, {})
     run_request(world, "a", PROMPT)
     before = {name: value for name, value in read_metrics(world).items() if "refused" not in name}

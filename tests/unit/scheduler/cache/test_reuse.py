@@ -1,6 +1,6 @@
-"""Reuse of blocks in memory, as a whole: who gets what of whose work, and what it is told.
+"""Reuse of blocks in memory: which tokens each request reuses, and what the gateway is told.
 
-Every plan is checked by reference ranks: the KV of each reused token is that of the prompt.
+Reference ranks check every plan: the KV of each reused token is that of the prompt.
 """
 
 import pytest
@@ -18,19 +18,19 @@ from tests.unit.scheduler.world_factory import MakeWorld
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_same_prompt_again(make_world: MakeWorld, ranks: int) -> None:
-    """The second time all but the last token is reused, on every rank alike."""
+def test_repeated_prompt_computes_only_last_token(make_world: MakeWorld, ranks: int) -> None:
+    """The second time all tokens but the last are reused, on every rank."""
     world = make_world(ranks=ranks)
     assert run_request(world, "a", PROMPT) == 0
-    mark = len(world.plans)
+    first_plan = len(world.plans)
     assert run_request(world, "b", PROMPT) == 99
-    assert prefilled_tokens(world.plans[mark:]) == 1
+    assert prefilled_tokens(world.plans[first_plan:]) == 1
     assert world.cached["a"] == CachedPrefix(miss="new")
     assert world.cached["b"] == CachedPrefix(memory_tokens=99)
 
 
-def test_a_conversation_reuses_its_answers(make_world: MakeWorld) -> None:
-    """Each turn reuses all tokens before it but the one that was generated last."""
+def test_conversation_reuses_answers(make_world: MakeWorld) -> None:
+    """Each turn reuses all tokens before it except the last generated one."""
     world = make_world()
     prompt = list(PROMPT)
     run_request(world, "turn 0", prompt, 30)
@@ -38,12 +38,12 @@ def test_a_conversation_reuses_its_answers(make_world: MakeWorld) -> None:
         known = len(prompt) + 30
         prompt += [*completion(prompt, 30), turn, 1, 2]
         assert run_request(world, f"turn {turn}", prompt, 30) == known - 1
-        # The last token was never an input, so it has no KV; all before it was reused.
+        # The last token was never an input, so it has no KV.
         assert world.cached[f"turn {turn}"].miss == ""
 
 
-def test_rewritten_history_is_reused_up_to_the_change(make_world: MakeWorld) -> None:
-    """A turn that drops a part of the last answer reuses up to the first changed token."""
+def test_changed_history_is_reused_up_to_change(make_world: MakeWorld) -> None:
+    """A turn that drops part of the last answer reuses the tokens up to the first change."""
     world = make_world()
     run_request(world, "a", PROMPT, 30)
     answer = completion(PROMPT, 30)
@@ -52,8 +52,8 @@ def test_rewritten_history_is_reused_up_to_the_change(make_world: MakeWorld) -> 
     assert world.cached["b"] == CachedPrefix(memory_tokens=107, diverged_at=107, miss="diverged")
 
 
-def test_a_stop_token_that_was_an_input_is_reused(make_world: MakeWorld) -> None:
-    """Run-ahead has computed the stop token already, so the next turn reuses it too."""
+def test_computed_stop_token_is_reused(make_world: MakeWorld) -> None:
+    """The plan in flight has computed the stop token already, so the next turn reuses it."""
     world = make_world()
     answer = completion(PROMPT, 20)
     world.submit("a", PROMPT, 100, stop_ids=[answer[-1]])
@@ -62,8 +62,8 @@ def test_a_stop_token_that_was_an_input_is_reused(make_world: MakeWorld) -> None
     assert run_request(world, "b", [*PROMPT, *answer, 1, 2]) == len(PROMPT) + len(answer)
 
 
-def test_choices_of_one_prompt_compute_it_once(make_world: MakeWorld) -> None:
-    """Eight requests with one prompt that arrive together: its whole blocks are computed once."""
+def test_simultaneous_requests_compute_shared_prompt_once(make_world: MakeWorld) -> None:
+    """The whole blocks of a prompt that eight requests share are computed once."""
     world = make_world(step_tokens_max=64)
     for number in range(8):
         world.submit(f"c{number}", PROMPT, 6)
@@ -72,8 +72,8 @@ def test_choices_of_one_prompt_compute_it_once(make_world: MakeWorld) -> None:
     assert all(world.tokens[f"c{number}"] == completion(PROMPT, 6) for number in range(8))
 
 
-def test_others_pass_those_who_wait(make_world: MakeWorld) -> None:
-    """While a twin waits for a long prompt, an unrelated request behind it is not held up."""
+def test_unrelated_request_passes_waiting_one(make_world: MakeWorld) -> None:
+    """While a request waits for the blocks of a long prompt, an unrelated one behind it starts."""
     world = make_world(step_tokens_max=64)
     long = [7 * number % 1_000 for number in range(1_500)]
     world.submit("first", long, 2)
@@ -89,8 +89,8 @@ def test_others_pass_those_who_wait(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("steps", range(8))
-def test_whoever_waits_goes_on_when_the_other_ends(make_world: MakeWorld, steps: int) -> None:
-    """An aborted computation ends the wait for it; what it had computed is reused."""
+def test_abort_of_computing_request_ends_wait_for_blocks(make_world: MakeWorld, steps: int) -> None:
+    """After the computing request is aborted, waiting ones continue and reuse its blocks."""
     world = make_world(step_tokens_max=64)
     long = [7 * number % 1_000 for number in range(700)]
     world.submit("first", long, 2)
@@ -104,8 +104,8 @@ def test_whoever_waits_goes_on_when_the_other_ends(make_world: MakeWorld, steps:
     assert prefilled_tokens(world.plans) <= 700 + 3 * 16 + 64
 
 
-def test_a_system_prompt_outlives_other_traffic(make_world: MakeWorld) -> None:
-    """Blocks within `system_tokens` are evicted last, whatever has come since."""
+def test_system_prompt_outlives_other_traffic(make_world: MakeWorld) -> None:
+    """Blocks within `system_tokens` are evicted last."""
     world = make_world(cache={"resident_bytes_max": 2_000})
     run_request(world, "a", PROMPT, system_tokens=90)
     for number in range(20):
@@ -114,8 +114,8 @@ def test_a_system_prompt_outlives_other_traffic(make_world: MakeWorld) -> None:
     assert world.cached["b"].miss == "evicted" or world.cached["b"].miss == "diverged"
 
 
-def test_evicted_blocks_are_named_as_the_cause(make_world: MakeWorld) -> None:
-    """A prefix that is known and gone from memory is a miss by eviction."""
+def test_miss_names_eviction_as_cause(make_world: MakeWorld) -> None:
+    """A known prefix that is gone from memory is a miss by eviction."""
     world = make_world(cache={"resident_bytes_max": 2_000})
     run_request(world, "a", PROMPT)
     for number in range(4):
@@ -124,8 +124,8 @@ def test_evicted_blocks_are_named_as_the_cause(make_world: MakeWorld) -> None:
     assert world.cached["b"].miss == "evicted"
 
 
-def test_tenants_share_nothing(make_world: MakeWorld) -> None:
-    """In 1,000 tries with another salt no token of a known prefix is reused, nor is it told."""
+def test_tenants_share_no_blocks(make_world: MakeWorld) -> None:
+    """In 1,000 tries with another salt no token of a known prefix is reused or reported."""
     world = make_world(kv_tokens=200_000)
     run_request(world, "mine", PROMPT, cache_salt="mine")
     for number in range(1_000):
@@ -138,8 +138,8 @@ def test_tenants_share_nothing(make_world: MakeWorld) -> None:
     assert run_request(world, "mine again", PROMPT, cache_salt="mine") == 99
 
 
-def test_preempted_sequences_reuse_what_they_computed(make_world: MakeWorld) -> None:
-    """Who had to leave its row begins again from its blocks, as far as rows leave memory."""
+def test_preempted_sequence_reuses_its_blocks(make_world: MakeWorld) -> None:
+    """A preempted sequence resumes from its blocks as far as rows leave memory."""
     world = make_world(kv_tokens=900, kv_row_growth_tokens=16)
     for number in range(2):
         world.submit(f"r{number}", [number + 1] * 100, 400)
@@ -149,11 +149,11 @@ def test_preempted_sequences_reuse_what_they_computed(make_world: MakeWorld) -> 
     assert seen["cache_hit_tokens_memory_total"] > 200
     for number in range(2):
         assert world.tokens[f"r{number}"] == completion([number + 1] * 100, 400)
-        assert world.cached[f"r{number}"].memory_tokens == 0, "what its first admission found"
+        assert world.cached[f"r{number}"].memory_tokens == 0, "the prefix of its first admission"
 
 
-def test_a_new_epoch_begins_with_nothing_resident(make_world: MakeWorld) -> None:
-    """Ranks that come back hold no blocks; what was known of texts is still known."""
+def test_new_epoch_has_no_resident_blocks(make_world: MakeWorld) -> None:
+    """Restarted ranks hold no blocks; the index still knows the texts."""
     world = make_world()
     run_request(world, "a", PROMPT)
     victim = next(iter(world.ranks))
@@ -163,11 +163,11 @@ def test_a_new_epoch_begins_with_nothing_resident(make_world: MakeWorld) -> None
     assert run_request(world, "b", PROMPT) == 0
     assert world.cached["b"].miss == "evicted"
     assert run_request(world, "c", PROMPT) == 99
-    assert not [say for say in world.log_lines if say.event == "blocks_of_another_namespace"]
+    assert not [line for line in world.log_lines if line.event == "blocks_of_another_namespace"]
 
 
-def test_another_model_begins_with_nothing_known(make_world: MakeWorld) -> None:
-    """An epoch whose blocks are others drops the index, and says so once."""
+def test_other_model_clears_index(make_world: MakeWorld) -> None:
+    """An epoch with another block namespace clears the index and logs it once."""
     world = make_world()
     run_request(world, "a", PROMPT)
     world.hardware.fingerprint = "another"
@@ -177,12 +177,12 @@ def test_another_model_begins_with_nothing_known(make_world: MakeWorld) -> None:
     world.start_rank(0)
     assert run_request(world, "b", PROMPT) == 0
     assert world.cached["b"].miss == "new"
-    said = [say for say in world.log_lines if say.event == "blocks_of_another_namespace"]
-    assert len(said) == 1
+    changes = [line for line in world.log_lines if line.event == "blocks_of_another_namespace"]
+    assert len(changes) == 1
 
 
-def test_another_draft_model_changes_no_block(make_world: MakeWorld) -> None:
-    """Blocks hold nothing of it: they are the same namespace's."""
+def test_other_draft_model_keeps_block_namespace(make_world: MakeWorld) -> None:
+    """Blocks hold nothing of the draft model, so their namespace stays."""
     world = make_world(hardware=RankSetup(fingerprint="f"))
     run_request(world, "a", PROMPT)
     world.hardware.fingerprint = "f+draft"
@@ -191,12 +191,12 @@ def test_another_draft_model_changes_no_block(make_world: MakeWorld) -> None:
     world.tell(RankLost(victim, "killed"))
     world.start_rank(0)
     assert run_request(world, "b", PROMPT) == 0
-    assert not [say for say in world.log_lines if say.event == "blocks_of_another_namespace"]
+    assert not [line for line in world.log_lines if line.event == "blocks_of_another_namespace"]
 
 
 @pytest.mark.parametrize("off", ["setting", "ranks"])
-def test_without_a_cache_nothing_is_done(make_world: MakeWorld, off: str) -> None:
-    """Switched off, or with ranks that cannot keep blocks, no plan says a word about blocks."""
+def test_plans_have_no_block_orders_without_cache(make_world: MakeWorld, off: str) -> None:
+    """With the cache off, or ranks that cannot keep blocks, no plan keeps or evicts blocks."""
     world = make_world(
         cache={"enabled": off != "setting"},
         hardware=RankSetup(kv_layout="" if off == "ranks" else "layout"),
@@ -207,10 +207,10 @@ def test_without_a_cache_nothing_is_done(make_world: MakeWorld, off: str) -> Non
     assert not any(plan.keep_blocks or plan.evict_blocks for plan in world.plans)
 
 
-def test_a_block_longer_than_the_context_is_refused(make_world: MakeWorld) -> None:
-    """A block size that no sequence reaches stops the world with the setting and what is possible.
+def test_block_longer_than_context_is_configuration_failure(make_world: MakeWorld) -> None:
+    """A block size above the context ends the world with the setting and its possible values.
 
-    Restarted ranks change nothing: an operator must.
+    Restarted ranks change nothing: an operator must change the setting.
     """
     world = make_world(context=100, cache={"block_tokens": 256})
     world.submit("a", [1, 2], 3)
@@ -224,8 +224,8 @@ def test_a_block_longer_than_the_context_is_refused(make_world: MakeWorld) -> No
     assert not world.ranks
 
 
-def test_blocks_are_kept_as_soon_as_they_are_computed(make_world: MakeWorld) -> None:
-    """A long prompt's blocks are there before it has ended, in the plan after each chunk."""
+def test_blocks_are_kept_in_plan_after_chunk(make_world: MakeWorld) -> None:
+    """The blocks of a long prompt are kept in the plan after each chunk."""
     world = make_world(step_tokens_max=64)
     long = [7 * number % 1_000 for number in range(600)]
     world.submit("a", long, 3)
@@ -237,8 +237,8 @@ def test_blocks_are_kept_as_soon_as_they_are_computed(make_world: MakeWorld) -> 
             assert end in kept
 
 
-def test_nothing_is_kept_twice(make_world: MakeWorld) -> None:
-    """What is resident is only touched: a repeated prompt adds no block but its own end."""
+def test_resident_blocks_are_not_kept_again(make_world: MakeWorld) -> None:
+    """A repeated prompt adds no block except its own end."""
     world = make_world()
     for number in range(5):
         run_request(world, f"r{number}", PROMPT, 20)
@@ -246,8 +246,9 @@ def test_nothing_is_kept_twice(make_world: MakeWorld) -> None:
     assert len(kept) == len(set(kept)) == 7 + 1
 
 
-def test_longer_tails_replace_shorter_ones(make_world: MakeWorld) -> None:
-    """The end of a turn is forgotten when the next turn holds the same tokens and more."""
+def test_longer_partial_block_replaces_shorter_one(make_world: MakeWorld) -> None:
+    """The partial block at a turn's end is dropped when the next turn has the same tokens and
+    more."""
     world = make_world()
     run_request(world, "a", PROMPT[:84], 1)
     run_request(world, "b", PROMPT[:88], 1)
@@ -256,8 +257,8 @@ def test_longer_tails_replace_shorter_ones(make_world: MakeWorld) -> None:
     assert resident == 98 * 10, "no token twice"
 
 
-def test_an_idle_world_sends_no_plans(make_world: MakeWorld) -> None:
-    """A plan without work carries what is left to keep and drop; then there is none."""
+def test_idle_world_sends_no_plans(make_world: MakeWorld) -> None:
+    """One plan without work keeps and drops the rest; then no plan follows."""
     world = make_world()
     run_request(world, "a", PROMPT)
     count = len(world.plans)
@@ -272,8 +273,8 @@ def test_an_idle_world_sends_no_plans(make_world: MakeWorld) -> None:
     assert len(world.plans) == count
 
 
-def test_admission_is_reported_before_the_first_token(make_world: MakeWorld) -> None:
-    """The gateway learns what was found once per request, and again with the end."""
+def test_admission_is_reported_before_first_token(make_world: MakeWorld) -> None:
+    """The gateway learns the cached prefix once per request, and again with the end."""
     world = make_world()
     run_request(world, "a", PROMPT)
     world.submit("b", PROMPT, 3)
@@ -285,8 +286,8 @@ def test_admission_is_reported_before_the_first_token(make_world: MakeWorld) -> 
     assert end.cached == world.cached["b"]
 
 
-def test_cached_tokens_never_exceed_the_prompt(make_world: MakeWorld) -> None:
-    """A resumed request reuses its generated tokens too; they are not counted as prompt."""
+def test_cached_tokens_do_not_exceed_prompt(make_world: MakeWorld) -> None:
+    """A resumed request also reuses its generated tokens, which do not count as prompt."""
     world = make_world()
     whole = completion(PROMPT[:20], 60)
     run_request(world, "a", PROMPT[:20], 60)
@@ -297,8 +298,8 @@ def test_cached_tokens_never_exceed_the_prompt(make_world: MakeWorld) -> None:
     assert world.cached["b"].memory_tokens == 20
 
 
-def test_rows_left_over_from_a_burst_give_way_to_blocks(make_world: MakeWorld) -> None:
-    """Rows as large as all memory, which nobody needs any more, do not starve the cache."""
+def test_unused_large_rows_give_way_to_blocks(make_world: MakeWorld) -> None:
+    """Unused rows of the size of all memory shrink, so that the cache gets memory."""
     world = make_world(kv_tokens=2_000, kv_row_growth_tokens=64)
     world.submit("long", [5] * 1_700, 100)
     world.settle()
@@ -307,8 +308,8 @@ def test_rows_left_over_from_a_burst_give_way_to_blocks(make_world: MakeWorld) -
     assert world.plans[-1].row_tokens < 1_000
 
 
-def test_counters_add_up(make_world: MakeWorld) -> None:
-    """Hits by tier and misses by cause are all prompt tokens; gauges say what is resident."""
+def test_cache_counters_add_up(make_world: MakeWorld) -> None:
+    """Hits by tier and misses by cause add up to all prompt tokens; gauges match the counters."""
     world = make_world()
     for number in range(4):
         run_request(world, f"r{number}", [*PROMPT, number])

@@ -1,4 +1,4 @@
-"""Spilling to SSD: what is written, how much at once, and when the scheduler leaves it be."""
+"""Spills to SSD: their order, their bounds, and stores that refuse or hang."""
 
 import pytest
 
@@ -12,8 +12,9 @@ from tests.unit.scheduler.cache.cache_requests import (
 from tests.unit.scheduler.world_factory import MakeWorld
 
 
-def test_lost_spills_are_probed_with_one_block(make_world: MakeWorld) -> None:
-    """Stores that refuse get nothing for 10 s and then one block; once it is taken, all follow."""
+def test_refusing_store_is_probed_with_one_block(make_world: MakeWorld) -> None:
+    """A store that refuses gets no block for 10 s and then one; when it accepts that, all
+    follow."""
     world = restart_world(make_world, {})
     world.accepts_spill = lambda rank, name: False
     run_request(world, "a", PROMPT)
@@ -34,8 +35,8 @@ def test_lost_spills_are_probed_with_one_block(make_world: MakeWorld) -> None:
     assert read_metrics(world)["cache_blocks_spilled_total"] >= 6
 
 
-def test_a_block_is_stored_when_all_ranks_have_it(make_world: MakeWorld) -> None:
-    """A write that one rank has lost makes the block unknown to SSD on all."""
+def test_block_is_stored_only_when_all_ranks_wrote_it(make_world: MakeWorld) -> None:
+    """A write that one rank has lost makes the block unknown to SSD on all ranks."""
     world = restart_world(make_world, {}, ranks=2)
     world.accepts_spill = lambda rank, name: rank.rank == 0
     run_request(world, "a", PROMPT)
@@ -45,8 +46,8 @@ def test_a_block_is_stored_when_all_ranks_have_it(make_world: MakeWorld) -> None
 
 
 @pytest.mark.proof
-def test_outstanding_spills_are_bounded(make_world: MakeWorld) -> None:
-    """No more than `spill_bytes_max` is on its way; the others wait, and each goes once."""
+def test_open_spills_stay_within_byte_limit(make_world: MakeWorld) -> None:
+    """At most `spill_bytes_max` bytes are being written; every block is spilled once."""
     world = make_world(
         kv_tokens=10**6, context=300_000, cache={"ssd": True, "spill_bytes_max": 2**20}
     )
@@ -66,8 +67,8 @@ def test_outstanding_spills_are_bounded(make_world: MakeWorld) -> None:
     assert read_metrics(world)["cache_blocks_spilled_total"] == 150_000 // 16
 
 
-def test_full_stores_are_told_what_to_give_up(make_world: MakeWorld) -> None:
-    """Once a store has evicted, orders name the least valuable blocks, children first."""
+def test_full_store_is_told_least_valuable_blocks(make_world: MakeWorld) -> None:
+    """After a store has evicted, orders name the least valuable blocks, children first."""
     world = restart_world(make_world, {})
     run_request(world, "old", [1] * 40)
     run_request(world, "new", [2] * 40)
@@ -82,8 +83,8 @@ def test_full_stores_are_told_what_to_give_up(make_world: MakeWorld) -> None:
     assert named[:2] == [before[1], before[0]]
 
 
-def test_nothing_is_written_or_read_without_ssd(make_world: MakeWorld) -> None:
-    """With `cache.ssd` off blocks live in memory only."""
+def test_no_spill_or_restore_without_ssd(make_world: MakeWorld) -> None:
+    """With `cache.ssd` off, blocks exist in memory only."""
     world = make_world(cache={"ssd": False})
     run_request(world, "a", PROMPT)
     assert run_request(world, "b", PROMPT) == 99
@@ -91,8 +92,8 @@ def test_nothing_is_written_or_read_without_ssd(make_world: MakeWorld) -> None:
     assert not any(plan.spill for plan in world.plans)
 
 
-def test_a_stop_waits_for_what_is_being_written(make_world: MakeWorld) -> None:
-    """The blocks of the last request are on SSD before the scheduler stops, and it hurries."""
+def test_stop_waits_for_open_spills(make_world: MakeWorld) -> None:
+    """The blocks of the last request are on SSD before the scheduler stops."""
     world = restart_world(make_world, {})
     world.submit("a", PROMPT, 5)
     world.tell(DrainRequested())
@@ -106,7 +107,7 @@ def test_a_stop_waits_for_what_is_being_written(make_world: MakeWorld) -> None:
     assert len(world.hardware.disks[0]) == 6
 
 
-def test_a_store_that_hangs_does_not_hold_up_a_stop(make_world: MakeWorld) -> None:
+def test_hanging_store_delays_stop_5_s_at_most(make_world: MakeWorld) -> None:
     """After 5 s without requests the scheduler stops, written or not."""
     world = restart_world(make_world, {})
     world.submit("a", PROMPT, 5)

@@ -1,4 +1,4 @@
-"""What the scheduler makes of the canaries' findings: who differs, and what happens then."""
+"""Comparison of the ranks' canary findings, and the scheduler's reaction to a failed canary."""
 
 import json
 
@@ -10,24 +10,14 @@ from services.scheduler.events import Action, RankMessageReceived, SendToRanks
 from services.scheduler.world.canary_comparison import explain_difference, explain_mismatch
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
-from shared.messages import CanaryFinding, JoinWorld, RankFailed, RankReady
-from tests.unit.scheduler.rank_failures import rank_hello
+from shared.messages import CanaryFinding, JoinWorld, LeaveWorld, RankFailed, RankReady
+from tests.unit.scheduler.rank_messages import READY, rank_hello
 
 SUM, PROMPT = "sum of 4 KiB of float32", "prompt of 4,500 tokens"
-READY = RankReady(
-    rank=0,
-    model_fingerprint="same",
-    kv_bytes_per_token=10,
-    kv_bytes_per_row=0,
-    kv_budget_bytes=10_000_000,
-    context_tokens_max=10_000,
-    vocab_size=10,
-    can_roll_back=True,
-    blas="",
-)
+REPORT = msgspec.structs.replace(READY, kv_budget_bytes=10_000_000, context_tokens_max=10_000)
 
 
-def found(*digests: str) -> list[CanaryFinding]:
+def findings(*digests: str) -> list[CanaryFinding]:
     """Return findings with these digests: the sum's, then the prompt's."""
     return [
         CanaryFinding(name=name, digest=digest.encode().ljust(16), bytes=1, microseconds=1.0)
@@ -35,43 +25,51 @@ def found(*digests: str) -> list[CanaryFinding]:
     ]
 
 
-def ready(rank: int, *digests: str) -> RankReady:
-    """Return what a rank says that has found these."""
-    return msgspec.structs.replace(READY, rank=rank, canary=found(*digests))
+def rank_ready(rank: int, *digests: str) -> RankReady:
+    """Return the report of a rank with these findings."""
+    return msgspec.structs.replace(REPORT, rank=rank, canary=findings(*digests))
 
 
 def test_equal_findings_are_no_difference() -> None:
-    """Nor are none at all, as where the canary is off."""
-    assert explain_difference([ready(0, "a", "b"), ready(1, "a", "b")]) is None
-    assert explain_difference([ready(0), ready(1)]) is None
+    """Equal findings pass, and so do missing ones when the canary is off."""
+    assert explain_difference([rank_ready(0, "a", "b"), rank_ready(1, "a", "b")]) is None
+    assert explain_difference([rank_ready(0), rank_ready(1)]) is None
 
 
-def test_who_differs_from_most_is_named() -> None:
-    """The ranks in the minority, and what they got otherwise; one sentence."""
-    reports = [ready(0, "a", "b"), ready(1, "x", "y"), ready(2, "a", "b"), ready(3, "a", "b")]
+def test_ranks_in_minority_are_named() -> None:
+    """The message names the ranks that differ from the majority, and the first differing result."""
+    reports = [
+        rank_ready(0, "a", "b"),
+        rank_ready(1, "x", "y"),
+        rank_ready(2, "a", "b"),
+        rank_ready(3, "a", "b"),
+    ]
     assert explain_difference(reports) == (
         f"The canary differs: rank 1 got another result than most for the {SUM} (and 1 more)."
     )
-    reports = [ready(rank, "a", "x" if rank in (1, 4) else "b") for rank in range(5)]
+    reports = [rank_ready(rank, "a", "x" if rank in (1, 4) else "b") for rank in range(5)]
     assert explain_difference(reports) == (
         f"The canary differs: ranks 1, 4 got another result than most for the {PROMPT}."
     )
 
 
 def test_two_ranks_have_no_majority() -> None:
-    """Then nobody can be named, and both are shown."""
-    assert explain_difference([ready(0, "a", "b"), ready(1, "a", "c")]) == (
+    """Without a majority the message shows both digests."""
+    assert explain_difference([rank_ready(0, "a", "b"), rank_ready(1, "a", "c")]) == (
         f"The canary differs: no result of the {PROMPT} has a majority "
         "(rank 0 62202020, rank 1 63202020)."
     )
 
 
-def test_ranks_that_computed_other_things_are_no_world() -> None:
-    """One of another version, say, that lacks a finding: the numbers are named."""
-    sentence = explain_mismatch([ready(0, "a", "b"), ready(1, "a")], ["mac1", "mac2"])
+def test_different_findings_are_mismatch() -> None:
+    """Ranks with different findings, for example of another version, are named with the counts."""
+    sentence = explain_mismatch([rank_ready(0, "a", "b"), rank_ready(1, "a")], ["mac1", "mac2"])
     assert sentence is not None
     assert "(rank 0 on mac1 2 findings, rank 1 on mac2 1 findings)" in sentence
-    assert explain_mismatch([ready(0, "a", "b"), ready(1, "x", "y")], ["mac1", "mac2"]) is None
+    assert (
+        explain_mismatch([rank_ready(0, "a", "b"), rank_ready(1, "x", "y")], ["mac1", "mac2"])
+        is None
+    )
 
 
 def _core(**world: object) -> SchedulerCore:
@@ -82,8 +80,8 @@ def _core(**world: object) -> SchedulerCore:
     return SchedulerCore(config_from_tree({"world": world}), matrix)
 
 
-class Starts:
-    """Starts of two ranks, again and again."""
+class WorldStarts:
+    """Repeated starts of two ranks."""
 
     def __init__(self, core: SchedulerCore) -> None:
         self.core = core
@@ -91,7 +89,7 @@ class Starts:
         self.backends: list[str] = []
 
     def start(self) -> list[PeerId]:
-        """Bring up two processes; note over what they are to join."""
+        """Start two processes; record the backend that they are to join."""
         self.count += 1
         peers = [PeerId(f"rank-{self.count}-{rank}".encode()) for rank in range(2)]
         actions: list[Action] = []
@@ -107,13 +105,13 @@ class Starts:
         return peers
 
     def differ(self) -> None:
-        """Let both be ready with unequal findings."""
+        """Let both ranks be ready with different findings."""
         for rank, peer in enumerate(self.start()):
-            told = RankMessageReceived(peer, ready(rank, "a", "bc"[rank]))
+            told = RankMessageReceived(peer, rank_ready(rank, "a", "bc"[rank]))
             self.core.handle(told, float(self.count))
 
     def fail(self, *, is_first: bool = True) -> None:
-        """Let rank 1 find its sums to be wrong, and its peer lose it."""
+        """Let rank 1 report wrong sums, and rank 0 report that it lost rank 1."""
         peers = self.start()
         failed = RankFailed(
             rank=1, epoch=self.count, detail="A sum.", permanent=False, cause="canary"
@@ -124,28 +122,31 @@ class Starts:
             self.core.handle(one, float(self.count))
 
     def fail_second(self) -> None:
-        """The same, and its peer is heard first."""
+        """Do as `fail`, with rank 0 first."""
         self.fail(is_first=False)
 
-    def lack(self) -> None:
-        """Let rank 1 have computed less than rank 0."""
+    def omit_finding(self) -> None:
+        """Let rank 1 report fewer findings than rank 0."""
         for rank, peer in enumerate(self.start()):
-            told = RankMessageReceived(peer, ready(rank, *["a", "b"][: 2 - rank]))
+            told = RankMessageReceived(peer, rank_ready(rank, *["a", "b"][: 2 - rank]))
             self.core.handle(told, float(self.count))
 
     def agree(self) -> list[PeerId]:
-        """Let both be ready with equal findings."""
+        """Let both ranks be ready with equal findings."""
         peers = self.start()
         for rank, peer in enumerate(peers):
-            self.core.handle(RankMessageReceived(peer, ready(rank, "a", "b")), float(self.count))
+            self.core.handle(
+                RankMessageReceived(peer, rank_ready(rank, "a", "b")), float(self.count)
+            )
         return peers
 
 
 @pytest.mark.parametrize("how", ["differ", "fail", "fail_second"])
-def test_wrong_sums_never_serve(how: str) -> None:
-    """A world whose canary fails is not ready; after the second in a row no other is tried."""
+def test_world_with_failed_canary_never_serves(how: str) -> None:
+    """A world whose canary fails is not ready, and after the second failure in a row no other is
+    started."""
     core = _core()
-    starts = Starts(core)
+    starts = WorldStarts(core)
     for _ in range(2):
         assert not core._world.was_ready
         assert core._world.recovery.failure == ""
@@ -160,10 +161,10 @@ def test_wrong_sums_never_serve(how: str) -> None:
     assert starts.backends == ["ring", "ring"]
 
 
-def test_a_canary_that_passes_forgives_the_one_before() -> None:
-    """Only failed canaries with none that passed between them end all trying."""
+def test_passed_canary_resets_failure_count() -> None:
+    """Only failures without a passed canary between them end all starts."""
     core = _core()
-    starts = Starts(core)
+    starts = WorldStarts(core)
     for _ in range(2):
         starts.differ()
         peers = starts.agree()
@@ -174,28 +175,28 @@ def test_a_canary_that_passes_forgives_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("how", ["differ", "fail", "fail_second"])
-def test_jaccl_is_left_at_once(how: str) -> None:
-    """One failed canary over jaccl is enough for ring, where ring is allowed."""
+def test_failed_canary_over_jaccl_falls_back_to_ring(how: str) -> None:
+    """One failed canary over jaccl is enough for ring, where the fallback is allowed."""
     core = _core(backend="jaccl", jaccl_fallback="ring")
-    starts = Starts(core)
+    starts = WorldStarts(core)
     getattr(starts, how)()
     starts.agree()
     assert starts.backends == ["jaccl", "ring"]
     assert core._world.was_ready
 
 
-def test_unequal_ranks_are_refused_at_once() -> None:
-    """They compute the same things at no other start either, and ring is no remedy."""
+def test_ranks_of_different_versions_are_configuration_failure() -> None:
+    """A mismatch of findings would repeat, so no other start and no fallback is tried."""
     core = _core(backend="jaccl", jaccl_fallback="ring")
-    Starts(core).lack()
+    WorldStarts(core).omit_finding()
     recovery = core._world.recovery
     assert (recovery.failure, recovery.backend) == ("configuration", "jaccl")
     assert "start the same version of Lockstep" in core._world.explain()
 
 
-def test_jaccl_that_fails_its_canary_is_refused_without_a_fallback() -> None:
-    """Nothing else is allowed, so nothing serves."""
-    starts = Starts(_core(backend="jaccl"))
+def test_failed_canary_without_fallback_ends_starts() -> None:
+    """Without an allowed fallback the second failure ends all starts."""
+    starts = WorldStarts(_core(backend="jaccl"))
     starts.differ()
     starts.differ()
     starts.start()
@@ -203,22 +204,71 @@ def test_jaccl_that_fails_its_canary_is_refused_without_a_fallback() -> None:
     assert starts.core._world.recovery.failure == "epochs"
 
 
-def test_ring_is_not_trusted_either() -> None:
-    """After the fall back to ring the canary counts anew, and ends all trying as well."""
-    starts = Starts(_core(backend="jaccl", jaccl_fallback="ring"))
+def test_failed_canary_over_ring_ends_starts() -> None:
+    """After the fallback to ring the failures count anew, and end all starts as well."""
+    starts = WorldStarts(_core(backend="jaccl", jaccl_fallback="ring"))
     for _ in range(3):
         starts.differ()
     assert starts.backends == ["jaccl", "ring", "ring"]
     assert starts.core._world.recovery.failure == "epochs"
 
 
-def test_status_shows_what_each_rank_has_found() -> None:
-    """Findings and the shard's bytes are part of a rank's status."""
+def test_status_shows_findings_of_each_rank() -> None:
+    """Findings and the size of the shard are part of a rank's status."""
     core = _core()
-    peers = Starts(core).start()
+    peers = WorldStarts(core).start()
     for rank, peer in enumerate(peers):
-        one = msgspec.structs.replace(ready(rank, "a", "b"), shard_bytes=7 + rank)
+        one = msgspec.structs.replace(rank_ready(rank, "a", "b"), shard_bytes=7 + rank)
         core.handle(RankMessageReceived(peer, one), 2.0)
     statuses = core._world.statuses()
     assert [one.shard_bytes for one in statuses] == [7, 8]
-    assert [one.canary for one in statuses] == [found("a", "b")] * 2
+    assert [one.canary for one in statuses] == [findings("a", "b")] * 2
+
+
+# --- dismissal: ranks withdraw what they had marked as proven ------------------------------------
+
+PEERS = [PeerId(b"rank-0"), PeerId(b"rank-1")]
+
+
+def _leave_orders(*messages: RankMessageReceived) -> list[LeaveWorld]:
+    """Return the orders to leave after two ranks have joined and sent these messages."""
+    world = {"size": 2, "backend": "jaccl", "jaccl_devices": "x", "jaccl_coordinator": "a:1"}
+    matrix = json.dumps([[None, "rdma_en5"], ["rdma_en4", None]])
+    core = SchedulerCore(config_from_tree({"world": world}), matrix)
+    actions: list[Action] = []
+    for rank, peer in enumerate(PEERS):
+        actions += core.handle(RankMessageReceived(peer, rank_hello(rank, rank)), 1.0)
+    for one in messages:
+        actions += core.handle(one, 2.0)
+    sent = [action.message for action in actions if isinstance(action, SendToRanks)]
+    return [one for one in sent if isinstance(one, LeaveWorld)]
+
+
+def test_different_findings_dismiss_ranks_with_cause_canary() -> None:
+    """Only the scheduler compares findings, so it tells both ranks of the failed canary."""
+    messages = [
+        RankMessageReceived(peer, rank_ready(rank, "a", "bc"[rank]))
+        for rank, peer in enumerate(PEERS)
+    ]
+
+    (order,) = _leave_orders(*messages)
+
+    assert order.cause == "canary"
+    assert order.detail.startswith("The canary differs: ")
+
+
+@pytest.mark.parametrize(("cause", "is_canary"), [("canary", True), ("memory", False)])
+def test_dismissal_names_canary_only_for_canary_failures(cause: str, is_canary: bool) -> None:
+    """A peer's wrong sum is a failed canary for all ranks; its lack of memory is not."""
+    failed = RankFailed(
+        rank=1,
+        epoch=1,
+        detail="A failure.",
+        permanent=False,
+        cause=cause,  # type: ignore[arg-type]
+    )
+
+    (order,) = _leave_orders(RankMessageReceived(PEERS[1], failed))
+
+    assert order.detail.endswith("Rank 1 failed: A failure.")
+    assert (order.cause == "canary") == is_canary

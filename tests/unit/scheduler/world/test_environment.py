@@ -1,4 +1,4 @@
-"""The environment of a rank is what MLX's own launcher sets; the launcher is the reference."""
+"""The environment of a rank, compared with MLX's own launcher."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ sys.stdout.write(json.dumps(found) + "\\n")
 
 
 def _launch(tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
-    """Run MLX's launcher on this machine and return what each rank found, by rank."""
+    """Run MLX's launcher on this machine; return each rank's variables, by rank."""
     script = tmp_path / "show.py"
     script.write_text(f"NAMES = {NAMES!r}\n{SCRIPT}")
     launcher = "from mlx._distributed_utils.launch import main; main()"
@@ -54,12 +54,12 @@ def _launch(tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
 
 
 def _ours(*arguments: Any, **more: Any) -> dict[str, Any]:
-    """Return variables and parsed files of our function as one dictionary."""
+    """Return variables and parsed files of our function in one dictionary."""
     environment, files = rank_environment(*arguments, **more)
     return {**environment, **{name: json.loads(text) for name, text in files.items()}}
 
 
-def test_ring_is_as_mlx_launches_it(tmp_path: Path) -> None:
+def test_ring_environment_equals_mlx_launch(tmp_path: Path) -> None:
     """Rank and hostfile equal the launcher's for the same addresses."""
     reference = _launch(tmp_path, "-n", "2", "--backend", "ring", "--starting-port", "41234")
 
@@ -67,15 +67,15 @@ def test_ring_is_as_mlx_launches_it(tmp_path: Path) -> None:
     assert reference == [_ours("ring", rank, 2, addresses) for rank in range(2)]
 
 
-def test_nccl_is_as_mlx_launches_it(tmp_path: Path) -> None:
-    """Rank 0's address, the world's size and each rank's own GPU equal the launcher's."""
+def test_nccl_environment_equals_mlx_launch(tmp_path: Path) -> None:
+    """Rank 0's address, the world size and each rank's own GPU equal the launcher's."""
     reference = _launch(tmp_path, "-n", "3", "--backend", "nccl", "--nccl-port", "41250")
 
     addresses = ["127.0.0.1:41250", "127.0.0.1:41251", "127.0.0.1:41252"]
     assert reference == [_ours("nccl", rank, 3, addresses) for rank in range(3)]
 
 
-def test_jaccl_is_as_mlx_launches_it(tmp_path: Path) -> None:
+def test_jaccl_environment_equals_mlx_launch(tmp_path: Path) -> None:
     """Coordinator and device matrix equal the launcher's."""
     matrix = [[None, "rdma_en5"], ["rdma_en4", None]]
     hosts = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"], "rdma": row} for row in matrix]
@@ -112,7 +112,7 @@ _RING_4 = [
         ("jaccl-ring", _MESH_4),
     ],
 )
-def test_jaccl_from_a_hostfile_is_as_mlx_launches_it(
+def test_jaccl_hostfile_environment_equals_mlx_launch(
     tmp_path: Path, backend: str, matrix: list[list[Any]]
 ) -> None:
     """The same file leads to the same variables and the same matrix on every rank."""
@@ -130,19 +130,20 @@ def test_jaccl_from_a_hostfile_is_as_mlx_launches_it(
 
 
 @pytest.mark.parametrize("ips", [1, 2])
-def test_ring_from_a_hostfile_is_as_mlx_launches_it(tmp_path: Path, ips: int) -> None:
-    """Ports are counted as the launcher counts them; what ranks say does not matter."""
+def test_ring_hostfile_environment_equals_mlx_launch(tmp_path: Path, ips: int) -> None:
+    """Ports are counted as the launcher counts them; addresses that ranks report do not matter."""
     text = json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"] * ips} for _ in range(3)])
     hostfile = tmp_path / "hosts.json"
     hostfile.write_text(text)
     reference = _launch(tmp_path, "--hostfile", str(hostfile), "--backend", "ring")
 
-    said = ["", "10.0.0.9:1", ""]
-    assert reference == [_ours("ring", rank, 3, said, hostfile_text=text) for rank in range(3)]
+    reported = ["", "10.0.0.9:1", ""]
+    assert reference == [_ours("ring", rank, 3, reported, hostfile_text=text) for rank in range(3)]
 
 
-def test_nccl_from_a_hostfile_is_as_mlx_launches_it(tmp_path: Path) -> None:
-    """Rank 0's address with NCCL's port, and a GPU for each rank of a machine."""
+def test_nccl_hostfile_environment_equals_mlx_launch(tmp_path: Path) -> None:
+    """Rank 0's address with NCCL's port, and a GPU for each rank of a machine, equal the
+    launcher's."""
     hosts = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]} for _ in range(2)]
     text = json.dumps({"backend": "nccl", "envs": [], "hosts": hosts})
     hostfile = tmp_path / "hosts.json"
@@ -152,8 +153,8 @@ def test_nccl_from_a_hostfile_is_as_mlx_launches_it(tmp_path: Path) -> None:
     assert reference == [_ours("nccl", rank, 2, [], hostfile_text=text) for rank in range(2)]
 
 
-def test_the_rings_own_hostfile_goes_to_mlx_as_it_is() -> None:
-    """Ports are the file's, several connections too."""
+def test_ring_hostfile_is_passed_to_mlx_unchanged() -> None:
+    """Ports and multiple connections of MLX's own format stay as in the file."""
     rows = [["10.0.0.1:5000", "10.0.1.1:5001"], ["10.0.0.2:5000", "10.0.1.2:5001"]]
 
     found = _ours("ring", 1, 2, [], hostfile_text=json.dumps(rows))
@@ -161,21 +162,21 @@ def test_the_rings_own_hostfile_goes_to_mlx_as_it_is() -> None:
     assert found == {"MLX_RANK": "1", "MLX_HOSTFILE": rows}
 
 
-def test_a_fallback_to_ring_without_addresses_takes_those_of_the_ranks() -> None:
-    """A hostfile for jaccl need not name an address for each rank."""
+def test_ring_fallback_uses_addresses_of_ranks() -> None:
+    """When a hostfile for jaccl lacks addresses, ring uses the addresses that ranks report."""
     hosts = [
         {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
         {"ssh": "b", "rdma": ["x", None]},
     ]
-    said = ["10.0.0.1:7000", "10.0.0.2:7001"]
+    reported = ["10.0.0.1:7000", "10.0.0.2:7001"]
 
-    found = _ours("ring", 0, 2, said, hostfile_text=json.dumps(hosts), machines=["a", "b"])
+    found = _ours("ring", 0, 2, reported, hostfile_text=json.dumps(hosts), machines=["a", "b"])
 
     assert found["MLX_HOSTFILE"] == [["10.0.0.1:7000"], ["10.0.0.2:7001"]]
 
 
-def test_settings_win_over_the_hostfile() -> None:
-    """A matrix and a coordinator of their own, for a hostfile that has both."""
+def test_settings_override_hostfile() -> None:
+    """A configured matrix and coordinator replace those of the hostfile."""
     hosts = [
         {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
         {"ssh": "b", "ips": [], "rdma": ["x", None]},
@@ -191,8 +192,8 @@ def test_settings_win_over_the_hostfile() -> None:
 
 @pytest.mark.parametrize("backend", ["jaccl", "ring", "nccl"])
 @pytest.mark.parametrize("fast_synch", [False, True])
-def test_fast_synchronization_is_for_jaccl_and_on_word_only(backend: str, fast_synch: bool) -> None:
-    """A hostfile that asks for it is not enough."""
+def test_fast_synch_needs_jaccl_and_setting(backend: str, fast_synch: bool) -> None:
+    """A hostfile that sets the variable does not enable fast synchronization."""
     hosts = [
         {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
         {"ssh": "b", "ips": ["10.0.0.2"], "rdma": ["x", None]},
@@ -206,16 +207,16 @@ def test_fast_synchronization_is_for_jaccl_and_on_word_only(backend: str, fast_s
 
 
 @pytest.mark.parametrize("backend", ["ring", "nccl"])
-def test_several_machines_need_addresses_that_others_reach(backend: Any) -> None:
-    """Loopback is enough on one machine, and refused by name on two."""
-    said = ["10.0.0.1:7000", "127.0.0.1:7001"]
+def test_loopback_address_is_refused_for_several_machines(backend: Any) -> None:
+    """Loopback works on one machine and is refused with the rank's name on two."""
+    reported = ["10.0.0.1:7000", "127.0.0.1:7001"]
 
-    assert _ours(backend, 0, 2, said, machines=["mac", "mac"])
+    assert _ours(backend, 0, 2, reported, machines=["mac", "mac"])
     with pytest.raises(ConfigError, match=r"rank 1 on b reports 127\.0\.0\.1.*data_host.*hostfile"):
-        rank_environment(backend, 0, 2, said, machines=["a", "b"])
+        rank_environment(backend, 0, 2, reported, machines=["a", "b"])
 
 
-def test_one_rank_needs_nothing() -> None:
+def test_single_rank_needs_no_environment() -> None:
     """Without collectives no variable is set."""
     assert rank_environment("off", 0, 1, ["127.0.0.1:1"]) == ({}, {})
 
@@ -239,7 +240,7 @@ def test_gpus_are_counted_per_host() -> None:
         (("jaccl", 0, 2, [], '[["a", "b"], ["c", null]]'), "rank 0 to itself"),
     ],
 )
-def test_what_cannot_work_is_named(arguments: tuple[Any, ...], words: str) -> None:
-    """Missing addresses and matrices that do not fit are refused before any rank tries."""
+def test_invalid_addresses_and_matrices_are_refused(arguments: tuple[Any, ...], words: str) -> None:
+    """Missing addresses and wrong matrices are refused before any rank starts."""
     with pytest.raises(ConfigError, match=words):
         rank_environment(*arguments)

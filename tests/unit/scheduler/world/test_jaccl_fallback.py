@@ -1,4 +1,4 @@
-"""Which backend the next epoch uses, and what its ranks are given for it, to the last call."""
+"""Choice of the backend of the next epoch, and the ranks' environment for it."""
 
 import json
 
@@ -18,7 +18,7 @@ from shared.configuration.loading import config_from_tree
 from shared.identifiers import Epoch, PeerId
 from shared.messages import JoinWorld, QueryStatus, RankFailed, RankLoading, StatusReported
 from tests.unit.scheduler.in_memory_world import GATEWAY
-from tests.unit.scheduler.rank_failures import rank_hello
+from tests.unit.scheduler.rank_messages import rank_hello
 
 MATRIX = [[None, "rdma_en5"], ["rdma_en4", None]]
 
@@ -35,12 +35,12 @@ def _jaccl_core(fallback: str = "ring", hostfile: str = "", **scheduler: object)
     return SchedulerCore(config, json.dumps(MATRIX), hostfile)
 
 
-def _starts(
+def _fail_starts(
     core: SchedulerCore, count: int, hosts: tuple[str, str] = ("mac", "mac"), **changes: object
 ) -> tuple[list[JoinWorld], list[WriteLog]]:
-    """Let epochs fail while they join; return rank 1's orders and what was said."""
+    """Let epochs fail while they join; return rank 1's orders and the log lines."""
     orders: list[JoinWorld] = []
-    said: list[WriteLog] = []
+    log_lines: list[WriteLog] = []
     for number in range(count):
         peers = [PeerId(f"rank-{number}-{rank}".encode()) for rank in range(2)]
         events = [
@@ -52,27 +52,27 @@ def _starts(
         events.append(RankMessageReceived(peers[0], RankLoading(stage="joining", loaded=0.0)))
         actions = [one for event in events for one in core.handle(event, float(number))]
         actions += core.handle(RankLost(peers[1], "goodbye"), float(number))
-        said += [one for one in actions if isinstance(one, WriteLog)]
+        log_lines += [one for one in actions if isinstance(one, WriteLog)]
         joins = [
             one.message
             for one in actions
             if isinstance(one, SendToRanks) and isinstance(one.message, JoinWorld)
         ]
         orders += [join for join in joins if join.rank == 1]
-    return orders, said
+    return orders, log_lines
 
 
-def test_three_failed_starts_of_jaccl_lead_to_ring() -> None:
-    """The fourth order is that of a ring world, to the last variable; the log says so, once."""
+def test_ring_follows_three_failed_jaccl_starts() -> None:
+    """The fourth order is that of a ring world in every variable, and the log reports it once."""
     core = _jaccl_core()
-    orders, said = _starts(core, 4)
+    orders, log_lines = _fail_starts(core, 4)
     assert [order.backend for order in orders] == ["jaccl", "jaccl", "jaccl", "ring"]
     assert orders[2].environment == {"MLX_RANK": "1", "MLX_JACCL_COORDINATOR": "10.0.0.1:9000"}
     assert json.loads(orders[2].files["MLX_IBV_DEVICES"]) == MATRIX
     assert orders[3].environment == {"MLX_RANK": "1"}
     assert list(orders[3].files) == ["MLX_HOSTFILE"]
     assert json.loads(orders[3].files["MLX_HOSTFILE"]) == [["10.0.0.1:7006"], ["10.0.0.2:7007"]]
-    changes = [one for one in said if one.event == "backend_changed"]
+    changes = [one for one in log_lines if one.event == "backend_changed"]
     assert len(changes) == 1
     assert changes[0].level == "warning"
     assert "3 starts of jaccl in a row" in changes[0].fields["cause"]
@@ -82,46 +82,47 @@ def test_three_failed_starts_of_jaccl_lead_to_ring() -> None:
     assert (status.backend, status.ready, status.failure) == ("ring", False, "")
 
 
-def test_jaccl_stays_where_ring_is_not_allowed() -> None:
-    """Without the setting every start is jaccl's, until there are too many."""
-    orders, _ = _starts(_jaccl_core("none"), 7)
+def test_jaccl_stays_without_allowed_fallback() -> None:
+    """Without the setting every start uses jaccl, until the limit of failed epochs."""
+    orders, _ = _fail_starts(_jaccl_core("none"), 7)
     assert [order.backend for order in orders] == ["jaccl"] * 5
 
 
-def test_jaccl_stays_where_another_launcher_has_set_it_up() -> None:
-    """Ranks of mlx.launch have an environment for jaccl and no address for ring: it is said."""
-    orders, said = _starts(_jaccl_core(), 4, launched=True, data_address="")
+def test_jaccl_stays_for_ranks_of_other_launcher() -> None:
+    """Ranks of mlx.launch have an environment for jaccl and no address for ring; the log says
+    so."""
+    orders, log_lines = _fail_starts(_jaccl_core(), 4, launched=True, data_address="")
     assert [order.backend for order in orders] == ["jaccl"] * 4
-    assert "backend_not_changed" in [one.event for one in said]
+    assert "backend_not_changed" in [one.event for one in log_lines]
 
 
-def test_jaccl_stays_where_ranks_could_not_meet_over_ring() -> None:
-    """Several machines with addresses that only each itself reaches: the remedy is said, and jaccl
-    is tried on, since that may come up; nothing is given up for a way out that there is not."""
+def test_jaccl_stays_when_addresses_are_loopback_only() -> None:
+    """When ring addresses reach only their own machine, the log names the remedy and jaccl is tried
+    on."""
     core = _jaccl_core()
     places = {"hosts": ("mac1", "mac2"), "data_address": "127.0.0.1:7000"}
-    orders, said = _starts(core, 4, **places)  # type: ignore[arg-type]
+    orders, log_lines = _fail_starts(core, 4, **places)  # type: ignore[arg-type]
     assert [order.backend for order in orders] == ["jaccl"] * 4
     assert core._world.recovery.failure == ""
-    (change, *_) = [one for one in said if one.event == "backend_not_changed"]
+    (change, *_) = [one for one in log_lines if one.event == "backend_not_changed"]
     assert "rank 0 on mac1 reports 127.0.0.1:7000" in change.fields["cause"]
     assert "set world.data_host" in change.fields["cause"]
 
 
-def test_ring_takes_its_addresses_from_the_hostfile() -> None:
-    """Where that has them, it does not matter what ranks say of themselves."""
+def test_ring_uses_addresses_of_hostfile() -> None:
+    """With addresses in the hostfile, the addresses that ranks report do not matter."""
     hosts = [
         {"ssh": f"mac{rank}", "ips": [f"10.0.0.{rank}"], "rdma": MATRIX[rank]} for rank in (0, 1)
     ]
     core = _jaccl_core(hostfile=json.dumps({"backend": "jaccl", "envs": [], "hosts": hosts}))
     places = {"hosts": ("mac0", "mac1"), "data_address": "127.0.0.1:7000"}
-    orders, _ = _starts(core, 4, **places)  # type: ignore[arg-type]
+    orders, _ = _fail_starts(core, 4, **places)  # type: ignore[arg-type]
     assert orders[3].backend == "ring"
     assert "10.0.0.1:" in orders[3].files["MLX_HOSTFILE"]
 
 
-def test_ranks_that_do_not_meet_for_jaccl_lead_to_ring() -> None:
-    """Three starts in a row: ring may take another way."""
+def test_ring_follows_three_unavailable_jaccl_starts() -> None:
+    """Three starts with cause `unavailable` lead to ring, which may use another network path."""
     core = _jaccl_core(epochs_failed_max=2)
     backends = []
     for number in range(4):
@@ -139,13 +140,13 @@ def test_ranks_that_do_not_meet_for_jaccl_lead_to_ring() -> None:
     assert core._world.recovery.failure == ""
 
 
-def test_a_world_that_was_ready_shows_that_jaccl_works() -> None:
-    """Only starts in a row count: losing ranks at work never leads to ring."""
+def test_ready_world_resets_failed_jaccl_starts() -> None:
+    """Only failed starts in a row count; a rank lost from a ready world does not."""
     backends = []
-    learnt = recovery.Recovery(_jaccl_core(epochs_failed_max=9)._config, [])
+    state = recovery.Recovery(_jaccl_core(epochs_failed_max=9)._config, [])
     for was_ready in (False, False, True, False, False, False):
-        learnt.epoch_failed(recovery.FailedEpoch(Epoch(1), "x", was_ready), 0.0)
-        backends.append(learnt.backend)
+        state.epoch_failed(recovery.FailedEpoch(Epoch(1), "x", was_ready), 0.0)
+        backends.append(state.backend)
     assert backends == ["jaccl"] * 5 + ["ring"]
 
 
@@ -159,7 +160,9 @@ def test_a_world_that_was_ready_shows_that_jaccl_works() -> None:
         ({"jaccl_fallback": "ring"}, True),
     ],
 )
-def test_ranks_reserve_a_port_where_ring_may_come(world: dict[str, object], expected: bool) -> None:
+def test_rank_reserves_data_port_when_ring_is_possible(
+    world: dict[str, object], expected: bool
+) -> None:
     """A rank of jaccl that may fall back names a data address in its hello."""
     if "jaccl_fallback" in world:
         world = {
@@ -172,8 +175,8 @@ def test_ranks_reserve_a_port_where_ring_may_come(world: dict[str, object], expe
     assert needs_data_port(config_from_tree({"world": world})) is expected
 
 
-def test_ranks_that_cannot_form_a_world_are_a_configuration_failure() -> None:
-    """A rank without an address in a ring world ends in a reason, not in a crash of the core."""
+def test_rank_without_address_is_configuration_failure() -> None:
+    """A rank without a data address in a ring world ends in a reason instead of a crash."""
     core = SchedulerCore(config_from_tree({"world": {"size": 2}}))
     for rank, address in enumerate(["127.0.0.1:1", ""]):
         peer = PeerId(f"rank-{rank}".encode())

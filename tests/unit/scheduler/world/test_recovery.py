@@ -1,4 +1,4 @@
-"""What follows from epochs that failed: giving up, or less memory."""
+"""Consequences of failed epochs: the end of all starts, or less memory."""
 
 from typing import Literal
 
@@ -13,26 +13,20 @@ from shared.errors import RanksUnreachable, UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, RankFailed, RequestFailed, RequestRejected
 from tests.unit.scheduler.in_memory_world import InMemoryWorld, completion
-from tests.unit.scheduler.rank_failures import (
-    fail_rank,
-    lose_rank,
-    query_status,
-    rank_hello,
-    restart_ranks,
-)
-from tests.unit.scheduler.world.test_world import READY
+from tests.unit.scheduler.rank_failures import fail_rank, lose_rank, query_status, restart_ranks
+from tests.unit.scheduler.rank_messages import READY, rank_hello
 from tests.unit.scheduler.world_factory import MakeWorld
 
 
-def failure(world: InMemoryWorld, name: str) -> RequestFailed:
-    """Return how a request failed, or fail with what happened instead."""
+def failure_of(world: InMemoryWorld, name: str) -> RequestFailed:
+    """Return the failure of a request; fail on any other end."""
     end = world.ends[name]
     assert isinstance(end, RequestFailed), end
     return end
 
 
-def test_five_failed_epochs_end_all_trying(make_world: MakeWorld) -> None:
-    """Four that give nobody a token are four pauses; the fifth in ten minutes ends requests."""
+def test_five_failed_epochs_end_all_starts(make_world: MakeWorld) -> None:
+    """Four failed epochs are pauses; the fifth within ten minutes fails all requests."""
     world = make_world(ranks=2, epochs_failed_max=5, running_sequences_max=1)
     for name in "abcd":
         world.submit(name, [1, 2, 3], 50)
@@ -46,7 +40,7 @@ def test_five_failed_epochs_end_all_trying(make_world: MakeWorld) -> None:
     world.submit("f", [4], 50)
     lose_rank(world)
     for name in "ef":
-        end = failure(world, name)
+        end = failure_of(world, name)
         assert end.cause == "failed"
         assert end.detail.startswith("5 epochs have failed within 80 s")
         assert end.detail.endswith("Rank 0 is lost (silent for 10 s).")
@@ -58,8 +52,8 @@ def test_five_failed_epochs_end_all_trying(make_world: MakeWorld) -> None:
     assert (refused.cause, refused.detail, refused.retry_after_s) == ("not_ready", end.detail, None)
 
 
-def test_ranks_that_come_back_after_giving_up_wait(make_world: MakeWorld) -> None:
-    """There is no crash loop: new processes stay, and are told nothing, for good."""
+def test_ranks_are_not_joined_after_world_failed(make_world: MakeWorld) -> None:
+    """After too many failed epochs new rank processes stay connected and get no order."""
     world = make_world(epochs_failed_max=1)
     world.submit("a", [1, 2, 3], 50)
     lose_rank(world)
@@ -72,7 +66,7 @@ def test_ranks_that_come_back_after_giving_up_wait(make_world: MakeWorld) -> Non
     assert "1 epoch has failed" in query_status(world).reason
 
 
-def test_failed_epochs_are_forgiven_with_time(make_world: MakeWorld) -> None:
+def test_failed_epochs_outside_window_do_not_count(make_world: MakeWorld) -> None:
     """Only epochs that failed within the window count."""
     world = make_world(epochs_failed_max=2, epochs_failed_window_s=100.0)
     for number in range(5):
@@ -89,8 +83,8 @@ def test_failed_epochs_are_forgiven_with_time(make_world: MakeWorld) -> None:
     assert query_status(world).failure == "epochs"
 
 
-def test_kills_of_a_world_that_serves_are_pauses(make_world: MakeWorld) -> None:
-    """However many: each epoch gives a token, so none has failed, and none is lost."""
+def test_epochs_that_gave_tokens_never_fail_world(make_world: MakeWorld) -> None:
+    """A hundred kills lose nothing, because each epoch generates a token."""
     world = make_world()
     world.submit("a", [1, 2, 3], 150)
     for _ in range(100):
@@ -101,8 +95,8 @@ def test_kills_of_a_world_that_serves_are_pauses(make_world: MakeWorld) -> None:
     assert world.tokens["a"] == completion([1, 2, 3], 150)
 
 
-def test_kills_of_an_idle_world_are_pauses(make_world: MakeWorld) -> None:
-    """It had nothing to do, so nothing shows that going on is wrong."""
+def test_epochs_without_requests_never_fail_world(make_world: MakeWorld) -> None:
+    """Epochs that had no request do not count as failed."""
     world = make_world(epochs_failed_max=2)
     for _ in range(10):
         lose_rank(world)
@@ -110,23 +104,23 @@ def test_kills_of_an_idle_world_are_pauses(make_world: MakeWorld) -> None:
     assert query_status(world).ready
 
 
-def test_a_request_that_brings_epochs_down_is_failed_alone(make_world: MakeWorld) -> None:
-    """One epoch before all trying would end, whoever got no token in any of them goes."""
+def test_request_that_ends_epochs_is_failed_alone(make_world: MakeWorld) -> None:
+    """One epoch before the limit, requests that got no token in any failed epoch are failed."""
     world = make_world(epochs_failed_max=3)
     world.submit("poison", [1, 2, 3], 50)
     lose_rank(world)
     world.submit("b", [4, 5], 10)
     restart_ranks(world)
     lose_rank(world)
-    assert failure(world, "poison").detail.startswith("2 epochs in a row have failed while")
+    assert failure_of(world, "poison").detail.startswith("2 epochs in a row have failed while")
     restart_ranks(world)
     world.settle()
     assert world.tokens["b"] == completion([4, 5], 10)
     assert query_status(world).ready
 
 
-def test_what_is_not_there_is_waited_for(make_world: MakeWorld) -> None:
-    """A hub that does not answer, as before the network is up, ends no trying however long."""
+def test_unavailable_hub_never_fails_world(make_world: MakeWorld) -> None:
+    """Failures with cause `unavailable`, as before the network is up, do not count."""
     world = make_world(epochs_failed_max=2)
     for number in range(10):
         world.submit(f"a{number}", [1, 2, 3], 50)
@@ -136,8 +130,8 @@ def test_what_is_not_there_is_waited_for(make_world: MakeWorld) -> None:
     assert query_status(world).ready
 
 
-def test_epochs_that_fail_at_load_count() -> None:
-    """A rank that ends at load for ever, by our own bug say, is not tried for ever."""
+def test_epochs_that_fail_while_loading_count() -> None:
+    """Ranks that always fail while loading are not started forever."""
     core = SchedulerCore(config_from_tree({"world": {"size": 1}}))
     orders = 0
     for number in range(9):
@@ -152,8 +146,8 @@ def test_epochs_that_fail_at_load_count() -> None:
     assert core._world.recovery.failure == "epochs"
 
 
-class Starts:
-    """Starts of two ranks that end while they join."""
+class WorldStarts:
+    """Starts of two ranks that fail while they join."""
 
     def __init__(self, **scheduler: object) -> None:
         self.core = SchedulerCore(config_from_tree({"world": {"size": 2}, "scheduler": scheduler}))
@@ -161,11 +155,11 @@ class Starts:
 
     @property
     def failure(self) -> str:
-        """Why no other start is tried."""
+        """Why no further start is tried; "" while starts continue."""
         return self.core._world.recovery.failure
 
     def start(self) -> list[PeerId]:
-        """Bring up two processes."""
+        """Start two processes."""
         self.count += 1
         peers = [PeerId(f"rank-{self.count}-{rank}".encode()) for rank in range(2)]
         for rank, peer in enumerate(peers):
@@ -176,7 +170,7 @@ class Starts:
         return peers
 
     def fail(self, *causes: Literal["error", "unavailable"]) -> None:
-        """Let ranks 0 and 1 of another start end with these causes, one after the other."""
+        """Let ranks 0 and 1 of another start fail with these causes, in this order."""
         for rank, (peer, cause) in enumerate(zip(self.start(), causes, strict=False)):
             failed = RankFailed(
                 rank=rank, epoch=self.count, detail=f"{cause}.", permanent=False, cause=cause
@@ -184,10 +178,11 @@ class Starts:
             self.core.handle(RankMessageReceived(peer, failed), float(self.count))
 
 
-def test_ranks_that_do_not_reach_each_other_are_waited_for() -> None:
-    """A switch may come up long after the machines: starts go on, and the reason is told."""
+def test_unreachable_ranks_never_fail_world() -> None:
+    """A switch may come up long after the machines: starts continue, and the status names the
+    reason."""
     assert failure_cause(RanksUnreachable("Rank 0 cannot reach rank 1.")) == "unavailable"
-    starts = Starts(epochs_failed_max=2)
+    starts = WorldStarts(epochs_failed_max=2)
     for _ in range(9):
         starts.fail("unavailable", "unavailable")
         assert starts.core._world.explain() == (
@@ -204,9 +199,10 @@ def test_ranks_that_do_not_reach_each_other_are_waited_for() -> None:
     assert starts.core._world.explain() == "0 of 2 ranks are connected."
 
 
-def test_who_knows_why_may_be_heard_second() -> None:
-    """Another rank's collective fails first: the epoch is excused all the same, and only that."""
-    starts = Starts(epochs_failed_max=2)
+def test_second_rank_failure_can_excuse_epoch() -> None:
+    """When another rank's collective fails first, a later cause `unavailable` still excuses that
+    epoch."""
+    starts = WorldStarts(epochs_failed_max=2)
     starts.fail("error", "unavailable")
     assert "Rank 1 failed: unavailable." in starts.core._world.explain()
     starts.fail("unavailable", "unavailable")
@@ -216,17 +212,17 @@ def test_who_knows_why_may_be_heard_second() -> None:
     assert starts.failure == "epochs"
 
 
-def test_late_words_excuse_no_later_epoch() -> None:
-    """What was said of the epoch before is not said of the next one."""
-    starts = Starts(epochs_failed_max=1)
+def test_unavailable_cause_excuses_only_its_epoch() -> None:
+    """The cause of one epoch does not excuse the next one."""
+    starts = WorldStarts(epochs_failed_max=1)
     starts.fail("unavailable", "unavailable")
     starts.core.handle(RankLost(starts.start()[0], "goodbye"), 5.0)
     assert starts.failure == "epochs"
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_permanent_failure_is_the_configuration(make_world: MakeWorld, is_first: bool) -> None:
-    """One rank knows that no restart helps: that counts, though its peer's crash is heard first."""
+def test_permanent_failure_is_configuration_failure(make_world: MakeWorld, is_first: bool) -> None:
+    """A permanent failure counts even when its peer's crash is reported first."""
     world = make_world(ranks=2)
     world.submit("a", [1, 2], 3)
     first, second = world.ranks
@@ -234,15 +230,15 @@ def test_a_permanent_failure_is_the_configuration(make_world: MakeWorld, is_firs
         is_permanent = peer == first
         detail = "No such model." if is_permanent else "A collective failed."
         fail_rank(world, peer, detail, permanent=is_permanent)
-    assert failure(world, "a").detail == "No such model."
+    assert failure_of(world, "a").detail == "No such model."
     assert (query_status(world).failure, query_status(world).reason) == (
         "configuration",
         "No such model.",
     )
 
 
-def test_a_stranger_ends_nothing(make_world: MakeWorld) -> None:
-    """Who is no rank cannot say that the world is lost, permanently or not."""
+def test_failure_of_unknown_peer_is_refused(make_world: MakeWorld) -> None:
+    """A peer outside the world cannot end it."""
     world = make_world()
     for permanent in (True, False):
         message = RankFailed(rank=0, epoch=1, detail="x", permanent=permanent)
@@ -251,20 +247,21 @@ def test_a_stranger_ends_nothing(make_world: MakeWorld) -> None:
     assert [one.event for one in world.log_lines].count("message_refused") == 2
 
 
-def test_a_configuration_that_fits_no_model_is_named(make_world: MakeWorld) -> None:
-    """Blocks longer than the context: no epoch can begin, and the remedy is the reason."""
+def test_block_longer_than_context_names_setting(make_world: MakeWorld) -> None:
+    """No epoch can begin with blocks above the context; the status names the setting and its
+    values."""
     world = make_world(context=40, cache={"block_tokens": 64})
     status = query_status(world)
     assert status.failure == "configuration"
     assert "set it to 16 up to 40" in status.reason
 
 
-def test_long_details_still_fit_a_message(make_world: MakeWorld) -> None:
-    """A rank's last words of any allowed length reach the client, cut, not nowhere."""
+def test_long_failure_detail_is_cut(make_world: MakeWorld) -> None:
+    """A failure detail of any allowed length reaches the client, cut to the message limit."""
     world = make_world(epochs_failed_max=1)
     world.submit("a", [1], 2)
     fail_rank(world, next(iter(world.ranks)), "x" * 4_096)
-    assert len(failure(world, "a").detail) <= 4_096
+    assert len(failure_of(world, "a").detail) <= 4_096
     assert len(query_status(world).reason) <= 4_096
 
 
@@ -282,21 +279,22 @@ def test_long_details_still_fit_a_message(make_world: MakeWorld) -> None:
         "cudaGraphLaunch(graph, stream) failed: cudaErrorMemoryAllocation: out of memory.",
     ],
 )
-def test_mlx_running_out_of_memory_is_recognized(text: str) -> None:
-    """The rank worker tells what MLX words as a lack of memory."""
+def test_memory_errors_of_mlx_are_recognized(text: str) -> None:
+    """MLX's messages for lack of memory get the cause `memory`."""
     assert failure_cause(RuntimeError(text)) == "memory"
     assert failure_cause(MemoryError()) == "memory"
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
-    """Nor is a service that does not answer taken for an error of this cluster."""
+def test_other_errors_are_not_memory_failures() -> None:
+    """Other errors get the cause `error`, and services that do not answer `unavailable`."""
     for text in ("[ring] Send of 4096 bytes failed.", "Slice sizes differ."):
         assert failure_cause(RuntimeError(text)) == "error"
     assert failure_cause(UnavailableError("The hub does not answer.")) == "unavailable"
 
 
-def test_an_epoch_that_ran_out_of_memory_leaves_less_to_the_next(make_world: MakeWorld) -> None:
-    """Each time four fifths of the budget before, in log and status; another loss takes nothing."""
+def test_memory_failure_cuts_kv_budget_by_a_fifth(make_world: MakeWorld) -> None:
+    """Each memory failure cuts the budget to four fifths, in log and status; other failures do
+    not."""
     world = make_world(ranks=2, kv_tokens=10_000)
     world.submit("a", [1, 2, 3], 40)
     budgets = [query_status(world).kv_tokens_max]
@@ -312,12 +310,12 @@ def test_an_epoch_that_ran_out_of_memory_leaves_less_to_the_next(make_world: Mak
     status = query_status(world)
     assert status.counters["memory_exhausted_total"] == 2
     assert status.gauges["kv_budget_bytes"] == 64_000
-    said = [one for one in world.log_lines if one.event == "kv_budget_reduced"]
-    assert [one.fields["bytes_max"] for one in said] == [80_000, 64_000]
+    reductions = [one for one in world.log_lines if one.event == "kv_budget_reduced"]
+    assert [one.fields["bytes_max"] for one in reductions] == [80_000, 64_000]
 
 
-def test_running_out_of_memory_is_no_crash_loop(make_world: MakeWorld) -> None:
-    """A device that can hold nothing at all ends in giving up, like everything that fails."""
+def test_repeated_memory_failures_end_starts(make_world: MakeWorld) -> None:
+    """A device that cannot hold any sequence ends all starts, like every other failure."""
     world = make_world(epochs_failed_max=5)
     for number in range(5):
         world.submit(f"a{number}", [1, 2, 3], 50)
