@@ -52,7 +52,7 @@ _ORDERS = {
 
 
 class RoleRestart:
-    """Restart of one process, or of all ranks of this host."""
+    """Restart of one process of this host's roles, or of all its ranks at once."""
 
     def __init__(
         self, config: Config, role: str, targets: Sequence[RoleProcess], console: Console
@@ -78,7 +78,9 @@ class RoleRestart:
         self._pids_before = {process.pid for process in self._running()}
 
     def run(self) -> bool:
-        """End the old processes and wait until the new ones are ready.
+        """End the old processes and wait until new ones run and are ready; a store need only run.
+
+        The new ones are started by `lockstep up`, launchd or systemd, not here.
 
         Returns:
             False if unfinished requests were cut off.

@@ -44,9 +44,16 @@ _CLEAN = (limits.EXIT_OK, -signal.SIGTERM)
 
 
 class Supervisor:
-    """The children of one host and their health."""
+    """Keeper of one host's processes: starts them, restarts ended ones, kills stuck ones."""
 
     def __init__(self, share: HostShare, children: ProcessGroup, console: Console) -> None:
+        """Open the links to the scheduler and the store; `run` starts the processes.
+
+        Args:
+            share: the settings and the roles of this host.
+            children: the processes to keep, none of them started.
+            console: shows log lines and progress.
+        """
         config = share.config
         self._config = config
         self._children = children
@@ -69,7 +76,8 @@ class Supervisor:
         """Start all children, watch them until a stop signal or a permanent failure, stop them.
 
         Returns:
-            The exit code of `lockstep up`.
+            The exit code of `lockstep up`: 0 after a clean stop, 69 if requests could not finish,
+            128 plus the signal after a second stop signal, else that of the permanent failure.
         """
         before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
         try:

@@ -89,13 +89,7 @@ class EventStream:
         self._key = ""
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
-        """Collect an event with a piece of a choice's text; `flush` writes it.
-
-        Args:
-            choice: the choice that the text belongs to.
-            text: the next piece.
-            logprobs: tokens of this piece with their log probabilities; [] if none were requested.
-        """
+        """Collect an event with a piece of a choice's text and its log probabilities, if any."""
         if logprobs:
             self._add(self._format.logprobs_event(choice.index, text, logprobs))
             return
@@ -106,13 +100,7 @@ class EventStream:
             self._flush_list.add(self)
 
     def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
-        """Collect an event with a complete tool call; `flush` writes it.
-
-        Args:
-            choice: the choice that the call belongs to.
-            number: position of the call among the choice's calls, counted from 0.
-            call: the call.
-        """
+        """Collect an event with a choice's tool call; `number` counts its calls from 0."""
         self._add(self._format.call_event(choice.index, number, call))
 
     def end_choice(self, choice: Choice) -> None:

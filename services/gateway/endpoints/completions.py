@@ -21,10 +21,6 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 async def create(service: CompletionService, request: web.Request) -> web.StreamResponse:
     """Answer POST /v1/completions: continue one or more prompts and send the completions.
 
-    Args:
-        service: the parts that all handlers share.
-        request: the HTTP request; its body is not read yet.
-
     Raises:
         ApiError: when the request is refused, or fails before the response has begun.
     """

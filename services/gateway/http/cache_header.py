@@ -40,11 +40,10 @@ def header_value(cached: CachedPrefix | None, prompt_tokens: int) -> str:
 
 
 def body_fields(cached: CachedPrefix | None, prompt_tokens: int) -> dict[str, Any] | None:
-    """Return the same facts as fields of a JSON body, None before the request was admitted.
+    """Return the header's facts as fields of a JSON body, None without `cached`.
 
-    Args:
-        cached: the scheduler's report on the prompt, None before the request was admitted.
-        prompt_tokens: length of the prompt in tokens.
+    The fields are `memory_tokens`, `ssd_tokens`, `computed_tokens`, `diverged_at` (a position or
+    None) and `miss` (a cause or None).
     """
     if cached is None:
         return None

@@ -27,32 +27,17 @@ class ChatFormat:
         return self._event(index, delta)
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes of a text event of choice `index` around the text: (before, after).
-
-        The text itself is a JSON string between them.
-        """
+        """Return the bytes before and after the JSON string in a text event of choice `index`."""
         before = b'%b{"index":%d,"delta":{"content":' % (self._start, index)
         return before, b'},"logprobs":null,"finish_reason":null}' + self._end
 
     def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
-        """Return an event with text and log probabilities.
-
-        Args:
-            index: number of the choice, counted from 0.
-            text: the next piece of the choice's text.
-            entries: tokens of this piece with their log probabilities.
-        """
+        """Return an event with a piece of text and its tokens' log probabilities."""
         logprobs = orjson.dumps(_chat_logprobs(self._tokenizer, entries))
         return self._event(index, b'{"content":%b}' % orjson.dumps(text), logprobs)
 
     def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
-        """Return an event with a complete tool call.
-
-        Args:
-            index: number of the choice, counted from 0.
-            number: position of the call among the choice's calls, counted from 0.
-            call: the call.
-        """
+        """Return an event with call `number` of the choice, counted from 0, as a whole."""
         delta = {"tool_calls": [{"index": number, **_tool_call(call)}]}
         return self._event(index, orjson.dumps(delta))
 
@@ -121,21 +106,12 @@ class CompletionFormat:
         return self._event(index, orjson.dumps(echo)) if echo else b""
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes of a text event of choice `index` around the text: (before, after).
-
-        The text itself is a JSON string between them.
-        """
+        """Return the bytes before and after the JSON string in a text event of choice `index`."""
         before = b'%b{"index":%d,"text":' % (self._start, index)
         return before, b',"logprobs":null,"finish_reason":null}' + self._end
 
     def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
-        """Return an event with text and log probabilities.
-
-        Args:
-            index: number of the choice, counted from 0.
-            text: the next piece of the choice's text.
-            entries: tokens of this piece with their log probabilities.
-        """
+        """Return an event with a piece of text and its tokens' log probabilities."""
         return self._event(index, orjson.dumps(text), orjson.dumps(self._logprobs(index, entries)))
 
     def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:

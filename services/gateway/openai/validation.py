@@ -24,7 +24,7 @@ CHOICES_TOTAL_MAX = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options of one request after its checks, with defaults filled in."""
+    """Options of one request, taken from its fields after they were checked."""
 
     count: int
     """Choices per prompt."""

@@ -160,14 +160,14 @@ class EncodedConversation:
     def __init__(
         self, encoder: Encoder, text: str, ids: list[int], mark: str, *, in_pieces: bool
     ) -> None:
-        """Store the conversation.
+        """Store what `Encoder.encode_conversation` has made.
 
         Args:
-            encoder: the encoder that encoded it.
+            encoder: the encoder itself.
             text: the rendered text, with marks.
-            ids: its token ids.
-            mark: the character inserted into special tokens of client text; "" for none.
-            in_pieces: the text between special tokens was encoded separately from them.
+            ids: token ids of the text.
+            mark: inserted into special tokens of client text; "" for no mark.
+            in_pieces: the encoder split the text at special tokens itself.
         """
         self.ids = ids
         self._encoder = encoder

@@ -62,24 +62,42 @@ class Backoff:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Role:
-    """A child's name in the log and its arguments on the command line."""
+    """A child's name in the log and its arguments for the `lockstep` command line."""
 
     name: str
     arguments: tuple[str, ...]
 
 
 def command(python: str, role: Role, config_file: str) -> list[str]:
-    """Return the command line that starts a role's process."""
+    """Return the command line that starts a role's process.
+
+    Args:
+        python: path of the Python interpreter.
+        role: contains the role's arguments.
+        config_file: path of the configuration file that the process reads.
+    """
     # -P keeps a folder named `services` in the working directory from being imported.
     return [python, "-P", "-m", "services.commands.main", *role.arguments, "--config", config_file]
 
 
 class Child:
-    """One role's process and its restarts."""
+    """One role's process: starts it, restarts it after delays, forwards its output, ends it.
+
+    Every `now_s` is the supervisor's own time in seconds. It counts at most 1 s per tick, so that
+    no process is blamed for a time in which the supervisor itself was suspended.
+    """
 
     def __init__(
         self, role: Role, config_file: Path, environment: dict[str, str], console: Console
     ) -> None:
+        """Prepare the process; `start_if_due` starts it.
+
+        Args:
+            role: name and arguments of the process.
+            config_file: configuration file that it reads.
+            environment: all its environment variables.
+            console: receives its output line by line.
+        """
         self.role = role
         self.starts = 0
         """Number of processes started so far."""
@@ -103,24 +121,38 @@ class Child:
         return self._process.pid if self._process else None
 
     def start_if_due(self, now_s: float) -> None:
-        """Start the process if none runs and the restart delay is over."""
+        """Start the process if none runs and the restart delay is over.
+
+        Args:
+            now_s: the supervisor's time in seconds.
+        """
         if self._process is None and now_s >= self._start_at_s:
             self._start(now_s)
 
     def reset_backoff(self) -> None:
-        """Record that the process has served: it restarts at once after its next exit."""
+        """Record that the process has served: its next restart delay is the shortest again."""
         self._backoff.reset_backoff()
 
     def disable_restart(self) -> None:
-        """Stop restarting the process when it exits."""
+        """Start no further process. Call it after `reap` has returned an exit code."""
         self._start_at_s = math.inf
 
     def stopped_s(self, now_s: float) -> float:
-        """Return the seconds since the process was stopped (SIGSTOP), 0.0 while it runs."""
+        """Return the seconds for which the process has been stopped (SIGSTOP), 0.0 while it runs.
+
+        Args:
+            now_s: the supervisor's time in seconds.
+        """
         return 0.0 if self._stopped_at_s is None else now_s - self._stopped_at_s
 
     def reap(self, now_s: float) -> int | None:
-        """Return the exit code if the process has exited since the last call, else None."""
+        """Return the exit code if the process has exited since the last call, else None.
+
+        After an exit, set the time of the restart. Records stops (SIGSTOP) too.
+
+        Args:
+            now_s: the supervisor's time in seconds.
+        """
         if self._process is None:
             return None
         code = self._poll_exit(now_s)
@@ -145,7 +177,11 @@ class Child:
                 self._process.terminate()
 
     def has_ended(self, now_s: float) -> bool:
-        """Tell whether no process runs any more. Reaps an exited process."""
+        """Tell whether no process runs any more, after reaping an exited one.
+
+        Args:
+            now_s: the supervisor's time in seconds.
+        """
         if self._process is not None:
             code = self._poll_exit(now_s)
             if code is not None:

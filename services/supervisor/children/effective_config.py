@@ -15,7 +15,7 @@ FILE_NAME = "config.toml"
 
 
 def as_toml(config: Config) -> str:
-    """Return `config` as TOML, with every key present."""
+    """Return the settings as TOML, with every key present and `paths.run_dir` as a path."""
     tree: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     tree["paths"]["run_dir"] = str(config.run_dir)
     lines = []
@@ -27,7 +27,7 @@ def as_toml(config: Config) -> str:
 
 
 def write(config: Config, folder: Path) -> Path:
-    """Write the file with mode 0600 into `folder` and return its path.
+    """Write the settings as TOML into `folder`/config.toml (mode 0600); return the file's path.
 
     Raises:
         ConfigError: when it cannot be written, for example on a full disk.

@@ -30,7 +30,12 @@ class ProcessGroup:
 
 
 def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGroup:
-    """Write the children's configuration file into the run folder and create them, not started.
+    """Write the children's configuration file and create the children; starts no process.
+
+    Args:
+        share: the settings and the roles of this host.
+        folder: the run folder, which gets the file.
+        console: receives the children's output.
 
     Raises:
         ConfigError: when the configuration file cannot be written.
@@ -54,7 +59,7 @@ def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGro
 
 
 def roles(share: HostShare) -> list[Role]:
-    """Return the roles of a host in start order."""
+    """Return the roles of a host in start order: scheduler, store, ranks, gateway."""
     host_roles = share.roles
     return [
         *([Role("scheduler", ("scheduler",))] if host_roles.scheduler else []),

@@ -1,8 +1,8 @@
 """Detection of processes that cannot end by themselves. Pure. Owns when; does not kill them.
 
-A rank that was told to leave an epoch normally ends within milliseconds. A stopped rank, or one
-inside a system call, does not, and the next epoch waits for its successor. A scheduler that hangs
-keeps its process but sends no status.
+A dismissed rank is one that the scheduler has told to leave an ended epoch. It normally ends within
+milliseconds. A stopped rank, or one inside a system call, does not, and the next epoch waits for
+its successor. A scheduler that hangs keeps its process but sends no status.
 """
 
 from shared.messages import StatusReported
@@ -19,7 +19,7 @@ START_S = 60.0
 
 
 class LingeringRanks:
-    """Dismissed ranks of this host whose processes have not ended."""
+    """Rank processes of this host that were told to leave an ended epoch and still run."""
 
     def __init__(self, host: str) -> None:
         """Start without any; `host` is the host name that this host's ranks report."""
@@ -27,7 +27,12 @@ class LingeringRanks:
         self._listed_since_s: dict[int, float] = {}
 
     def update(self, status: StatusReported, now_s: float) -> None:
-        """Record which dismissed ranks of this host the scheduler still lists."""
+        """Record which ranks of this host were told to end, but by the scheduler's report have not.
+
+        Args:
+            status: the scheduler's report.
+            now_s: time of the report in seconds.
+        """
         present = {rank.pid for rank in status.ranks if rank.host == self._host}
         listed = {rank.pid for rank in status.dismissed if rank.host == self._host}
         # The system reuses process ids: one of the present world belongs to a new process.
@@ -36,13 +41,17 @@ class LingeringRanks:
         }
 
     def due(self, now_s: float) -> set[int]:
-        """Return the process ids listed for at least `LEAVE_GRACE_S`."""
+        """Return the ids of processes that have been listed for at least `LEAVE_GRACE_S`.
+
+        Args:
+            now_s: the time in seconds, by the clock of `update`.
+        """
         since_s = self._listed_since_s.items()
         return {pid for pid, listed_s in since_s if now_s - listed_s >= LEAVE_GRACE_S}
 
 
 class SchedulerLiveness:
-    """Time of the scheduler's latest status, per process of it."""
+    """Detection of a scheduler process that hangs: it runs, but sends no status."""
 
     def __init__(self) -> None:
         self._start = 0
@@ -51,13 +60,24 @@ class SchedulerLiveness:
         self._started_at_s = 0.0
 
     def update(self, start: int, now_s: float) -> None:
-        """Record a status of the scheduler; `start` is the number of its process."""
+        """Record that a scheduler process has sent a status.
+
+        Args:
+            start: number of the process, counted from 1.
+            now_s: time of the status in seconds.
+        """
         self._start, self._status_at_s = start, now_s
 
     def expired(self, start: int, now_s: float) -> bool:
-        """Tell whether process number `start` of the scheduler must be killed. Call it regularly.
+        """Tell whether the scheduler process has been silent for too long and must be killed.
 
-        False as long as no scheduler has ever reported: this host's key may lack the permission.
+        That is `SILENT_S` after its last status or, without one, `START_S` after its number was
+        first seen here, so call this regularly. It is False as long as no scheduler has ever
+        reported: this host's key may lack the permission.
+
+        Args:
+            start: number of the running process, counted from 1.
+            now_s: the time in seconds, by the clock of `update`.
         """
         if start != self._latest_start:
             self._latest_start, self._started_at_s = start, now_s

@@ -12,7 +12,7 @@ NO_STATUS_S = 3.0
 
 
 class Announcer:
-    """Writes the changes between statuses to the console."""
+    """Writer of announcements to the console: changes of the world since the last status."""
 
     def __init__(self, share: HostShare, console: Console) -> None:
         self._share = share
@@ -37,12 +37,12 @@ class Announcer:
     def announce(
         self, status: StatusReported, start: int, *, is_gateway_ready: Callable[[], bool]
     ) -> None:
-        """Announce the changes since the previous status.
+        """Announce the changes since the previous status: draining, failure, loading, readiness.
 
         Args:
             status: the scheduler's report.
             start: number of the scheduler process, since each counts epochs from 1.
-            is_gateway_ready: asks the gateway, if this host has one.
+            is_gateway_ready: asks the gateway and returns its answer; True on a host without one.
         """
         self._refusal = ""
         if self._is_waiting:

@@ -115,7 +115,12 @@ class Console:
         )
 
     def log_line(self, role: str, text: str) -> None:
-        """Write one line of a role's log."""
+        """Write one log line of a role with the role's name before it.
+
+        Args:
+            role: name of the role, for example `rank 0`, or `lockstep` for the supervisor.
+            text: the line without its end.
+        """
         with self._lock:
             self._write(f"{self._name(role)} {text}\n")
 

@@ -1,4 +1,4 @@
-"""Canary findings of a rank as one line for people. Pure."""
+"""Canary findings of a rank (its measured collectives, prompt and decode) as one line. Pure."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from shared.messages import CanaryFinding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CanaryCosts:
-    """Measured costs of collectives and of a prompt, from the canary's findings."""
+    """Costs of sums over ranks, of a prompt and of a decode, as a rank's canary measured them."""
 
     latency_us: float
     """Median time in microseconds of the fastest small sum."""
@@ -18,6 +18,7 @@ class CanaryCosts:
     prompt_tokens: int
     """Length of the computed prompt in tokens; 0: none was computed."""
     prompt_s: float
+    """Seconds to compute the prompt, 0.0 without one."""
     decode_sums: int
     """Number of sums over ranks in one decode; 0: unknown."""
     decode_s: float
@@ -25,7 +26,7 @@ class CanaryCosts:
 
 
 def costs(findings: Sequence[CanaryFinding]) -> CanaryCosts | None:
-    """Return the costs that the findings contain, None if they contain no sums."""
+    """Return the costs in a rank's canary findings, None if no sums over ranks were measured."""
     sums = [one for one in findings if one.name.startswith(SUM_PREFIX)]
     if not sums:
         return None
@@ -49,7 +50,10 @@ def costs(findings: Sequence[CanaryFinding]) -> CanaryCosts | None:
 
 
 def describe(findings: Sequence[CanaryFinding]) -> str:
-    """Return the costs as one line, "" if the findings contain no sums."""
+    """Return the costs in a rank's canary findings as one line, "" without sums over ranks.
+
+    It has latency and throughput of a sum and, if measured, the times of a decode and a prompt.
+    """
     measured = costs(findings)
     if measured is None:
         return ""

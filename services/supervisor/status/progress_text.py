@@ -13,13 +13,13 @@ _BAR_MIN = 3
 
 
 def base_url(config: Config) -> str:
-    """Return the URL of the gateway for clients on this machine."""
+    """Return the gateway's URL without a path, for clients on this machine."""
     host = config.gateway.host
     return f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}"
 
 
 def is_loaded(status: StatusReported) -> bool:
-    """Tell whether every rank has loaded its shard."""
+    """Tell whether there are ranks and every rank has loaded its shard."""
     return bool(status.ranks) and all(rank.state == "ready" for rank in status.ranks)
 
 
@@ -47,7 +47,7 @@ def loading_line(status: StatusReported, *, with_bar: bool) -> str:
 
 
 def ready_line(config: Config, status: StatusReported) -> str:
-    """Return the sentence with the served model, its URL, ranks and backend."""
+    """Return the sentence that Lockstep is ready, with its model, URL, ranks and backend."""
     ranks = f"{status.world_size} rank" + ("s" if status.world_size != 1 else "")
     return (
         f"Lockstep is ready: model {config.served_name} on {base_url(config)} "
@@ -56,7 +56,7 @@ def ready_line(config: Config, status: StatusReported) -> str:
 
 
 def curl_line(config: Config) -> str:
-    """Return a curl command that asks the served model."""
+    """Return a curl command, in several lines, that sends the served model a question."""
     body = {
         "model": config.served_name,
         "messages": [{"role": "user", "content": "What is Lockstep?"}],

@@ -62,7 +62,13 @@ class StatusWatch:
         )
 
     def poll(self, timeout_s: float) -> StatusReported | None:
-        """Wait up to `timeout_s` seconds and return the latest status received, or None."""
+        """Wait for a status and return the latest one received, None without any.
+
+        Sends a query if `interval_s` seconds have passed since the last one.
+
+        Args:
+            timeout_s: longest wait for any event in seconds.
+        """
         self._query()
         latest = None
         for event in self._link.poll(timeout_s):
@@ -102,7 +108,7 @@ class StatusWatch:
 
 
 class StoreWatch:
-    """Link to this host's cache store that queries each of its processes once."""
+    """Link to this host's cache store that asks each of its processes once whether it is on."""
 
     def __init__(self, config: Config) -> None:
         self._link: Dialer[FromStore] = Dialer(
@@ -130,7 +136,7 @@ class StoreWatch:
 
 
 def gateway_readiness(config: Config) -> int | None:
-    """Return the HTTP status of the gateway's `/readyz` (200: ready), None without an answer."""
+    """Return the HTTP status of the gateway's `/readyz`, None without an answer; 200 is ready."""
     address = base_url(config).removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=GATEWAY_DEADLINE_S)
     try:
@@ -143,10 +149,14 @@ def gateway_readiness(config: Config) -> int | None:
 
 
 def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusReported:
-    """Return the scheduler's status.
+    """Return the scheduler's answer to a query of its status.
+
+    Args:
+        config: contains the scheduler's address.
+        deadline_s: longest wait for the answer in seconds.
 
     Raises:
-        UnavailableError: when it does not answer within `deadline_s` seconds.
+        UnavailableError: when it does not answer in time.
     """
     clock = SystemClock()
     watch = StatusWatch(config, interval_s=deadline_s)

@@ -18,7 +18,7 @@ _POSITIONS_SHOWN = 8
 
 
 def render(status: StatusReported) -> str:
-    """Return the status as summary lines and a table of ranks."""
+    """Return the text of `lockstep status`: summary lines, then a table with a row per rank."""
     state = "ready" if status.ready else f"not ready ({status.reason or 'no reason given'})"
     if status.draining:
         state += ", draining"
