@@ -79,8 +79,9 @@ def measure(model: Any, clients: list[list[list[int]]], max_tokens: int) -> dict
         max_tokens: completion length of every prompt.
 
     Returns:
-        The metrics of `services.commands.bench.measuring.numbers.latencies`, and decode time per
-        step.
+        The metrics of `services.commands.bench.measuring.numbers.latencies`; tokens (total),
+        tokens_per_s, process_cpu_us_per_token (mean); full_batch_step_ms_p50: median time between
+        steps in which every client gets a token; absent without two such steps.
     """
     from mlx_lm.generate import BatchGenerator
 

@@ -99,7 +99,7 @@ OPTIONS: list[click.Parameter] = [
 
 
 def make_plan(options: BenchmarkOptions) -> OverheadPlan:
-    """Return the parameters that the command line asks for.
+    """Return the parameters of overhead or peers from the options of the command line.
 
     Raises:
         UsageError: when a setting is malformed or the model does not exist.
@@ -122,7 +122,9 @@ def make_plan(options: BenchmarkOptions) -> OverheadPlan:
 
 
 def measure(plan: OverheadPlan) -> Report:
-    """Run ceiling and stack in turn for every case.
+    """Measure BatchGenerator (the ceiling) and the whole stack in turn with the same prompts.
+
+    A case is a prompt length and a number of clients.
 
     Raises:
         UnavailableError: when one of them does not start or answer.
@@ -171,7 +173,7 @@ def measure(plan: OverheadPlan) -> Report:
 
 
 def start_ceiling(plan: OverheadPlan) -> RankProcesses:
-    """Start the processes that run BatchGenerator.
+    """Start the processes that run BatchGenerator; return them when all have loaded the model.
 
     Raises:
         UnavailableError: when one of them does not start.
@@ -195,11 +197,11 @@ def start_ceiling(plan: OverheadPlan) -> RankProcesses:
 
 
 def rounds_for(plan: OverheadPlan, length: int) -> int:
-    """Return the number of requests that each client sends one after the other.
+    """Return how many requests each client sends one after the other: 1 for long prompts.
 
     Args:
         plan: the parameters of the benchmark.
-        length: tokens of each prompt.
+        length: tokens of each prompt; above ROUNDS_TOKENS_MAX it is long.
     """
     return plan.rounds if length <= ROUNDS_TOKENS_MAX else 1
 
@@ -207,7 +209,7 @@ def rounds_for(plan: OverheadPlan, length: int) -> int:
 def completions_order(
     port: int, model: str, work: Sequence[Sequence[list[int] | str]], new_tokens: int
 ) -> dict[str, Any]:
-    """Return the order for one measurement of the load client at the completions endpoint.
+    """Return the JSON object that orders one load of completions from the closed-loop client.
 
     Args:
         port: the server's port on this machine.
@@ -222,7 +224,9 @@ def completions_order(
 
 
 def check_answer(answer: dict[str, Any], tokens: int, length: int) -> dict[str, float]:
-    """Return the metrics of a load client's answer if the server did exactly the ordered work.
+    """Return the metrics in a load client's answer if the server did exactly the ordered work.
+
+    The metrics are those of `closed_loop_client.summarize` without cached_tokens, which must be 0.
 
     Args:
         answer: the load client's answer.
@@ -286,7 +290,7 @@ def measure_stack(
     work: list[list[list[int]]],
     length: int,
 ) -> dict[str, float]:
-    """Run one load against the stack; return the client's metrics and CPU time by role.
+    """Run one load against the stack; return its latencies, rates and CPU times.
 
     Args:
         plan: the parameters of the benchmark.
@@ -294,6 +298,10 @@ def measure_stack(
         client: the closed-loop load client.
         work: per client its prompts (token ids).
         length: tokens of each prompt.
+
+    Returns:
+        The metrics of `check_answer`; for each role, such as gateway, `<role>_cpu_us_per_token`
+        (mean); and those of `per_step_metrics`.
 
     Raises:
         UnavailableError: when the server did not do exactly the ordered work.

@@ -96,7 +96,7 @@ OPTIONS: list[click.Parameter] = [
 
 
 def make_plan(options: BenchmarkOptions) -> OverloadPlan:
-    """Return the parameters that the command line asks for.
+    """Return the overload benchmark's parameters from the options of its command line.
 
     Raises:
         UsageError: when a setting is malformed or the model does not exist.
@@ -118,7 +118,9 @@ def make_plan(options: BenchmarkOptions) -> OverloadPlan:
 
 
 def measure(plan: OverloadPlan) -> Report:
-    """Run every case.
+    """Measure goodput and refusals at each multiple of the rate that the stack can serve.
+
+    Each repeat measures the peak first, because the rate of arrivals depends on it.
 
     Raises:
         UnavailableError: when the stack does not start, or an answer is neither complete nor a

@@ -44,7 +44,10 @@ VLLM_MLX_OPTION = click.Option(
 
 
 class PeerServer:
-    """Another server with the same model."""
+    """A running server other than Lockstep that serves the same model.
+
+    `name` is its contender's name, `model` the name of the model in requests to it.
+    """
 
     def __init__(self, name: str, child: MeasuredProcess, port: int, model: str) -> None:
         self.name = name
@@ -53,17 +56,19 @@ class PeerServer:
         self.model = model
 
     def wait(self) -> None:
-        """Wait until the server answers.
+        """Wait until the server answers a GET of its health or models endpoint with 200.
 
         Raises:
-            UnavailableError: when it does not start.
+            UnavailableError: when it ends or is not ready after 900 s.
         """
         path = "/health" if self.name == MLX_LM else "/v1/models"
         wait_until_ready(self.child, self.port, path, timeout_s=900.0)
 
 
 def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
-    """Run every server in turn for every case.
+    """Measure latencies and tokens/s of Lockstep and each peer in turn, with prompts of one length.
+
+    A case is a prompt length and a number of clients.
 
     Args:
         plan: the parameters of the benchmark.
@@ -127,7 +132,12 @@ def _start_peers(
 
 
 def start_mlx_lm(model: Path, log_folder: Path) -> PeerServer:
-    """Start mlx_lm.server with the model in a folder."""
+    """Start mlx_lm.server on a free port; the caller waits until it is ready.
+
+    Args:
+        model: the model's folder.
+        log_folder: folder for the log `mlx_lm.log`.
+    """
     port = free_port()
     command = [
         *[sys.executable, "-m", "mlx_lm.server"],

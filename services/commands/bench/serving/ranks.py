@@ -84,7 +84,7 @@ OPTIONS: list[click.Parameter] = [
 
 
 def make_plan(options: BenchmarkOptions) -> RanksPlan:
-    """Return the parameters that the command line asks for.
+    """Return the ranks benchmark's parameters from the options of its command line.
 
     Raises:
         UsageError: when a setting is malformed or the model does not exist.
@@ -106,7 +106,10 @@ def make_plan(options: BenchmarkOptions) -> RanksPlan:
 
 
 def read_earlier_run(file: Path | None) -> Report | None:
-    """Read the document of an earlier run; without a file, return None.
+    """Return the report of an earlier run of `lockstep bench ranks`; without a file, None.
+
+    Args:
+        file: its `--json` document.
 
     Raises:
         UsageError: when the file cannot be read or belongs to another benchmark.
@@ -123,11 +126,11 @@ def read_earlier_run(file: Path | None) -> Report | None:
 
 
 def measure(plan: RanksPlan, before: Report | None = None) -> Report:
-    """Run every case.
+    """Measure first tokens per prompt length, decode per number of clients, and memory per rank.
 
     Args:
         plan: the parameters of the benchmark.
-        before: an earlier run to compare with.
+        before: an earlier run; each case gets the ratios of its figures to that run's.
 
     Raises:
         UnavailableError: when the stack does not start or answer.
@@ -165,13 +168,17 @@ def measure(plan: RanksPlan, before: Report | None = None) -> Report:
 
 
 def rank_statuses(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the objects of the ranks in a gateway's status, in rank order."""
+    """Return the objects under scheduler.ranks of a status document, in rank order; else [].
+
+    Args:
+        status: JSON body of the gateway's status endpoint.
+    """
     world = status.get("scheduler") or {}
     return list(world.get("ranks") or [])
 
 
 def memory_cases(ranks: Sequence[Mapping[str, Any]]) -> list[Case]:
-    """Return a case per rank: memory that MLX uses after the load, and the weights' part of it.
+    """Return a case per rank with its memory_mib (active memory of MLX) and weights_mib.
 
     Args:
         ranks: from `rank_statuses`.
@@ -191,14 +198,15 @@ def memory_cases(ranks: Sequence[Mapping[str, Any]]) -> list[Case]:
 
 
 def slowest_collectives(ranks: Sequence[Mapping[str, Any]], rows: int) -> tuple[int, float] | None:
-    """Return the number of sums of one decode step, and their milliseconds on the slowest rank.
+    """Return how many collective sums one decode step runs, and the slowest rank's time for them.
 
     Args:
         ranks: from `rank_statuses`.
         rows: sequences in the decode step.
 
     Returns:
-        None when no rank's canary has timed this number of rows, as in a world of one rank.
+        (number of sums, milliseconds of all of them) as the ranks' canaries timed them; None when
+        no rank's canary has timed this number of rows, as in a world of one rank.
     """
     found = [
         (counts[0], finding["microseconds"] / 1e3)
@@ -218,6 +226,11 @@ def decode_metrics(
         metrics: the load client's metrics.
         found: number and milliseconds of collectives, from `slowest_collectives`.
         is_alone: the world has one rank, whose steps have no collectives.
+
+    Returns:
+        tokens_per_s over all clients; step_ms: median time between two tokens of a stream;
+        collectives_per_step: their number; collectives_ms_per_step: their milliseconds on the
+        slowest rank; collectives_share: their part of step_ms. None: unknown.
     """
     step_ms = metrics.get("itl_p50_ms")
     count, spent_ms = (0, 0.0) if is_alone else found or (None, None)
@@ -231,7 +244,12 @@ def decode_metrics(
 
 
 def add_changes(report: Report, before: Report) -> None:
-    """Add to the report the ratio of each figure to the same figure of an earlier run."""
+    """Add to each case the ratio of its median figures to those of an earlier run.
+
+    Args:
+        report: gets the ratios for cases with equal conditions, and a note on changed settings.
+        before: the earlier run.
+    """
     known = {_key(case): case for case in before.cases}
     for case in report.cases:
         earlier = known.get(_key(case))
