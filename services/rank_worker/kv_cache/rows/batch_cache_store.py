@@ -31,7 +31,7 @@ from shared.errors import ConfigError, InvariantBroken
 
 
 class BatchCacheStore:
-    """KV in mlx-lm's batch caches; see `KVStore`."""
+    """KV of models with windows or recurrent state, in mlx-lm's batch caches; see `KVStore`."""
 
     can_roll_back = False
     can_pad = False
@@ -73,7 +73,15 @@ class BatchCacheStore:
         return self._lengths[slot]
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Set the bounds only, because these caches grow by themselves."""
+        """Set the number of rows and their capacity; these caches grow by themselves.
+
+        Args:
+            row_count: number of rows.
+            row_tokens: most tokens that a row may hold.
+
+        Raises:
+            InvariantBroken: when a row's contents do not fit.
+        """
         if any(self._lengths[row_count:]) or max(self._lengths, default=0) > row_tokens:
             raise InvariantBroken(
                 f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
@@ -107,7 +115,17 @@ class BatchCacheStore:
             self._batch_slots[self._batch_slots.index(slot)] = target
 
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
-        """Lengthen a row by `count` tokens and return the caches for their forward."""
+        """Count `count` more tokens in a row and return the caches for their forward.
+
+        Args:
+            slot: the row.
+            count: number of tokens.
+            columns: width of the input; must not exceed `count`, because state would process
+                padding.
+
+        Raises:
+            InvariantBroken: when the row has no room or the input is padded.
+        """
         if columns > count:
             raise InvariantBroken(f"slot {slot}: {count} tokens cannot be padded to {columns}")
         self._lengthen([slot], count)
@@ -123,7 +141,18 @@ class BatchCacheStore:
         raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be padded")
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
-        """Lengthen rows by one token each and return the view for their forward."""
+        """Count one more token in each row and return the caches of a forward over these rows.
+
+        Args:
+            slots: rows in rising order.
+            count: tokens per row; must be 1.
+
+        Returns:
+            The batch and the slot of each of its rows.
+
+        Raises:
+            InvariantBroken: when a row has no room or `count` is not 1.
+        """
         if count != 1:
             raise InvariantBroken(f"{count} tokens per row, but these rows cannot be rolled back")
         self._lengthen(slots, count)
@@ -154,7 +183,11 @@ class BatchCacheStore:
         return self.layout.pack(parts)
 
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
-        """Copy consecutive blocks one by one, uint8 [bytes] each."""
+        """Copy `count` consecutive blocks of `tokens` tokens, from token `start` on, one by one.
+
+        Returns:
+            `count` arrays, uint8 [bytes] each.
+        """
         firsts = range(start, start + count * tokens, tokens)
         return [self.read_block(slot, first, first + tokens) for first in firsts]
 
@@ -178,7 +211,10 @@ class BatchCacheStore:
         blocks: Sequence[tuple[mx.array, int]],
         state: CheckpointState | None,
     ) -> None:
-        """Build the caches of an empty row as a prefill of `length` tokens would leave them."""
+        """Build the caches of an empty row as a prefill of `length` tokens would leave them.
+
+        Arguments and errors are those of `KVStore.fill_row`.
+        """
         held = sum(tokens for _, tokens in blocks)
         fits = length == held == state.tokens if state is not None else length <= held
         if self.layout is None or self._lengths[slot] or not fits:
@@ -202,12 +238,15 @@ class BatchCacheStore:
         self._single[slot] = caches
 
     def early_layer_keys(self, share: float) -> mx.array | None:
-        """Return None, because it depends on the kind of cache which array would be suitable."""
+        """Return None: which array would be suitable depends on the kind of cache."""
         del share
         return None
 
     def marker(self) -> mx.array:
-        """Return an array of shape [] that is computed after all state, with memory of its own."""
+        """Return a number, float32 [], whose evaluation computes all state of all rows.
+
+        It has memory of its own, so it does not prevent in-place writes.
+        """
         groups = [self._batch, *self._single.values()]
         states = [cache.state for caches in groups for cache in caches]
         corners = [

@@ -11,7 +11,7 @@ LAYOUT_VERSION = 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockPart:
-    """The keys or the values of one layer in a block, [kv_heads, tokens, head_dim]."""
+    """Shape and dtype of one layer's keys or values in a block, [kv_heads, tokens, head_dim]."""
 
     heads: int
     dim: int
@@ -19,7 +19,7 @@ class BlockPart:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token."""
+        """Bytes of one token in this part."""
         return self.heads * self.dim * int(self.dtype.size)
 
 

@@ -44,14 +44,14 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """The state of one row after `tokens` tokens."""
+    """The windows and recurrent state of one row after `tokens` tokens."""
 
     tokens: int
     parts: list[list[mx.array | None]]
     """Result of `cache_parts.read_state`, by layer with a window or recurrent state."""
 
     def arrays(self) -> list[mx.array]:
-        """Return all arrays of all layers."""
+        """Return the arrays of all layers in one list, without the missing ones."""
         return [one for part in self.parts for one in part if one is not None]
 
 

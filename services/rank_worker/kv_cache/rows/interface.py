@@ -12,7 +12,7 @@ from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchView:
-    """The caches of one batched forward, and the slot of each of its rows."""
+    """The caches of a forward that decodes some rows, and the slot of each row of that forward."""
 
     caches: list[Any]
     """One object per layer, passed to the model as `cache`."""
@@ -23,16 +23,19 @@ class BatchView:
 
 
 class KVStore(Protocol):
-    """KV by slot. Row lengths are kept on the host, because plans alone determine them."""
+    """The KV of the running batch: one row per slot.
+
+    Row lengths are known on the host, because plans alone determine them.
+    """
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token of one row, in all layers."""
+        """KV bytes of one token of one row, in all layers."""
         ...
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of one row that do not depend on its length."""
+        """Bytes of one row that do not depend on its length, such as recurrent state."""
         ...
 
     @property
@@ -47,7 +50,7 @@ class KVStore(Protocol):
 
     @property
     def layout(self) -> BlockLayout | None:
-        """Layout of blocks; None when rows of this model cannot be rebuilt from blocks."""
+        """Byte layout of blocks; None when rows of this model cannot be rebuilt from blocks."""
         ...
 
     @property
@@ -57,7 +60,7 @@ class KVStore(Protocol):
 
     @property
     def needs_state(self) -> bool:
-        """Whether a row can be rebuilt from blocks only together with the state at their end."""
+        """Whether a row can be rebuilt from blocks only together with a checkpoint at their end."""
         ...
 
     @property
@@ -83,15 +86,25 @@ class KVStore(Protocol):
         ...
 
     def resize_waits_for_device(self, row_count: int, row_tokens: int) -> bool:
-        """Tell whether `resize` to this size waits for all work started before."""
+        """Tell whether `resize` to this size waits until the device has finished all earlier work.
+
+        Args:
+            row_count: number of rows.
+            row_tokens: capacity of each row in tokens.
+        """
         ...
 
     def free(self, slot: int) -> None:
-        """Empty a row."""
+        """Empty a row, so that its slot can be reused."""
         ...
 
     def move(self, slot: int, target: int) -> None:
-        """Move a row to a free slot; no other row is copied."""
+        """Move a row to a free slot; no other row is copied.
+
+        Args:
+            slot: the row's slot.
+            target: the free slot.
+        """
         ...
 
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
@@ -102,6 +115,9 @@ class KVStore(Protocol):
             count: number of tokens.
             columns: width of the right-padded input; 0: `count`. More than `count` only if rows can
                 be padded and have room.
+
+        Returns:
+            One cache per layer, passed to the model as `cache`.
 
         Raises:
             InvariantBroken: when the row has no room.
@@ -118,18 +134,24 @@ class KVStore(Protocol):
             counts: number of tokens of each.
             columns: width of the input; 0: the largest of `counts`.
 
+        Returns:
+            One cache per layer, passed to the model as `cache`.
+
         Raises:
             InvariantBroken: when a row is not empty, has no room, or rows cannot be padded.
         """
         ...
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
-        """Lengthen rows by `count` tokens each and return the view for their forward.
+        """Lengthen rows by `count` tokens each and return the caches for their forward.
 
         Args:
             slots: rows in rising order. Other rows are not changed.
             count: tokens per row: 1, or k + 1 to verify k drafts. Rows with fewer drafts are
                 padded, and rolled back afterwards.
+
+        Returns:
+            The caches and the slot of each row of the forward.
 
         Raises:
             InvariantBroken: when a row has no room, or `count` is not supported.
@@ -172,9 +194,9 @@ class KVStore(Protocol):
         ...
 
     def read_state(self, slot: int) -> CheckpointState:
-        """Return the state of a row after all forwards built so far.
+        """Return a copy of a row's windows and recurrent state after all forwards built so far.
 
-        The caller must start its arrays together with the forward built last.
+        The caller must start to compute its arrays together with the forward built last.
 
         Raises:
             InvariantBroken: when rows of this model have no state.
@@ -203,17 +225,20 @@ class KVStore(Protocol):
         ...
 
     def early_layer_keys(self, share: float) -> mx.array | None:
-        """Return an array that is computed when the first layers of the latest forward are.
+        """Return an early layer's keys; evaluating them runs the first layers of the last forward.
 
         Args:
-            share: fraction of all layers, 0 to 1; at least one layer.
+            share: fraction of all layers that the evaluation runs, 0 to 1; at least one layer.
 
         Returns:
-            Keys [rows, kv_heads, tokens, head_dim]; None when the model has very few layers or
-            the array is unknown.
+            Keys [rows, kv_heads, tokens, head_dim]; None when the model has very few layers or the
+            array is unknown.
         """
         ...
 
     def marker(self) -> mx.array:
-        """Return an array of shape [] that is computed after all KV, with memory of its own."""
+        """Return a number, an array of shape [], whose evaluation runs all forwards built so far.
+
+        It depends on all KV that they write, and has memory of its own.
+        """
         ...

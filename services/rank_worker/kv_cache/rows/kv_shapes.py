@@ -41,7 +41,7 @@ class LayerShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Properties of a model that a forward of `PROBE_TOKENS` tokens shows."""
+    """Vocabulary size and kinds of caches of a model, read from a forward that is not computed."""
 
     vocab_size: int
     caches: list[Any]
@@ -49,7 +49,7 @@ class ModelShape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer keeps plain keys and values."""
+        """Whether every layer keeps plain keys and values: no window, recurrent or shared state."""
         return all(type(cache) is KVCache for cache in self.caches)
 
     def layers(self) -> list[LayerShape]:

@@ -13,7 +13,7 @@ Quantized = tuple[mx.array, mx.array, mx.array]
 
 
 class RowLayer:
-    """Keys and values in the type that the model computes."""
+    """Keys and values of all rows in one layer, in the dtype that the model computes."""
 
     def __init__(self, shape: LayerShape) -> None:
         self.parts: list[BlockPart] = list(shape.parts)
@@ -21,11 +21,13 @@ class RowLayer:
         self.arrays = [_empty(part) for part in self.parts]
         """[row_count, kv_heads, row_tokens, head_dim] each."""
         self.offset: int | mx.array = 0
+        """Position of the next new token: of all rows, or int32 [rows]. The model's rotary
+        embedding reads it."""
         self.view: View = UniformView(0, 0, 0, 0)
 
     @property
     def keys(self) -> mx.array:
-        """The first array. mlx-lm's pipelines set it to make later work depend on a send."""
+        """Keys of all rows. mlx-lm's pipelines set them to make later work depend on a send."""
         return self.arrays[0]
 
     @keys.setter
@@ -53,7 +55,13 @@ class RowLayer:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array | str | None:
-        """Return the attention mask for `N` new tokens per row; see `row_views`."""
+        """Return the attention mask for new tokens, in a form that `row_views` defines.
+
+        Args:
+            N: number of new tokens per row.
+            return_array: whether the mask must be an array, never "causal".
+            window_size: length of a sliding window in tokens; None: all earlier tokens are visible.
+        """
         return self.view.mask(N, window_size, return_array=return_array)
 
     def resize(self, row_count: int, row_tokens: int, rows: int, columns: int) -> None:
@@ -121,10 +129,16 @@ class QuantizedRowLayer(RowLayer):
 
 
 def group_size(shape: LayerShape) -> int:
-    """Return how many numbers share a scale: 64, MLX's default, or 32 for narrow heads.
+    """Return how many numbers of a key or value share a quantization scale.
+
+    Args:
+        shape: shape of the layer's keys and values.
+
+    Returns:
+        64, MLX's default, or 32 where 64 does not divide the widths of both.
 
     Raises:
-        ValueError: when neither divides the width.
+        ValueError: when 32 does not divide them either.
     """
     for size in (64, 32):
         if all(part.dim and part.dim % size == 0 for part in shape.parts):

@@ -29,7 +29,7 @@ _LAYERS_MIN = 4
 
 
 class RowStore:
-    """KV as plain rows; see `KVStore`."""
+    """KV of models with plain keys and values, one preallocated row per slot; see `KVStore`."""
 
     can_pad = True
     needs_state = False
@@ -53,7 +53,7 @@ class RowStore:
         self.layout_text = self.layout.text
         self.bytes_per_token = self.layout.block_bytes(1)
         self.run_bytes_max = 0 if mx.default_device().type == mx.DeviceType.cpu else RUN_BYTES_MAX
-        """Limit for the blocks that are copied together."""
+        """Limit for consecutive blocks that are copied together, in bytes; 0: each by itself."""
         self.row_count = 0
         self.row_tokens = 0
         self._lengths: list[int] = []
@@ -63,7 +63,11 @@ class RowStore:
         return self._lengths[slot]
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Set the number of rows and their capacity in tokens; contents are kept."""
+        """Set the number of rows and their capacity in tokens; contents are kept.
+
+        Raises:
+            InvariantBroken: when a row's contents do not fit.
+        """
         if row_count == self.row_count and row_tokens == self.row_tokens:
             return
         if any(self._lengths[row_count:]) or max(self._lengths, default=0) > row_tokens:
@@ -83,7 +87,12 @@ class RowStore:
         self.row_tokens = row_tokens
 
     def resize_waits_for_device(self, row_count: int, row_tokens: int) -> bool:
-        """Tell whether `resize` to this size waits for each layer."""
+        """Tell whether `resize` to this size waits for the device, layer by layer, to save memory.
+
+        Args:
+            row_count: number of rows.
+            row_tokens: capacity of each row in tokens.
+        """
         if row_count == self.row_count and row_tokens == self.row_tokens:
             return False
         return row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
@@ -93,7 +102,7 @@ class RowStore:
         self._lengths[slot] = 0
 
     def move(self, slot: int, target: int) -> None:
-        """Move a row to a free slot; no other row is copied."""
+        """Copy the row in `slot` to the free slot `target` and empty it; waits for the device."""
         length = self._lengths[slot]
         copies = [
             mx.contiguous(array[slot : slot + 1, :, :length])
@@ -109,7 +118,19 @@ class RowStore:
         self._lengths[slot] = 0
 
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
-        """Lengthen a row by `count` tokens and return the caches for their forward."""
+        """Lengthen a row by `count` tokens and return the caches for their forward.
+
+        Args:
+            slot: the row.
+            count: number of tokens.
+            columns: width of the right-padded input; 0: `count`.
+
+        Returns:
+            One cache per layer.
+
+        Raises:
+            InvariantBroken: when the row has no room.
+        """
         start = self._lengths[slot]
         self._lengthen([slot], [count])
         # Padding after the row's length is masked, and overwritten by later tokens.
@@ -118,14 +139,20 @@ class RowStore:
     def prefill_padded(
         self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
     ) -> list[Any]:
-        """Lengthen several empty rows and return the caches for one right-padded forward."""
+        """Lengthen several empty rows and return the caches for one right-padded forward.
+
+        Arguments and errors are those of `KVStore.prefill_padded`.
+        """
         if any(self._lengths[slot] for slot in slots):
             raise InvariantBroken(f"slots {list(slots)} are not all empty")
         self._lengthen(slots, counts)
         return self._set_view(PaddedView(slots, columns or max(counts)))
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
-        """Lengthen rows by `count` tokens each and return the view for their forward."""
+        """Lengthen rows by `count` tokens each and return the caches for their forward.
+
+        Arguments and errors are those of `KVStore.decode`.
+        """
         before = list(self._lengths)
         self._lengthen(slots, [count] * len(slots))
         start = before[slots[0]]
@@ -150,7 +177,17 @@ class RowStore:
         return self.layout.pack(self._slices(slot, start, stop))
 
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
-        """Copy consecutive blocks of a row, uint8 [bytes] each; on a GPU several at once."""
+        """Copy consecutive blocks of a row; on a GPU several at once, which waits for the copies.
+
+        Args:
+            slot: the row.
+            start: first token of the first block.
+            tokens: tokens per block.
+            count: number of blocks.
+
+        Returns:
+            `count` arrays, uint8 [bytes] each.
+        """
         blocks: list[mx.array] = []
         # Packing a run needs two more copies of it until it is done, so wait for each run.
         size = 3 * self.layout.block_bytes(tokens)
@@ -178,7 +215,10 @@ class RowStore:
         blocks: Sequence[tuple[mx.array, int]],
         state: CheckpointState | None,
     ) -> None:
-        """Fill an empty row from blocks, with one slice update per layer and run of blocks."""
+        """Fill an empty row from blocks, with one slice update per layer and run of blocks.
+
+        Arguments and errors are those of `KVStore.fill_row`; `state` must be None.
+        """
         held = sum(tokens for _, tokens in blocks)
         if self._lengths[slot] or state is not None or length > held:
             raise InvariantBroken(
@@ -224,14 +264,24 @@ class RowStore:
             yield run, run_tokens
 
     def early_layer_keys(self, share: float) -> mx.array | None:
-        """Return an array that is computed when the first layers of the latest forward are."""
+        """Return an early layer's keys; evaluating them runs the first layers of the last forward.
+
+        Args:
+            share: fraction of all layers that the evaluation runs, 0 to 1; at least one layer.
+
+        Returns:
+            Keys [rows, kv_heads, tokens, head_dim]; None in a model of fewer than 4 layers.
+        """
         if len(self._layers) < _LAYERS_MIN:
             return None
         # The keys of a layer depend on all layers before it, and on little else.
         return self._layers[max(1, int(share * len(self._layers)))].keys
 
     def marker(self) -> mx.array:
-        """Return an array of shape [] that is computed after all KV, with memory of its own."""
+        """Return a number, an array of shape [], whose evaluation runs all forwards built so far.
+
+        It depends on all KV that they write, and has memory of its own.
+        """
         corners = [array[:1, :1, :1, :1] for layer in self._layers for array in layer.arrays]
         # A sum has its own memory. A view would prevent the next step from writing in place.
         return mx.concatenate(corners).sum()

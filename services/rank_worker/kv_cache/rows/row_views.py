@@ -13,7 +13,7 @@ from mlx_lm.models.base import create_causal_mask
 
 @dataclasses.dataclass(slots=True)
 class UniformView:
-    """Adjacent rows of equal length: a prefill chunk, one decode, or rows in lockstep.
+    """Adjacent rows of equal length in one forward: a prefill chunk, one decode, or several.
 
     Writing is a slice update and no mask array is needed, which is fastest in MLX.
     """
@@ -36,22 +36,34 @@ class UniformView:
         return self.stop
 
     def write(self, target: mx.array, new: mx.array) -> mx.array:
-        """Write `new` into `target` at the rows and columns of this view; return the target."""
+        """Write new keys or values into a layer's array at the rows and columns of this view.
+
+        Args:
+            target: [row_count, kv_heads, row_tokens, head_dim], changed in place and returned.
+            new: [rows, kv_heads, count, head_dim].
+        """
         target[self.first : self.last, :, self.start : self.stop] = new
         return target
 
     def fetch(self, source: mx.array) -> mx.array:
-        """Return the filled part of these rows, [rows, kv_heads, stop, head_dim]."""
+        """Return the filled part of these rows, which attention reads.
+
+        Args:
+            source: [row_count, kv_heads, row_tokens, head_dim].
+
+        Returns:
+            [rows, kv_heads, stop, head_dim].
+        """
         return source[self.first : self.last, :, : self.stop]
 
     def mask(
         self, count: int, window_size: int | None, *, return_array: bool
     ) -> mx.array | str | None:
-        """Return the mask in the form that mlx-lm's own caches use.
+        """Return the attention mask in the form that mlx-lm's own caches use.
 
         Args:
             count: new tokens per row.
-            window_size: length of a sliding window; None: all tokens are visible.
+            window_size: length of a sliding window in tokens; None: all earlier tokens are visible.
             return_array: never return "causal".
 
         Returns:
@@ -66,7 +78,10 @@ class UniformView:
 
 
 class RaggedView:
-    """Rows from 0 on with different lengths. Each is written at its length and masked by it."""
+    """Decoding rows of different lengths in one forward over rows 0 to the last one of them.
+
+    Each row is written at its own length and masked by it.
+    """
 
     def __init__(
         self, lengths: Sequence[int], written: Sequence[int], count: int, room: int
@@ -99,7 +114,12 @@ class RaggedView:
         self._index = positions[:, None, :, None]
 
     def write(self, target: mx.array, new: mx.array) -> mx.array:
-        """Write `new` at each row's own length; return the target."""
+        """Write new keys or values into a layer's array at each row's own length; return the array.
+
+        Args:
+            target: [row_count, kv_heads, row_tokens, head_dim].
+            new: [rows, kv_heads, count, head_dim].
+        """
         if self._taken is not None:
             columns = self._positions[self._taken]
             update = new[self._taken].transpose(0, 2, 1, 3)
@@ -113,11 +133,27 @@ class RaggedView:
         return written
 
     def fetch(self, source: mx.array) -> mx.array:
-        """Return all rows up to the end of the longest written row."""
+        """Return all rows up to the end of the longest written row, for attention to read.
+
+        Args:
+            source: [row_count, kv_heads, row_tokens, head_dim].
+
+        Returns:
+            [rows, kv_heads, columns, head_dim].
+        """
         return source[: self._rows, :, : self._columns]
 
     def mask(self, count: int, window_size: int | None, *, return_array: bool) -> mx.array:
-        """Return bool [rows, 1, count, columns] that is true where a token may attend."""
+        """Return the attention mask of all rows, built once per window size.
+
+        Args:
+            count: not used: the view knows it.
+            window_size: length of a sliding window in tokens; None: all earlier tokens are visible.
+            return_array: not used: the mask is always an array.
+
+        Returns:
+            bool [rows, 1, count, columns] that is true where a token may attend.
+        """
         del count, return_array
         mask = self._masks.get(window_size)
         if mask is None:
@@ -134,18 +170,29 @@ class PaddedView:
     """Several empty rows that are filled by one right-padded forward."""
 
     def __init__(self, slots: Sequence[int], columns: int) -> None:
+        """Build the row index.
+
+        Args:
+            slots: the rows.
+            columns: width of the padded input in tokens.
+        """
         self._row_index = mx.array(list(slots), dtype=mx.int32)
         self._columns = columns
         self.offset = 0
         self.offset_after = columns
 
     def write(self, target: mx.array, new: mx.array) -> mx.array:
-        """Write `new` into the rows. Padding after a row's length is never attended to."""
+        """Write new keys or values into the first columns of these rows; return the changed array.
+
+        Args:
+            target: [row_count, kv_heads, row_tokens, head_dim].
+            new: [rows, kv_heads, columns, head_dim], padding included, which no token attends to.
+        """
         target[self._row_index, :, : self._columns] = new
         return target
 
     def mask(
         self, count: int, window_size: int | None, *, return_array: bool
     ) -> mx.array | str | None:
-        """Return the causal mask. Padding is on the right, so no token attends to it."""
+        """Return the causal mask as `UniformView.mask` does; no token attends to padding."""
         return UniformView(0, 0, 0, count).mask(count, window_size, return_array=return_array)
