@@ -25,11 +25,12 @@ SlotOf = Callable[[int], int]
 """Sequence id -> slot; raises InvariantBroken for an unknown sequence."""
 
 TakeRestored = Callable[[AdoptedRestore], list[RestoredItem]]
-"""Returns the restored items that a plan adopts, and ends the restore."""
+"""Removes the restored blocks and checkpoints that a plan adopts from the staging area and returns
+them."""
 
 
 def refuse_restores(adopted: AdoptedRestore) -> list[RestoredItem]:
-    """Raise InvariantBroken, for a rank without a cache store."""
+    """Raise InvariantBroken; the `TakeRestored` of a rank without a cache store."""
     raise InvariantBroken(
         f"the plan adopts restore {adopted.restore_id}, but this rank has no cache store"
     )
@@ -50,7 +51,10 @@ class PendingSpill:
 
 
 class BlockExecutor:
-    """The resident tier of one rank. Orders that contradict it raise InvariantBroken."""
+    """Keeps, adopts, spills and evicts the blocks and checkpoints in one rank's memory.
+
+    Plans say which; plans that contradict the contents of that memory raise InvariantBroken.
+    """
 
     def __init__(self, store: KVStore, take_restored: TakeRestored) -> None:
         self._store = store
@@ -69,7 +73,13 @@ class BlockExecutor:
         return self._resident.total_bytes
 
     def keep(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
-        """Make blocks of rows and snapshots of states resident, as earlier plans left them.
+        """Copy the blocks and checkpoints that the plan keeps out of the rows; index them by hash.
+
+        Rows are read as earlier plans left them.
+
+        Args:
+            plan: holds `keep_blocks` and `keep_checkpoints`.
+            slot_of: returns the slot of a sequence.
 
         Returns:
             The copies, uint8 [bytes] each, to be computed before anything else of this plan. Until
@@ -100,7 +110,7 @@ class BlockExecutor:
         return payloads
 
     def adopt(self, plan: StepPlan) -> None:
-        """Make restored items resident.
+        """Take over the restored blocks and checkpoints that the plan adopts; index them by hash.
 
         Items that are resident already are skipped: another sequence may have computed them.
 
@@ -128,7 +138,10 @@ class BlockExecutor:
             self._host_copier.reserve(block_bytes, bytes_max)
 
     def spill(self, plan: StepPlan) -> list[PendingSpill]:
-        """Start copying the items that the plan spills, where this device needs a copy.
+        """Collect the items that the plan spills; on CUDA, start to copy them to the host.
+
+        Returns:
+            One entry per hash of the plan's spill order; empty without an order.
 
         Raises:
             InvariantBroken: when an item is not resident.
@@ -156,11 +169,11 @@ class BlockExecutor:
         return PendingSpill(block_hash, resident, copy, is_copy=True)
 
     def forget(self, sequence_id: int) -> None:
-        """Drop the snapshot of a sequence that leaves."""
+        """Drop the state snapshot of a sequence that leaves the batch, if there is one."""
         self._snapshots.pop(sequence_id, None)
 
     def evict(self, plan: StepPlan) -> None:
-        """Evict blocks and checkpoints from memory.
+        """Remove the blocks and checkpoints that the plan evicts from this rank's memory.
 
         Raises:
             InvariantBroken: when an item is not resident.
@@ -192,7 +205,14 @@ class BlockExecutor:
         self._store.fill_row(slot, reused, payloads, state)
 
     def snapshot_state(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
-        """Snapshot states after this plan's forwards; return the arrays that the caller must start.
+        """Copy the windows and recurrent state of rows, as they are after this plan's forwards.
+
+        Args:
+            plan: lists the sequences in `checkpoints`.
+            slot_of: returns the slot of a sequence.
+
+        Returns:
+            The arrays of all copies, which the caller must start to compute.
 
         Raises:
             InvariantBroken: when a sequence is unknown or its row has no state.
@@ -241,7 +261,11 @@ def _runs(blocks: Sequence[KeptBlock]) -> list[list[KeptBlock]]:
 
 
 def read_spills(spills: Sequence[PendingSpill]) -> list[SpillItem]:
-    """Return the spilled bytes, which any thread may read. To be called by MLX's thread."""
+    """Wait for the copies and return the spilled bytes. To be called by MLX's thread.
+
+    Returns:
+        One item per spill in order; any thread may read its payload.
+    """
     mx.eval([spill.computed for spill in spills])
     return [
         SpillItem(

@@ -63,7 +63,7 @@ class PageLockedAllocator(Protocol):
 
 
 class HostBuffers:
-    """A pool of page-locked memory. To be used by MLX's thread only."""
+    """A pool of page-locked host memory, reused by size. To be used by MLX's thread only."""
 
     def __init__(self, allocator: PageLockedAllocator) -> None:
         self._allocator = allocator
@@ -75,6 +75,9 @@ class HostBuffers:
 
     def take(self, size_bytes: int) -> memoryview:
         """Return a writable buffer, which returns to the pool with its last reference.
+
+        Args:
+            size_bytes: length of the buffer.
 
         Raises:
             OSError: when there is no memory.
@@ -95,7 +98,11 @@ class HostBuffers:
         return memoryview(buffer).cast("B")
 
     def reserve(self, size_bytes: int, count: int) -> None:
-        """Allocate buffers of one size ahead of time.
+        """Allocate buffers of one size ahead of time and leave them in the pool.
+
+        Args:
+            size_bytes: length of each buffer.
+            count: number of buffers.
 
         Raises:
             OSError: when there is less memory; buffers allocated until then are kept.

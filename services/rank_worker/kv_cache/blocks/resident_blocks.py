@@ -20,7 +20,7 @@ class ResidentItem:
 
 
 class ResidentBlocks:
-    """Resident blocks and checkpoints by hash."""
+    """The blocks and checkpoints in this rank's memory by hash, with their total size."""
 
     def __init__(self) -> None:
         self._by_hash: dict[bytes, ResidentItem] = {}
@@ -38,7 +38,7 @@ class ResidentBlocks:
         return self._total_bytes
 
     def add(self, block_hash: bytes, resident: ResidentItem) -> None:
-        """Add a block or checkpoint.
+        """Add a block or checkpoint under its hash.
 
         Raises:
             InvariantBroken: when the hash is resident already.
@@ -49,7 +49,11 @@ class ResidentBlocks:
         self._total_bytes += resident.payload.nbytes
 
     def get(self, block_hash: bytes, kind: ItemKind | None = None) -> ResidentItem:
-        """Return a block or checkpoint.
+        """Return a block or checkpoint by its hash.
+
+        Args:
+            block_hash: its hash.
+            kind: the kind that it must have; None: any.
 
         Raises:
             InvariantBroken: when it is not resident or not of this kind.

@@ -13,6 +13,7 @@ class TierSettings:
     """The settings of one rank's stored tier."""
 
     store_address: str
+    """Address of this host's cache store."""
     epoch: int
     rank: int
     world_size: int
@@ -24,7 +25,7 @@ class TierSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierContext:
-    """What spills and restores act on. No call waits."""
+    """The rank's identity, its clock, and its ways to scheduler and store. No call waits."""
 
     rank: int
     epoch: int

@@ -38,7 +38,7 @@ notices itself. Quarantining the record would remove its older copy."""
 
 
 class DiskThreads:
-    """One thread that writes and some that read. Neither kind waits for the other."""
+    """One thread that writes record files, and three that read them without waiting for it."""
 
     def __init__(
         self, clock: Clock, allocate: Allocate, on_done: Callable[[RestoreTask | SpillFile], None]
@@ -51,7 +51,8 @@ class DiskThreads:
             on_done: called with finished work, in the thread that did it.
         """
         self.block_bytes: BlockBytes | None = None
-        """Once set, a block of another size is unreadable."""
+        """Returns the payload bytes of a block of n tokens; once set, a block of another size is
+        unreadable."""
         self._clock = clock
         self._allocate = allocate
         self._on_done = on_done
@@ -66,16 +67,16 @@ class DiskThreads:
         threading.Thread(target=self._run_writes, name="stored-write", daemon=True).start()
 
     def read(self, restore: RestoreTask) -> None:
-        """Read the selected items of a restore with as many threads as its size deserves."""
+        """Queue a restore for reading: one thread, and one more per 16 MiB up to three in all."""
         for _ in range(min(READERS, 1 + restore.planned_bytes // CLAIM_BYTES)):
             self._to_read.put(restore)
 
     def write(self, file: SpillFile) -> None:
-        """Write a file; the result is recorded in it."""
+        """Queue a spill file for writing; the thread adds records, duration or error to it."""
         self._to_write.put(file)
 
     def delete(self, path: Path) -> None:
-        """Delete a partial file of this process."""
+        """Queue the deletion of a partial file of this process."""
         self._to_write.put(path)
 
     def close(self) -> None:

@@ -43,7 +43,13 @@ class NamespaceFolder:
     path: Path
 
     def identity(self, block_hash: bytes, kind: ItemKind, tokens: int) -> RecordIdentity:
-        """Return the identity that a record of this folder must have."""
+        """Return the identity that the header of a record in this folder must have.
+
+        Args:
+            block_hash: hash of the block or checkpoint.
+            kind: "block" or "checkpoint".
+            tokens: tokens in the block, or before the checkpoint's state.
+        """
         return RecordIdentity(
             namespace=self.namespace,
             rank=self.rank,
@@ -55,7 +61,7 @@ class NamespaceFolder:
 
 
 class NoMemory(Exception):
-    """There is no memory for a record."""
+    """Raised when there is no memory for a record's payload."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +78,14 @@ class ReadRecord:
 
 def write(path: Path, folder: NamespaceFolder, items: Sequence[SpillItem]) -> list[WrittenRecord]:
     """Write a new file with one record per item, in order. An error leaves no file behind.
+
+    Args:
+        path: path of the file, which must not exist.
+        folder: the namespace folder, which determines the records' identities.
+        items: blocks and checkpoints.
+
+    Returns:
+        Hash, offset and size in bytes of each record.
 
     Raises:
         OSError: the disk is full, read-only or broken, or the folder is gone.
@@ -91,7 +105,7 @@ def write(path: Path, folder: NamespaceFolder, items: Sequence[SpillItem]) -> li
 
 
 def delete(path: Path) -> None:
-    """Delete a partial file. The store deletes later the files for which this fails."""
+    """Delete a partial file if possible; the store later deletes those for which this fails."""
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -141,10 +155,10 @@ class RecordReader:
     def read(
         self, place: BlockPlace, block_hash: bytes, kind: ItemKind, tokens: int | None
     ) -> ReadRecord:
-        """Read one record and check every byte of it.
+        """Read one record and compare its header and checksum with the expected identity.
 
         Args:
-            place: its place, as the store located it.
+            place: file, offset and size of the record, as the store located it.
             block_hash: the expected hash.
             kind: the expected kind.
             tokens: the expected number of tokens; None when only the hash is known.
@@ -177,7 +191,7 @@ class RecordReader:
         return ReadRecord(expected_tokens, payload, place.size_bytes)
 
     def close(self) -> None:
-        """Close the open file."""
+        """Close the file that is open for reading, if any."""
         if self._file is not None:
             file, self._file = self._file, None
             # All records that were needed from it were read and checked.

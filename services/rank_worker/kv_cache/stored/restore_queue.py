@@ -22,7 +22,11 @@ _CAUSE_CHARS_MAX = 4_000
 
 
 class RestoreQueue:
-    """The open restores. Each is answered exactly once, at its deadline at the latest."""
+    """The restores that the scheduler ordered and this rank has not answered yet.
+
+    Each is answered exactly once, at its deadline at the latest, with the number of leading items
+    that a plan may adopt.
+    """
 
     def __init__(
         self, context: TierContext, read: Callable[[RestoreTask], None], staging: Staging
@@ -31,7 +35,7 @@ class RestoreQueue:
 
         Args:
             context: clock, scheduler and store.
-            read: reads the selected items of a restore in other threads.
+            read: starts to read the selected items of a restore in other threads.
             staging: receives restored items until a plan adopts them.
         """
         self._context = context
@@ -47,7 +51,7 @@ class RestoreQueue:
 
     @property
     def next_deadline_at_s(self) -> float | None:
-        """The earliest deadline of an open restore; None without open restores."""
+        """Earliest deadline of an unanswered restore, in clock seconds; None without any."""
         return min((restore.deadline_at_s for restore in self._open.values()), default=None)
 
     def __bool__(self) -> bool:
@@ -55,19 +59,24 @@ class RestoreQueue:
         return bool(self._open)
 
     def add(self, restore: RestoreTask, folder: NamespaceFolder | None) -> None:
-        """Add a restore; without a folder it waits for `open`."""
+        """Add a restore and ask the store for the places of its records.
+
+        Args:
+            restore: the restore.
+            folder: folder of its namespace; None: the restore waits for `open`.
+        """
         self._open[restore.order.restore_id] = restore
         if folder is not None:
             self._locate(restore, folder)
 
     def open(self, folder: NamespaceFolder) -> None:
-        """Locate the records of the restores that wait for this folder."""
+        """Ask the store for the records of the restores that wait for this folder."""
         for restore in list(self._open.values()):
             if restore.folder is None and restore.order.namespace == folder.namespace:
                 self._locate(restore, folder)
 
     def handle_located(self, message: BlocksLocated) -> None:
-        """Record the store's answer to a query; start reading after the last one."""
+        """Note where the store has the records; start to read them after its last answer."""
         query = self._queries.pop(message.query_id, None)
         if query is None or len(query[1]) != len(message.places):
             _log.warning("unexpected_reply", query_id=message.query_id)
@@ -84,7 +93,10 @@ class RestoreQueue:
             self._start_reading(restore)
 
     def finish_reading(self, restore: RestoreTask) -> None:
-        """Answer a restore that the readers have left, unless it was answered before."""
+        """Answer a restore that the reading threads have left, unless it was answered before.
+
+        Asks the store to quarantine its unreadable records.
+        """
         restore.is_reading = False
         for one, cause in restore.unreadable:
             _log.warning("record_unreadable", block=one.hex(), cause=cause)
@@ -97,7 +109,11 @@ class RestoreQueue:
             self._answer(restore, restore.stopped_by)
 
     def forget(self, restore_id: int) -> None:
-        """Discard a restore that no plan will adopt."""
+        """Answer a restore with 0 items, if it is unanswered, and discard its items.
+
+        Args:
+            restore_id: id of a restore that no plan will adopt.
+        """
         restore = self._open.get(restore_id)
         if restore is not None:
             self._answer(restore, "late", keep=False)
@@ -111,12 +127,15 @@ class RestoreQueue:
                 self._answer(restore, "late")
 
     def stop(self) -> None:
-        """Answer all restores with the items read so far, because the store is off or gone."""
+        """Answer all restores with the items read so far: the store is off or gone."""
         for restore in list(self._open.values()):
             self._answer(restore, "off")
 
     def lose_session(self) -> None:
-        """Answer all restores and forget all queries, because the connection is lost."""
+        """Answer all restores with the items read so far and forget all queries to the store.
+
+        To be called when the connection to the store is lost.
+        """
         self.stop()
         self._queries.clear()
         self._session += 1

@@ -20,7 +20,11 @@ them, so that the system's read-ahead works. With 4 MiB cold reads were a quarte
 
 
 class RestoreTask:
-    """A RestoreBlocks order in progress. Times are monotonic seconds, sizes bytes."""
+    """One order to read stored blocks, and the records read so far.
+
+    Times are monotonic seconds, sizes bytes. An item is one block of a prefix, and the checkpoint
+    at its end if rows need one. A block that is resident already is not read.
+    """
 
     def __init__(self, order: RestoreBlocks, arrived_at_s: float) -> None:
         self.order = order
@@ -28,7 +32,8 @@ class RestoreTask:
         self.arrived_at_s = arrived_at_s
         self.deadline_at_s = arrived_at_s + order.deadline_s
         self.needs_checkpoint = any(item.checkpoint is not None for item in order.items)
-        """Restored items are useful only up to a checkpoint."""
+        """Whether the order names checkpoints: restored items are then useful only up to a
+        checkpoint."""
         self.folder: NamespaceFolder | None = None
         self.session = 0
         """The session with the store that the queries belong to."""
@@ -67,12 +72,16 @@ class RestoreTask:
     # --- before reading ----------------------------------------------------------------------
 
     def record_hashes(self) -> list[bytes]:
-        """Return the hashes of all records that may be read, each once."""
+        """Return the hashes of all blocks and checkpoints in the order, each once."""
         hashes = (one for item in self.items for one in (item.block, item.checkpoint))
         return list(dict.fromkeys(one for one in hashes if one is not None))
 
     def select_prefix(self, room_bytes: int) -> None:
-        """Set `target_items` to the longest located prefix that fits into `room_bytes`."""
+        """Set `target_items` to the longest prefix of items that the store has and memory allows.
+
+        Args:
+            room_bytes: limit for the payload bytes of these items.
+        """
         block_bytes = 0
         cause: Cause = "absent"
         for count, item in enumerate(self.items, 1):
@@ -92,7 +101,7 @@ class RestoreTask:
         self._advance()
 
     def checkpoint_bytes(self, count: int) -> int:
-        """Return the payload bytes of the checkpoint after the first `count` items."""
+        """Return the payload bytes of the checkpoint after the first `count` items; 0: none."""
         checkpoint = self.items[count - 1].checkpoint
         place = self.places.get(checkpoint) if checkpoint is not None else None
         return _payload_bytes(place) if place is not None else 0
@@ -100,7 +109,7 @@ class RestoreTask:
     # --- while reading: any thread -----------------------------------------------------------
 
     def enter(self) -> bool:
-        """Join the reading threads; return False when reading is done already."""
+        """Count this thread as a reader; False when reading is done already."""
         with self._lock:
             if self._is_done:
                 return False
@@ -108,7 +117,7 @@ class RestoreTask:
             return True
 
     def leave(self) -> bool:
-        """Leave the reading threads; return True for the last one, when reading is done."""
+        """End this thread's reading; True for the last reader, when reading is done."""
         with self._lock:
             self._readers -= 1
             if self._readers == 0:
@@ -116,7 +125,11 @@ class RestoreTask:
             return self._is_done
 
     def claim(self) -> list[int]:
-        """Return the indices of the items that the caller reads next; empty when none are left."""
+        """Reserve the next unread items of one file for the calling thread: up to 16 MiB or one.
+
+        Returns:
+            Indices of items whose blocks the caller reads; empty when none are left.
+        """
         with self._lock:
             claimed: list[int] = []
             size_bytes, file_name = 0, ""
@@ -133,7 +146,12 @@ class RestoreTask:
             return claimed
 
     def put(self, index: int, record: ReadRecord) -> None:
-        """Add the block of an item, unless the answer was sent."""
+        """Add the block that was read for an item; drop it if the restore was answered.
+
+        Args:
+            index: index of the item.
+            record: the block's record.
+        """
         with self._lock:
             self.bytes_read += record.size_bytes
             if not self.is_answered:
@@ -141,14 +159,19 @@ class RestoreTask:
                 self._advance()
 
     def put_checkpoint(self, count: int, record: ReadRecord) -> None:
-        """Add the checkpoint after the first `count` items, unless the answer was sent."""
+        """Add the checkpoint after the first `count` items; drop it if the restore was answered."""
         with self._lock:
             self.bytes_read += record.size_bytes
             if not self.is_answered:
                 self._checkpoint = (count, record)
 
     def stop_before(self, index: int, cause: Cause) -> None:
-        """End the target before an item; no later item is claimed any more."""
+        """Reduce the items to read to those before an item; no later item is claimed any more.
+
+        Args:
+            index: index of the first item that is not read.
+            cause: the reason, reported to the scheduler.
+        """
         with self._lock:
             if index < self.target_items:
                 self.target_items = index
@@ -162,10 +185,13 @@ class RestoreTask:
     # --- results -----------------------------------------------------------------------------
 
     def finish(self, *, keep: bool) -> int:
-        """Mark the restore as answered; return the number of items that can be adopted.
+        """Mark the restore as answered and free the payloads that no plan can adopt.
 
         Args:
-            keep: keep the payloads of these items; otherwise free all, and the number is 0.
+            keep: keep the payloads of the items that can be adopted; otherwise free all.
+
+        Returns:
+            The number of leading items that can be adopted; 0 unless `keep`.
         """
         with self._lock:
             self.is_answered = True

@@ -42,9 +42,12 @@ class SpillFile:
     name: str
     items: list[SpillItem]
     hashes: list[bytes]
+    """Hashes of the items, in order."""
     payload_bytes: int
     evict_first: list[bytes]
+    """Hashes of stored blocks that the store should evict first if it needs space for this file."""
     began_at_s: float
+    """When writing began, in clock seconds."""
     is_abandoned: bool = False
     """It was reported lost; the file is deleted when the write ends."""
     records: list[WrittenRecord] = dataclasses.field(default_factory=list)
@@ -56,7 +59,7 @@ class SpillFile:
 
     @property
     def path(self) -> Path:
-        """Its path."""
+        """Full path of the file."""
         return self.folder.path / self.name
 
 
@@ -69,7 +72,10 @@ class _Queued:
 
 
 class SpillQueue:
-    """The spills. Every hash of every order is reported exactly once, stored or lost."""
+    """The blocks and checkpoints that plans spill, until the store has taken over their files.
+
+    Every hash of every order is reported to the scheduler exactly once, stored or lost.
+    """
 
     def __init__(
         self,
@@ -102,16 +108,16 @@ class SpillQueue:
 
     @property
     def next_deadline_at_s(self) -> float | None:
-        """When the present write will be abandoned; None without a write."""
+        """When the present write will be abandoned, in clock seconds; None without a write."""
         if self._writing is None or self._writing.is_abandoned:
             return None
         return self._writing.began_at_s + WRITE_S
 
     def add(self, order: SpillOrder, items: Sequence[SpillItem], *, can_write: bool) -> None:
-        """Queue an order's blocks; beyond the memory bound the oldest are lost.
+        """Queue the blocks of a spill order; beyond the memory bound the oldest are reported lost.
 
         Args:
-            order: the order.
+            order: the order; blocks without a payload in `items` are reported lost.
             items: the payloads that this rank holds.
             can_write: a store is on or being opened; otherwise all blocks are lost.
         """
@@ -130,7 +136,13 @@ class SpillQueue:
         self._report_lost(lost)
 
     def write_next(self, folder: NamespaceFolder | None, *, is_restoring: bool) -> None:
-        """Write the next file unless one is being written or restores go first."""
+        """Start to write the next file, unless one is being written or restores go first.
+
+        Args:
+            folder: folder of the open namespace; None: nothing is written.
+            is_restoring: whether a restore is open, which delays writes until half of the memory
+                bound is used.
+        """
         if folder is None or self._writing is not None:
             return
         self._lose_other_namespaces(folder.namespace)
@@ -140,7 +152,12 @@ class SpillQueue:
             self._write(self._writing)
 
     def finish_write(self, file: SpillFile, folder: NamespaceFolder | None) -> None:
-        """Commit a written file to the store, if `folder` is still its folder."""
+        """Ask the store to take over a written file, or report its blocks lost.
+
+        Args:
+            file: the file with its records or its error.
+            folder: folder of the open namespace; a file of another folder is deleted.
+        """
         self._writing = None
         if file.error:
             _log.warning("spill_failed", file=file.name, cause=file.error)
@@ -160,7 +177,7 @@ class SpillQueue:
         self._delete(file.path)
 
     def handle_committed(self, message: BlocksCommitted) -> None:
-        """Report a file that the store has taken over or refused."""
+        """Report a file's blocks as stored if the store took it over, otherwise as lost."""
         file = self._committing.pop(message.name, None)
         if file is None:
             _log.warning("unexpected_reply", file=message.name)
@@ -180,7 +197,7 @@ class SpillQueue:
             )
 
     def check_deadlines(self) -> None:
-        """Abandon a write that takes too long, and lose all queued blocks."""
+        """Report the blocks being written and all queued ones lost after `WRITE_S` of writing."""
         at_s = self.next_deadline_at_s
         if at_s is not None and self._context.clock.now() >= at_s and self._writing is not None:
             _log.warning("spill_hangs", file=self._writing.name, seconds=WRITE_S)
@@ -195,7 +212,10 @@ class SpillQueue:
         self._report_lost(lost)
 
     def lose_session(self) -> None:
-        """Report all blocks lost, because the connection to the store is lost."""
+        """Report all blocks lost that the store has not taken over, and delete their files.
+
+        To be called when the connection to the store is lost.
+        """
         self.lose_queue()
         if self._writing is not None:
             self._abandon(self._writing)

@@ -16,7 +16,10 @@ class _Staged:
 
 
 class Staging:
-    """Answered restores with at least one item, by restore id. Thread-safe."""
+    """Restored blocks and checkpoints by restore id, from the answer until a plan adopts them.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self.bytes_max = 0
@@ -52,7 +55,7 @@ class Staging:
         return staged.restore.restored_items(count)
 
     def forget(self, restore_id: int) -> None:
-        """Remove a restore if it is held."""
+        """Remove a restore and its items, if they are held."""
         with self._lock:
             self._staged.pop(restore_id, None)
 

@@ -61,7 +61,10 @@ Post = SpillRequest | RestoreTask | ForgetRestore | SpillFile
 
 
 class StoreLink:
-    """The store link's thread. `start`, `close` and `post` are for other threads."""
+    """The thread that talks to this host's cache store on behalf of one rank.
+
+    `start`, `close` and `post` are for other threads.
+    """
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class StoreLink:
         self._thread.join()
 
     def post(self, post: Post) -> None:
-        """Queue a post for this thread without waiting. Thread-safe."""
+        """Hand an order or finished disk work to this thread without waiting. Thread-safe."""
         self._posted.put(post)
         if not self._is_closed:
             self._link.wake()

@@ -72,10 +72,10 @@ class StoredTier:
             self._link.close()
 
     def expect(self, block_bytes: BlockBytes | None, staged_bytes_max: int) -> None:
-        """Set the model's sizes. Before this, restores are answered with "full".
+        """Set the sizes of restored blocks. Before this, restores are answered with "full".
 
         Args:
-            block_bytes: payload bytes of a block by its tokens; blocks of other sizes are
+            block_bytes: returns the payload bytes of a block of n tokens; blocks of other sizes are
                 unreadable. None accepts every size.
             staged_bytes_max: most payload bytes that are being restored or not adopted yet.
         """
@@ -84,7 +84,12 @@ class StoredTier:
             self._link.disk.block_bytes = block_bytes
 
     def spill(self, order: SpillOrder, items: list[SpillItem]) -> None:
-        """Write resident blocks to SSD. For the main thread, after the plan's step."""
+        """Queue resident blocks to be written to SSD. For the main thread, after the plan's step.
+
+        Args:
+            order: the plan's spill order.
+            items: the payloads that this rank holds.
+        """
         if self._link is not None:
             self._link.post(SpillRequest(order, items))
             return
@@ -98,7 +103,11 @@ class StoredTier:
         )
 
     def restore(self, order: RestoreBlocks) -> None:
-        """Read stored blocks. For the thread of the scheduler link."""
+        """Queue stored blocks to be read from SSD. For the thread of the scheduler link.
+
+        Args:
+            order: the scheduler's order, with hashes and a deadline.
+        """
         if self._link is not None:
             self._link.post(RestoreTask(order, self._clock.now()))
             return
@@ -115,9 +124,10 @@ class StoredTier:
         )
 
     def take(self, adopted: AdoptedRestore) -> list[RestoredItem]:
-        """Return the items that a plan adopts, in order; count 0 discards the restore.
+        """Return the restored items that a plan adopts, in order. For the main thread.
 
-        For the main thread.
+        Args:
+            adopted: the restore's id and the number of leading items; 0 discards the restore.
 
         Raises:
             InvariantBroken: this rank's answer had fewer items.
