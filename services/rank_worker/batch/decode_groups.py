@@ -22,10 +22,14 @@ GPUs, estimated from data sheets."""
 
 
 def forward_cost_of(backend: Backend, *, on_cpu: bool) -> int:
-    """Return the fixed cost of a forward, in tokens.
+    """Return the fixed cost of a forward, as the number of tokens whose arithmetic takes as long.
 
     With several ranks it depends on the backend alone: ranks that group rows differently would run
     different collectives.
+
+    Args:
+        backend: the world's backend for collectives; "off": one rank.
+        on_cpu: whether the model runs on the CPU; only counts for one rank.
     """
     if backend == "off":
         return FORWARD_COST_TOKENS_CPU if on_cpu else FORWARD_COST_TOKENS
@@ -40,9 +44,9 @@ def group_decode_rows(
     """Split decoding rows into forwards at a low total cost, by dynamic programming.
 
     Args:
-        slots: of the rows, ascending.
-        token_counts: tokens of each row.
-        forward_cost_tokens: fixed cost of a forward.
+        slots: slot of each decoding row, ascending.
+        token_counts: tokens that each row computes in this step: 1, or 1 and its drafts.
+        forward_cost_tokens: fixed cost of a forward, in tokens; see `forward_cost_of`.
 
     Returns:
         Groups of indices into `slots`, ascending within each group; every row is in one group.

@@ -19,7 +19,14 @@ PADDING_SHARE_MAX = 0.125
 
 
 def padded_width(tokens: int) -> int:
-    """Return the width of a forward for a chunk of `tokens`, from a small set of widths."""
+    """Round a chunk's number of tokens up to a forward's width, so that few array shapes occur.
+
+    Args:
+        tokens: number of tokens in the chunk, 1 or more.
+
+    Returns:
+        1 for one token, otherwise the next multiple of a step (see `WIDTH_STEP_SHARE`).
+    """
     if tokens == 1:
         # One token is computed like a decode.
         return 1
@@ -35,14 +42,14 @@ def _own_width(chunk: PrefillChunk) -> int:
 def group_chunks(
     chunks: Sequence[PrefillChunk], width: Callable[[PrefillChunk], int] = _own_width
 ) -> list[list[PrefillChunk]]:
-    """Split the chunks of a plan into forwards.
+    """Split the prefill chunks of a plan into forwards.
 
     Only short chunks that hold a whole sequence are grouped, with chunks of nearly the same length.
     Every other chunk is a group of its own.
 
     Args:
-        chunks: of a plan.
-        width: returns the width of a forward whose longest chunk is given.
+        chunks: prefill chunks of one plan.
+        width: returns the tokens per row of a forward whose longest chunk is given.
 
     Returns:
         Groups that hold every chunk once; the longest chunk of a group is its first.

@@ -10,12 +10,12 @@ from services.rank_worker.sampling.draft_acceptance import DraftVerification
 from shared.errors import InvariantBroken
 
 TokenReference = tuple[mx.array, int]
-"""A token on the device: an array of token ids, int32 [n], and an index."""
+"""A token on the device: an array of token ids, int32 [n], and the token's index in it."""
 
 
 @dataclasses.dataclass(slots=True)
 class RunningSequence:
-    """A sequence of the running batch."""
+    """A sequence that occupies a slot of the running batch, with its last token on the device."""
 
     sequence_id: int
     slot: int
@@ -24,11 +24,16 @@ class RunningSequence:
     last_token: TokenReference | None = None
     """Its last token; None before its prefill has ended."""
     verification: DraftVerification | None = None
-    """Drafts for which no plan has said yet how many are accepted."""
+    """The drafts that a step verifies for it, until a plan says how many of them are accepted;
+    None: there are no such drafts."""
 
 
 def last_tokens(sequences: Sequence[RunningSequence], slots: Sequence[int]) -> mx.array:
-    """Return the last token of each slot, int32 [slots]; any token where a slot is empty.
+    """Return the last token of each slot, int32 [slots]; any token where a slot has no sequence.
+
+    Args:
+        sequences: the sequences that decode.
+        slots: slot of each row of the forward's input.
 
     Raises:
         InvariantBroken: a sequence decodes before its prefill has ended.
@@ -59,7 +64,10 @@ def last_tokens(sequences: Sequence[RunningSequence], slots: Sequence[int]) -> m
 
 
 class SequenceBatch:
-    """All sequences of one rank, by id and by slot. Refuses plans that contradict it."""
+    """All running sequences of one rank, by id and by slot.
+
+    Its methods raise InvariantBroken where a plan contradicts the batch.
+    """
 
     def __init__(self) -> None:
         self._sequences: dict[int, RunningSequence] = {}
@@ -88,7 +96,7 @@ class SequenceBatch:
         return sequence
 
     def find_verified(self, sequence_id: int) -> RunningSequence:
-        """Return a sequence that has no drafts waiting for a plan to accept them.
+        """Return a sequence, provided that no drafts of it wait for a plan to accept them.
 
         Raises:
             InvariantBroken: it is not in the batch, or it has such drafts.
@@ -110,7 +118,11 @@ class SequenceBatch:
         return self.find_verified(sequence_id).slot
 
     def add(self, sequence: RunningSequence, row_count: int) -> None:
-        """Add a sequence.
+        """Add a sequence to the batch in the slot that it names.
+
+        Args:
+            sequence: the sequence; its slot must be free.
+            row_count: number of rows in the batch; valid slots are 0 to row_count - 1.
 
         Raises:
             InvariantBroken: it is in the batch already, or its slot is occupied or not below
@@ -151,10 +163,10 @@ class SequenceBatch:
         return old
 
     def check_row_count(self, row_count: int) -> None:
-        """Check that `row_count` rows hold all occupied slots.
+        """Require every occupied slot to be below `row_count`, the number of rows in the batch.
 
         Raises:
-            InvariantBroken: they do not.
+            InvariantBroken: an occupied slot is not below it.
         """
         if any(slot >= row_count for slot in self._sequence_ids):
             raise InvariantBroken(

@@ -18,18 +18,20 @@ from shared.messages import StepPlan, TokenLogprobs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepSample:
-    """Sampling of one step: one row per token, k + 1 rows for a sequence with k drafts."""
+    """Tokens sampled in one step. A sequence with k drafts has k + 1 rows, others have one."""
 
     sampled: SampledTokens
+    """One token per row, with its highest logit and log probabilities."""
     drafts: StepDrafts
     """The drafts that the step verifies."""
     sequence_ids: list[int]
     """The sequence of each row."""
     verifications: list[DraftVerification | None]
-    """One per sampling sequence, in the order of the result; None where it has no drafts."""
+    """One per sampling sequence, prefill first, then decodes in plan order; None for a sequence
+    without drafts."""
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays to evaluate."""
+        """Return all lazy arrays of the sample: the sampled tokens' and the proposed drafts'."""
         proposed = self.drafts.proposed_ids
         return self.sampled.arrays() + ([] if proposed is None else [proposed])
 
@@ -40,15 +42,17 @@ class LaunchedStep:
 
     plan: StepPlan
     kept: list[mx.array]
-    """Kept blocks and checkpoints, computed before everything else."""
+    """Payloads of the blocks and checkpoints that the plan keeps, uint8 [bytes] each; computed
+    before everything else."""
     rows: list[tuple[int, int, int]]
     """(slot, sequence id, length) of every occupied row after the step, in slot order."""
     sample: StepSample | None
     """None where no row samples."""
     markers: list[mx.array]
-    """One array per forward that does not sample, evaluated with it; see `ForwardOutputs`."""
+    """One small array per forward that does not sample; evaluating it runs the forward. See
+    `ForwardOutputs`."""
     states: list[mx.array]
-    """State snapshots for checkpoints; started with the sampling."""
+    """Arrays of the state snapshots for checkpoints; their computation starts with the sampling."""
     spills: list[PendingSpill]
     """Blocks that the plan orders to write to files."""
 
@@ -58,10 +62,12 @@ class StepResult:
     """Tokens and receipt of a finished step."""
 
     tokens: list[list[int]]
-    """Per sampling prefill chunk, then per decode, both in plan order."""
+    """Accepted and sampled token ids of each sequence: of sampling prefill chunks, then of decodes,
+    in plan order."""
     logprobs: list[list[TokenLogprobs]]
     """Like `tokens`, with an empty list where none are requested; empty if no row requests any."""
     digest: bytes
+    """Receipt of the step: 16 bytes that are equal on all ranks with the same history."""
     spills: list[SpillItem]
     """Blocks to write to files, in plan order."""
 
@@ -70,47 +76,71 @@ class StepResult:
 class ForwardOutputs:
     """Outputs of the forwards of one step, in the order in which they are built.
 
-    A marker is a small array that is evaluated when a forward is. Each prefill is started by
-    itself: in one graph MLX might write a row for the next forward before this one has read it,
-    which copies the whole array. Decodes are started with the sampling; where there are several,
-    each depends on the previous one.
+    Each forward has one output whose evaluation runs it: its logits, or a marker if it does not
+    sample. A marker is a small array that depends on the last KV that the forward writes.
+
+    Each prefill is started by itself: in one graph MLX might write a row for the next forward
+    before this one has read it, which copies the whole array. Decodes are started with the
+    sampling; where there are several, each depends on the previous one.
     """
 
     start_forward: Callable[[Sequence[mx.array]], None]
-    """Starts the model forward that was built last, given its outputs."""
+    """Starts the computation of the model forward that was built last, given its outputs."""
     logits: list[mx.array] = dataclasses.field(default_factory=list)
     """[rows, V] each, in the model's dtype."""
     sequence_ids: list[int] = dataclasses.field(default_factory=list)
     """The sequence of each row of `logits`. The rows of one sequence are adjacent."""
     markers: list[mx.array] = dataclasses.field(default_factory=list)
-    """Arrays to evaluate for forwards that do not sample, and for those of a drafter."""
+    """Markers of prefills that do not sample and of a drafter's forwards."""
 
     def start_prefill(self, logits: mx.array, sequence_ids: Sequence[int]) -> None:
-        """Add the logits [rows, V] of a prefill that samples, and start it."""
+        """Start a prefill that samples, and add its logits.
+
+        Args:
+            logits: [rows, V] in the model's dtype; evaluating them runs the prefill.
+            sequence_ids: the sequence of each row.
+        """
         self.start_forward([logits])
         self.add_decode(logits, sequence_ids)
 
     def start_fill(self, marker: mx.array) -> None:
-        """Add the marker of a prefill that does not sample, and start it."""
+        """Start a prefill that does not sample, and add its marker.
+
+        Args:
+            marker: small array of any shape; evaluating it runs the prefill.
+        """
         self.start_forward([marker])
         self.markers.append(marker)
 
     def add_decode(self, logits: mx.array, sequence_ids: Sequence[int]) -> None:
-        """Add the logits [rows, V] of a decode, which starts with the sampling."""
+        """Add the logits of a decode, whose computation starts later, with the sampling.
+
+        Args:
+            logits: [rows, V] in the model's dtype.
+            sequence_ids: the sequence of each row.
+        """
         self.logits.append(logits)
         self.sequence_ids += sequence_ids
 
     def start_marker(self, marker: mx.array) -> None:
-        """Add the marker of a forward of a drafter, and start it."""
+        """Start a drafter's forward now, and add its marker.
+
+        Args:
+            marker: small array of any shape; evaluating it runs the forward.
+        """
         mx.async_eval(marker)
         self.markers.append(marker)
 
     def add_marker(self, marker: mx.array) -> None:
-        """Add the marker of a forward of a drafter, which starts with the sampling."""
+        """Add the marker of a drafter's forward, whose computation starts later, with the sampling.
+
+        Args:
+            marker: small array of any shape; evaluating it runs the forward.
+        """
         self.markers.append(marker)
 
     def logits_of(self, sequence_ids: list[int]) -> mx.array:
-        """Return the logits of rows in a given order.
+        """Return the logits of all forwards, with the rows in a given order.
 
         Args:
             sequence_ids: the sequence of each row; each occurs as often as it has rows, which keep

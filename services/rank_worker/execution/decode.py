@@ -53,6 +53,10 @@ class DecodeExecutor:
     def run(self, plan: StepPlan, forwards: ForwardOutputs) -> StepDrafts:
         """Build the forwards of a plan's decodes. Each row grows by one token and its drafts.
 
+        Args:
+            plan: the step; holds drafts, or says how many each rank proposes, or neither.
+            forwards: gets the logits of the decodes and the markers of a drafter.
+
         Returns:
             The drafts that the forwards verify.
 

@@ -113,9 +113,9 @@ class Executor:
         self._freed_buffers = FreedBuffers(profile.freed_bytes_max)
 
     def waits_for_earlier_steps(self, plan: StepPlan) -> bool:
-        """Tell whether `launch` of this plan waits for all earlier steps.
+        """Tell whether `launch` of this plan waits until the device has finished all earlier steps.
 
-        Their results should be sent before it is launched.
+        The results of these steps should be sent before the plan is launched.
         """
         return (
             bool(plan.keep_blocks or plan.keep_checkpoints)
@@ -125,12 +125,12 @@ class Executor:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token of one row on this rank, all layers."""
+        """KV bytes of one token of one row on this rank, in all layers."""
         return self._store.bytes_per_token
 
     @property
     def kv_bytes_per_row(self) -> int:
-        """Bytes of one row on this rank that do not depend on its length."""
+        """Bytes that a row of any length takes on this rank, for the model and the drafter."""
         return self._store.bytes_per_row + self._proposer.bytes_per_row
 
     @property
@@ -169,7 +169,12 @@ class Executor:
         return layout.block_bytes(tokens) if layout is not None else 0
 
     def prepare_spills(self, block_tokens: int, bytes_max: int) -> None:
-        """Allocate buffers for spills; see `BlockExecutor.prepare_spills`."""
+        """Allocate host memory for spills ahead of time; see `BlockExecutor.prepare_spills`.
+
+        Args:
+            block_tokens: tokens in a full block.
+            bytes_max: limit for the bytes being spilled at once.
+        """
         self._blocks.prepare_spills(self.block_payload_bytes(block_tokens), bytes_max)
 
     @property
@@ -178,7 +183,7 @@ class Executor:
         return self._vocab_size
 
     def restart_receipts(self) -> None:
-        """Start a new chain of receipts.
+        """Start a new hash chain of receipts, as if no step had been executed.
 
         Raises:
             InvariantBroken: sequences are left in the batch.
@@ -281,7 +286,7 @@ class Executor:
         return early_layer_keys is not None
 
     def start(self, launched: LaunchedStep) -> None:
-        """Start the step that `prepare` built. Waits for earlier steps where it keeps blocks."""
+        """Start the step that `prepare` built. Waits for earlier steps if this one keeps blocks."""
         mx.eval(launched.kept)
         sampled = launched.sample.arrays() if launched.sample is not None else []
         outputs = [*sampled, *launched.markers, *launched.states]

@@ -50,7 +50,11 @@ class PrefillExecutor:
         self._pads_chunks = profile.pads_prefill and can_pad
 
     def run(self, chunks: Sequence[PrefillChunk], forwards: ForwardOutputs) -> None:
-        """Build and start the forwards of a plan's chunks.
+        """Build and start the forwards of a plan's prefill chunks.
+
+        Args:
+            chunks: prefill chunks of the plan; those that end a prompt are sampled.
+            forwards: gets logits of chunks that are sampled, and markers of the others.
 
         Raises:
             InvariantBroken: a chunk does not start where its row ends.
@@ -66,8 +70,8 @@ class PrefillExecutor:
         """Tell whether `run` waits for the device, and so for all earlier steps.
 
         Args:
-            chunks: of a plan.
-            row_tokens: tokens per row in this plan.
+            chunks: prefill chunks of a plan.
+            row_tokens: capacity of each row in tokens under this plan.
         """
         tokens_min = self._forward.device_wait_tokens
         if tokens_min is None:

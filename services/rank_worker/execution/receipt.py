@@ -24,8 +24,9 @@ class ReceiptChain:
 
         Args:
             plan: the encoded plan.
-            rows: (slot, sequence id, length) of every occupied row after the step, in slot order.
-            tokens: sampled ids, in plan order, and drafts that the ranks proposed.
+            rows: (slot, sequence id, tokens in the row) of every occupied row after the step, in
+                slot order.
+            tokens: sampled ids, in plan order, then drafts that the ranks proposed.
             top_logits: the highest logit of each sampling row, as float32; None to leave them out.
 
         Returns:

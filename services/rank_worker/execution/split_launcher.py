@@ -29,7 +29,7 @@ class SplitLauncher:
     """Starts the forwards over one store in the order in which they are built."""
 
     def __init__(self, store: KVStore, *, in_parts: bool) -> None:
-        """Assume an idle device.
+        """Set up a launcher for a device that has no work.
 
         Args:
             store: the rows that the forwards write.
@@ -44,17 +44,19 @@ class SplitLauncher:
         """Waits for all work that was started before."""
 
     def begin(self, finish_before: Callable[[], object] | None) -> None:
-        """Begin a step.
+        """Begin a step, whose forwards `start_forward` then starts.
 
         Args:
-            finish_before: finishes the previous step; None if it is finished.
+            finish_before: waits for the previous step and sends its result; None if it is finished.
         """
         if finish_before is None:
             self._first_part = None
         self._wait = finish_before
 
     def start_forward(self, outputs: Sequence[mx.array]) -> None:
-        """Start the forward that was built last.
+        """Start the forward that was built last, in two parts if the device has a work queue.
+
+        Between the parts it waits for all forwards that were started before.
 
         Args:
             outputs: arrays whose evaluation computes the whole forward.
@@ -77,7 +79,10 @@ class SplitLauncher:
         self._wait = functools.partial(mx.eval, *outputs)
 
     def forget_progress(self) -> None:
-        """Note that a forward was started elsewhere: the end of its first part is unknown."""
+        """Make the next forward wait for all earlier work instead of the last forward's first part.
+
+        To be called after a forward was started without this launcher.
+        """
         self._first_part = None
 
     def _wait_for_first_part(self) -> None:

@@ -85,7 +85,7 @@ class StepLoop:
         """Duration of the last step that computed something."""
 
     def run(self) -> NoReturn:
-        """Execute plans until the process ends."""
+        """Execute plans and send a receipt for each, until the process ends."""
         while True:
             if len(self._launched) < self._launched_max:
                 plan = self._next_plan()

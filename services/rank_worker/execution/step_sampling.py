@@ -32,12 +32,12 @@ def build_sample(
         plan: the step.
         forwards: outputs of its forwards.
         drafts: the drafts that its decodes verify.
-        batch: the running sequences.
+        batch: the running sequences; their last token or drafts to verify are updated.
         store: the rows, as the step leaves them.
-        sampler: samples.
+        sampler: samples tokens from the logits.
 
     Returns:
-        None if no row samples.
+        The sample, whose arrays are not computed yet; None if no row samples.
     """
     sampling = [one.sequence_id for one in plan.prefill_chunks if one.samples]
     sequences = [batch.find(one) for one in sampling + plan.decodes]
@@ -73,9 +73,14 @@ def read_sample(
 ) -> tuple[list[list[int]], list[list[TokenLogprobs]], list[float]]:
     """Wait for the sampled tokens. Of drafts, return the accepted ones and the token after them.
 
+    Args:
+        launched: the step, named in errors.
+        sample: its sample.
+
     Returns:
-        (tokens and log probabilities per sequence, highest logit of the row of each of these
-        tokens).
+        (token ids per sequence, log probabilities per sequence, highest logits): sequences are in
+        the order of `sample.verifications`; the flat list of logits has one entry per returned
+        token. The list of log probabilities is empty if no row asks for any.
 
     Raises:
         InvariantBroken: the logits of a row are not finite.

@@ -38,7 +38,7 @@ def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = F
 
     Args:
         executor: without sequences, before and after.
-        context_tokens_max: longest sequence.
+        context_tokens_max: longest sequence in tokens; shortens the prompts if it is small.
         speculates: whether drafts are verified too, where rows can be shortened.
 
     Raises:
