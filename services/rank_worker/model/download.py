@@ -28,7 +28,7 @@ def download(name: str, report: Callable[[float], None], *, code: bool = False) 
 
     Args:
         name: Hugging Face id.
-        report: called with the fraction done, 0 to 1.
+        report: called with the fraction of bytes downloaded, 0 to 1.
         code: also download the Python files of the repository.
 
     Raises:

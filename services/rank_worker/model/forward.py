@@ -83,18 +83,25 @@ class Forward:
 
     @property
     def can_embed(self) -> bool:
-        """Whether `embed` and `head` can be called."""
+        """Whether the token embedding is found, so that `embed` and `head` can be called."""
         return self._embedding() is not None
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Return unscaled embeddings: int32 [rows, count] -> [rows, count, dim]."""
+        """Return the embeddings of tokens, as stored: no family's scale factor is applied.
+
+        Args:
+            tokens: int32 [rows, count].
+
+        Returns:
+            [rows, count, dim] in the model's dtype.
+        """
         embedding = self._embedding()
         assert embedding is not None
         embedded: mx.array = embedding(tokens)
         return embedded
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Apply the model's head without its layers.
+        """Compute logits from hidden states, without running the model's layers.
 
         Args:
             hidden: hidden states [rows, count, dim].
@@ -110,16 +117,16 @@ class Forward:
         return logits
 
     def fill_caches(self, tokens: mx.array, caches: list[Any]) -> None:
-        """Build a forward that only fills the caches; its logits are never computed.
+        """Build a forward that only writes KV; its logits are never computed.
 
         Args:
             tokens: int32 [1, count].
-            caches: one per layer.
+            caches: one per layer, which get the KV of these tokens.
         """
         self._model(tokens, cache=caches)
 
     def last_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Build a forward over a prompt's last chunk.
+        """Build a forward over a prompt's last chunk, with the logits of its last token only.
 
         Args:
             tokens: int32 [1, count].
@@ -135,7 +142,7 @@ class Forward:
         return logits[:, -1]
 
     def row_end_logits(self, tokens: mx.array, caches: list[Any], ends: mx.array) -> mx.array:
-        """Build a forward over right-padded rows.
+        """Build a forward over right-padded rows, with the logits of each row's last real token.
 
         Args:
             tokens: int32 [rows, count].
@@ -152,22 +159,30 @@ class Forward:
         return logits[:, 0]
 
     def all_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Build a batched decode: int32 [rows, count] -> logits [rows, count, vocab]."""
+        """Build a batched decode with the logits of all positions.
+
+        Args:
+            tokens: int32 [rows, count].
+            caches: one per layer.
+
+        Returns:
+            Logits [rows, count, vocab].
+        """
         logits: mx.array = self._model(tokens, cache=caches)
         return logits
 
     def selected_logits(
         self, tokens: mx.array, caches: list[Any], wanted: list[int] | None
     ) -> mx.array:
-        """Build a batched decode of padded rows.
+        """Build a batched decode of padded rows, with the logits of some positions.
 
         Args:
             tokens: int32 [rows, count].
             caches: one per layer.
-            wanted: flat indices into [rows * count]; None: all positions.
+            wanted: positions as flat indices into [rows * count]; None: all positions.
 
         Returns:
-            Logits [wanted, vocab].
+            Logits [number of positions, vocab].
         """
         if wanted is None or not self._can_select:
             logits = self.all_logits(tokens, caches)
@@ -179,7 +194,13 @@ class Forward:
         )[0]
 
     def splits_last_chunk(self, count: int) -> bool:
-        """Tell whether the last of `count` tokens runs in a forward of its own."""
+        """Tell whether a prompt's last token needs a forward of its own, without the others.
+
+        True for long chunks of families whose head cannot be computed for one position.
+
+        Args:
+            count: number of tokens in the last chunk.
+        """
         return not self._can_select and count > FULL_LOGITS_TOKENS_MAX
 
     def _selected(self, tokens: mx.array, caches: list[Any], select: SelectPositions) -> mx.array:
@@ -234,7 +255,10 @@ class Forward:
 
 
 def can_select_positions(model: nn.Module) -> bool:
-    """Tell whether a model's head can be computed for selected positions; leaves it unchanged."""
+    """Tell whether a model's head can be computed for selected positions only.
+
+    The model is called to find out, without computing anything, and left unchanged.
+    """
     types = [(module, type(module)) for module in model.modules()]
     can_select = Forward(model).can_select
     for module, original in types:

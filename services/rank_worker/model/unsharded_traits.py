@@ -16,9 +16,10 @@ from services.rank_worker.model.forward import can_select_positions
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnshardedTraits:
-    """Traits of the whole model, equal on all ranks."""
+    """Properties of the whole model that determine rows and batches; equal on all ranks."""
 
     row_kind: RowKind
+    """Kind of KV rows: plain or not, and whether they can be shortened or need checkpoints."""
     can_select: bool
     """The head can be computed for selected positions only; see `Forward`."""
 

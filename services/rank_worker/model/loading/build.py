@@ -29,12 +29,12 @@ ReadFile = Callable[[Path], ArraysByName]
 def build_model(
     source: ModelSource, settings: ModelConfig, read_file: ReadFile | None = None
 ) -> nn.Module:
-    """Build the model with lazy parameters.
+    """Build mlx-lm's model from its folder, with lazy parameters.
 
     Args:
         source: the model's folder and config.
         settings: says whether the model's own code may run.
-        read_file: returns the arrays of a weight file; None: MLX's own lazy loading.
+        read_file: returns the arrays of a weight file by name; None: MLX's own lazy loading.
 
     Raises:
         ConfigError: when the model is not supported, its weights do not fit its config, or its own
@@ -99,7 +99,11 @@ def _patched_load(read_file: ReadFile | None) -> Iterator[None]:
 
 
 def cast_dtype(settings: ModelConfig) -> mx.Dtype | None:
-    """Return the type that weights are cast to; None to keep the checkpoint's types."""
+    """Return the dtype that weights are cast to; None to keep the dtypes of the files.
+
+    Args:
+        settings: `model.dtype`; "auto" means float32 on a CPU and no cast elsewhere.
+    """
     if settings.dtype != "auto":
         dtype: mx.Dtype = getattr(mx, settings.dtype)
         return dtype
@@ -108,7 +112,7 @@ def cast_dtype(settings: ModelConfig) -> mx.Dtype | None:
 
 
 def cast_parameters(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast floating-point parameters, except those that the model itself keeps in float32."""
+    """Cast a model's floating-point parameters in place, except those that it keeps in float32."""
     keeps = getattr(model, "cast_predicate", None)
 
     def cast(path: str, value: Any) -> Any:

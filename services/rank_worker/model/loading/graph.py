@@ -19,7 +19,7 @@ from services.rank_worker.model.loading.tensor_slices import Shape, SlicedArray
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """The stored numbers that a parameter is made of, and the casts that follow."""
+    """The stored numbers that a parameter is made of, and the dtypes that they are cast to."""
 
     array: SlicedArray
     dtype: mx.Dtype
@@ -28,15 +28,19 @@ class WeightOrigin:
     """Types that the numbers are cast to, one after the other."""
 
     def moved(self, array: SlicedArray | None) -> "WeightOrigin | None":
-        """Return the origin with its numbers rearranged; None without `array`."""
+        """Return the origin with the same casts and other slices of the stored tensors.
+
+        Args:
+            array: the slices; None if they cannot be described, which gives None.
+        """
         return None if array is None else dataclasses.replace(self, array=array)
 
     def cast(self, dtype: mx.Dtype) -> "WeightOrigin":
-        """Return the origin with one more cast."""
+        """Return the origin with one more cast at the end."""
         return dataclasses.replace(self, casts=(*self.casts, dtype))
 
     def viewed(self, dtype: mx.Dtype) -> "WeightOrigin | None":
-        """Return the same bytes as another type; None when they were cast before."""
+        """Return the origin with its stored bytes read as another dtype; None after a cast."""
         array = None if self.casts else tensor_slices.reinterpret(self.array, dtype.size)
         return None if array is None else WeightOrigin(array, dtype, ())
 

@@ -43,7 +43,7 @@ REPORTS_MAX = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, or this rank's shard of it, in memory."""
+    """A model, or this rank's shard of it, with its weights in memory."""
 
     model: nn.Module
     fingerprint: str
@@ -58,7 +58,7 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model that is built, split and measured, before its weights are read."""
+    """A model that is built and split, with its memory needs, before its weights are read."""
 
     model: nn.Module
     fingerprint: str

@@ -23,9 +23,13 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def rank_memory_bytes(device: Device, ranks_on_host: int) -> int:
-    """Return the memory that this rank may use at most, including memory in use elsewhere now.
+    """Return the most memory that this rank may use, in bytes, including memory in use now.
 
     Ranks of one host share its memory equally; with CUDA each rank has its own GPU.
+
+    Args:
+        device: the rank's device.
+        ranks_on_host: number of ranks on this host.
     """
     if device.kind == "cuda":
         return device.memory_bytes
@@ -35,14 +39,14 @@ def rank_memory_bytes(device: Device, ranks_on_host: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Memory that a model takes on this rank, in bytes."""
+    """Memory that a model's weights and KV take on this rank, in bytes."""
 
     weight_bytes: int
     kv_bytes_per_token: int = 0
     kv_bytes_per_row: int = 0
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the size of a row of this many tokens."""
+        """Return the KV bytes of one row of this many tokens."""
         return self.kv_bytes_per_row + self.kv_bytes_per_token * tokens
 
 
@@ -69,12 +73,14 @@ def check_fits(
     memory_bytes: int,
     drafter: MemoryNeeds | None = None,
 ) -> None:
-    """Refuse a shard and drafter that do not fit into memory.
+    """Compare what weights, KV of one sequence and memory in use need with this rank's memory.
+
+    The sequence has 1,024 tokens, or the longest allowed if that is shorter.
 
     Args:
         shard: needs of the served model's shard.
-        context_tokens: longest sequence.
-        memory_bytes: memory that the rank may use; 0: unknown.
+        context_tokens: longest sequence in tokens.
+        memory_bytes: memory that the rank may use; 0: unknown, so everything fits.
         drafter: needs of the draft model or head, which every rank holds whole.
 
     Raises:

@@ -24,7 +24,7 @@ MakeModel = Callable[[ReadFile], nn.Module]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightOrigins:
-    """Origins of a model's parameters."""
+    """For each model parameter, the stored numbers that it is made of."""
 
     parameters: dict[str, WeightOrigin]
     """By parameter path, without parameters that are computed and not only moved."""

@@ -15,7 +15,7 @@ from shared.model.sharding.feasibility import check_sharding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model on this machine's disk that has passed these checks."""
+    """A model on this machine's disk: its folder, config.json and weight files, already checked."""
 
     folder: Path
     config: dict[str, Any]
@@ -28,6 +28,11 @@ def find_source(
 ) -> ModelSource | None:
     """Return the configured model; None when it must be downloaded from the hub first.
 
+    Args:
+        settings: the model's path and options.
+        world_size: number of ranks to split it over.
+        sharding: the way of splitting it.
+
     Raises:
         ConfigError: when there is no such model, it is damaged, or it cannot be split this way.
     """
@@ -38,7 +43,13 @@ def find_source(
 def inspect_source(
     folder: Path, settings: ModelConfig, sharding: Sharding, world_size: int
 ) -> ModelSource:
-    """Check a model's folder: config, sharding and headers of the weight files.
+    """Read a model's config and the headers of its weight files; refuse a model that cannot serve.
+
+    Args:
+        folder: the model's folder.
+        settings: whether its own code may run, and the longest sequence.
+        sharding: the way of splitting it.
+        world_size: number of ranks to split it over.
 
     Raises:
         ConfigError: when the model is damaged, cannot be split this way, or its own code would run

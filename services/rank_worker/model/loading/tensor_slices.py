@@ -51,7 +51,14 @@ def whole_tensor(tensor: int, shape: Shape, item_bytes: int) -> SlicedArray:
 
 
 def slice_array(array: SlicedArray, start: Shape, stop: Shape, step: Shape) -> SlicedArray | None:
-    """Return `array[start:stop:step]`, by axis; None when a step is not positive."""
+    """Return `array[start:stop:step]`; None when a step is not positive.
+
+    Args:
+        array: the array.
+        start: first index, by axis.
+        stop: index after the last one, by axis; may exceed the array.
+        step: distance between indices, by axis.
+    """
     if any(size < 1 for size in step):
         return None
     counts = tuple(
@@ -65,7 +72,13 @@ def slice_array(array: SlicedArray, start: Shape, stop: Shape, step: Shape) -> S
 def split_array(
     array: SlicedArray, boundaries: Sequence[int], axis: int
 ) -> list[SlicedArray | None]:
-    """Split an array along an axis before each boundary, like `numpy.split`."""
+    """Split an array along an axis before each boundary, like `numpy.split`.
+
+    Args:
+        array: the array.
+        boundaries: indices along the axis at which parts begin, ascending, without 0.
+        axis: the axis.
+    """
     size = array.shape[axis]
     step = (1,) * len(array.shape)
     parts = []

@@ -27,7 +27,10 @@ TensorLocation = tuple[int, int]
 
 
 class WeightReader:
-    """Reads for any thread. As a context manager it stops its own threads on exit."""
+    """Reads slices of weight files for any thread, long ones with four threads of its own.
+
+    As a context manager it stops these threads on exit.
+    """
 
     def __init__(self, files: Sequence[WeightFile], locations: Sequence[TensorLocation]) -> None:
         """Open nothing yet.
@@ -73,10 +76,10 @@ class WeightReader:
             future.result()
 
     def check_unchanged(self) -> None:
-        """Check every file that was read once more.
+        """Compare device, inode, size and time of each file read with those at its first opening.
 
         Raises:
-            ConfigError: when a file was changed since it was first opened.
+            ConfigError: when they differ: the file was changed or replaced meanwhile.
         """
         for index in self._identities:
             with self._opened(index):

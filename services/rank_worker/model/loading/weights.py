@@ -50,7 +50,7 @@ class SlicedWeight:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All arrays of a model, by the way they are loaded."""
+    """All arrays of a model: those read from slices of the files, and those that MLX computes."""
 
     sliced: list[SlicedWeight]
     computed: dict[str, mx.array]
@@ -58,15 +58,16 @@ class ModelWeights:
 
     @property
     def nbytes(self) -> int:
-        """Total size of the loaded arrays."""
+        """Bytes of all arrays once they are loaded; shared arrays count once."""
         computed = {id(array): array.nbytes for array in self.computed.values()}
         return sum(weight.nbytes for weight in self.sliced) + sum(computed.values())
 
 
 def plan_weights(model: nn.Module, origins: WeightOrigins) -> ModelWeights:
-    """Return a model's arrays by the way they are loaded; nothing is evaluated.
+    """Divide a model's arrays into those read from slices of the files and those that MLX computes.
 
-    Arrays that are read from slices are replaced in the model by placeholders without memory.
+    Nothing is evaluated. Arrays that are read from slices are replaced in the model by placeholders
+    without memory.
 
     Args:
         model: the model, built, split and cast, with lazy parameters.

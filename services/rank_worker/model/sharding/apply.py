@@ -20,7 +20,8 @@ def apply_split(
     Args:
         model: the whole model with lazy parameters.
         config: the model's config.json.
-        split: this rank's part.
+        split: the way of sharding, this rank, and the memory of each rank, which determines its
+            share.
         collectives: the world's collectives.
 
     Returns:

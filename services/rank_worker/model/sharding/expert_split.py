@@ -36,8 +36,8 @@ def split_experts(model: nn.Module, weights: list[int], collectives: Collectives
     """Keep only this rank's experts in each layer.
 
     Args:
-        model: the whole model with lazy parameters.
-        weights: relative share by rank.
+        model: the whole model with lazy parameters; changed in place.
+        weights: relative share of the experts by rank, for example [2, 1].
         collectives: the world's collectives.
 
     Returns:

@@ -21,12 +21,13 @@ def split_layers(model: nn.Module, weights: list[int], collectives: Collectives)
     """Keep only this rank's layers.
 
     Args:
-        model: the whole model with lazy parameters.
-        weights: relative share by rank; if all are equal, mlx-lm divides the layers itself.
+        model: the whole model with lazy parameters; changed in place.
+        weights: relative share of the layers by rank, for example [2, 1]; if all are equal, mlx-lm
+            divides the layers itself.
         collectives: the world's collectives.
 
     Returns:
-        The number of layers by rank as text, or "even"; equal on all ranks.
+        The number of layers by rank as text, such as "21+11", or "even"; equal on all ranks.
 
     Raises:
         ConfigError: when the layers cannot be divided.

@@ -101,7 +101,7 @@ def is_switch(module: Any) -> bool:
 
 
 class LocalExperts:
-    """The call of a layer of experts on a rank that holds some of them."""
+    """Computes an expert layer on a rank that holds some of its experts; see the module."""
 
     def __init__(
         self, original: type[nn.Module], first: int, count: int, expert_weights: int

@@ -22,7 +22,12 @@ def is_mlp(module: Any) -> bool:
 
 
 def can_divide(mlp: nn.Module, ranks: int) -> bool:
-    """Tell whether the hidden width can be divided between this many ranks."""
+    """Tell whether an MLP's hidden width can be divided so that every rank gets a part.
+
+    Args:
+        mlp: a module for which `is_mlp` holds.
+        ranks: number of ranks.
+    """
     return _width(mlp) // _unit(mlp) >= ranks and _width(mlp) % _unit(mlp) == 0
 
 
@@ -30,8 +35,8 @@ def divide_mlp(mlp: nn.Module, weights: list[int], rank: int) -> None:
     """Keep one rank's part of the hidden width. The outputs of all ranks sum to the MLP's output.
 
     Args:
-        mlp: a module for which `is_mlp` and `can_divide` hold.
-        weights: relative share by rank.
+        mlp: a module for which `is_mlp` and `can_divide` hold; changed in place.
+        weights: relative share of the width by rank, for example [2, 1].
         rank: the rank whose part is kept.
     """
     unit = _unit(mlp)
