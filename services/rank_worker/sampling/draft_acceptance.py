@@ -14,7 +14,7 @@ import mlx.core as mx
 
 @dataclasses.dataclass(slots=True)
 class DraftVerification:
-    """A launched check of one row's drafts. The row holds all of them until a plan cuts it.
+    """The drafts of one row that a launched step verifies. The row holds all until a plan cuts it.
 
     `accepted` is known when the step is finished. The executor does not act on it: the ranks apply
     the next plan at different times relative to that, so only a plan may say how many are accepted.
@@ -25,7 +25,7 @@ class DraftVerification:
     draft_count: int
     """Number of drafts, k."""
     sampled_ids: mx.array
-    """Tokens sampled by that step, int32 [R]."""
+    """Token ids sampled by that step for all rows, int32 [R]."""
     first_index: int
     """Index in `sampled_ids` of the token at the place of the first draft; k more follow."""
     accepted: int | None = None
@@ -33,19 +33,23 @@ class DraftVerification:
 
     @property
     def description(self) -> str:
-        """Description for an error message."""
+        """Numbers of drafts, of tokens before them and of accepted drafts, for an error message."""
         return (
             f"{self.draft_count} drafts after {self.base_length} tokens, {self.accepted} accepted"
         )
 
     def allows(self, accepted: int) -> bool:
-        """Tell whether a plan may accept this number of drafts: no more than the step did."""
+        """Tell whether a plan may accept this number of drafts: no more than the step accepted.
+
+        Args:
+            accepted: number of accepted drafts, according to the plan.
+        """
         most = self.draft_count if self.accepted is None else self.accepted
         return 0 <= accepted <= most
 
 
 def count_accepted(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return how many drafts equal the tokens sampled at their places.
+    """Return how many drafts, from the first on, equal the tokens sampled at their places.
 
     Args:
         drafts: k token ids.

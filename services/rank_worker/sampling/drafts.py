@@ -9,7 +9,7 @@ from shared.messages import StepPlan
 
 
 class StepDrafts:
-    """Drafts of some sequences, those of each sequence adjacent."""
+    """The drafts that one step verifies: token ids and their number by sequence."""
 
     def __init__(self, counts: Mapping[int, int], ids: mx.array | Sequence[int]) -> None:
         """Collect the drafts.
@@ -19,6 +19,7 @@ class StepDrafts:
             ids: the plan's token ids, or an int32 array [drafts] that may not be computed yet.
         """
         self.counts = counts
+        """Number of drafts by sequence id, all above 0."""
         self.proposed_ids = ids if isinstance(ids, mx.array) else None
         """`ids` where the ranks propose the drafts; None where the plan holds them."""
         self._host_ids = None if isinstance(ids, mx.array) else list(ids)
@@ -38,7 +39,7 @@ class StepDrafts:
         return cls(counts, [draft for drafts in plan.drafts for draft in drafts])
 
     def count(self, sequence_id: int) -> int:
-        """Return the number of drafts of a sequence."""
+        """Return the number of drafts of a sequence; 0 if it has none."""
         return self.counts.get(sequence_id, 0)
 
     def index_range(self, sequence_id: int, count: int) -> range:
@@ -69,7 +70,7 @@ class StepDrafts:
         return self.ids[mx.array(rows, dtype=mx.int32)]
 
     def read_ids(self) -> list[int]:
-        """Return `ids` on the host. Waits for the device where the ranks propose them."""
+        """Return all draft ids on the host. Waits for the device where the ranks propose them."""
         if self._host_ids is not None:
             return self._host_ids
         return cast("list[int]", self.ids.tolist())

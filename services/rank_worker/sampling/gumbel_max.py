@@ -20,10 +20,10 @@ def sample_gumbel_max(
     Args:
         logits: float32 [R, V], bias and penalties applied.
         rows: settings of each row, all with a temperature above 0.
-        positions: of the new token of each row in its sequence.
+        positions: number of tokens before each row's new token in its sequence, prompt included.
 
     Returns:
-        int32 [R].
+        Token ids, int32 [R].
     """
     temperatures = mx.array([row.sampling.temperature for row in rows], dtype=mx.float32)
     # The highest logit becomes 0, so that no temperature overflows.

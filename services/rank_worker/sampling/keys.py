@@ -11,14 +11,21 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def mix(value: int) -> int:
-    """Return SplitMix64's finalizer of a 64-bit number: a bijection that mixes all bits."""
+    """Return a number in which every bit depends on all bits of `value` (SplitMix64's finalizer).
+
+    A bijection on 64-bit numbers.
+    """
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
 def initial_state(seed: int) -> int:
-    """Return the state from which a sequence's keys follow; similar seeds give unrelated ones."""
+    """Return the 64-bit state from which all keys of a sequence follow.
+
+    Args:
+        seed: the request's seed; similar seeds give unrelated states.
+    """
     return mix((seed + _GAMMA) & _MASK)
 
 

@@ -15,30 +15,33 @@ from shared.messages import TokenLogprobs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PendingLogprobs:
-    """Log probabilities that may not be computed yet, of S rows."""
+    """Log probabilities of the S rows that ask for them; the arrays may not be computed yet."""
 
     rows: RowSelection
+    """The S rows, out of R."""
     alternatives: Sequence[int]
     """Number of likeliest tokens to return for each selected row."""
     chosen: mx.array
     """float32 [S], of the sampled tokens."""
     top_ids: mx.array
-    """int32 [S, n]; n is the most that any row asks for."""
+    """int32 [S, n], the n likeliest tokens of each row in any order; n is the most that any row
+    asks for."""
     top_values: mx.array
-    """float32 [S, n]."""
+    """float32 [S, n], their log probabilities."""
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays to evaluate."""
+        """Return the lazy arrays: of the sampled tokens, ids and values of the likeliest."""
         return [self.chosen, self.top_ids, self.top_values]
 
     def read(self, total: int) -> list[list[TokenLogprobs]]:
-        """Wait for the log probabilities.
+        """Wait for the log probabilities and return them by row.
 
         Args:
-            total: R.
+            total: R, the number of rows of logits.
 
         Returns:
-            One list per row: empty, or with one entry where the row asks for log probabilities.
+            One list per row: empty, or with one entry where the row asks for log probabilities. An
+            entry lists the likeliest tokens first.
         """
         results: list[list[TokenLogprobs]] = [[] for _ in range(total)]
         chosen = np.array(self.chosen)
@@ -69,6 +72,9 @@ def pending_logprobs(
         rows: the S rows that ask for them.
         tokens: int32 [R], sampled.
         alternatives: for each of the S rows, how many of the likeliest tokens to return.
+
+    Returns:
+        Natural logarithms of the softmax of the raw logits, not computed yet.
     """
     logprobs = rows.take(logits)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)

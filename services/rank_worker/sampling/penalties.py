@@ -15,7 +15,12 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def add_bias(logits: mx.array, rows: Sequence[RowSettings]) -> mx.array:
-    """Return logits, float32 [R, V], with the bias of each row added."""
+    """Return logits, float32 [R, V], with the bias of each row added.
+
+    Args:
+        logits: float32 [R, V].
+        rows: settings of each row, with (token id, addend) pairs.
+    """
     row_index: list[int] = []
     tokens: list[int] = []
     addends: list[float] = []
@@ -56,7 +61,10 @@ def penalize(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UncountedTokens:
-    """Tokens that rows count beside the table of counts: drafts, which may be rejected."""
+    """Tokens that penalties count although the table of counts lacks them: drafts before a token.
+
+    Drafts may be rejected, so they are not added to the table.
+    """
 
     rows: Sequence[int]
     """The row of each token; a row may occur several times."""
@@ -64,7 +72,11 @@ class UncountedTokens:
     """int32 [tokens]."""
 
     def among(self, indices: Sequence[int]) -> "UncountedTokens":
-        """Return the tokens of these rows, which are renumbered 0, 1, 2, ..."""
+        """Return the tokens of some rows of the logits.
+
+        Args:
+            indices: the rows; they are renumbered 0, 1, 2, ... in this order.
+        """
         numbers = {row: number for number, row in enumerate(indices)}
         kept = [index for index, row in enumerate(self.rows) if row in numbers]
         return UncountedTokens(
@@ -74,7 +86,7 @@ class UncountedTokens:
 
 
 class TokenCounts:
-    """Token counts of the penalized sequences, on the device: one table row per sequence.
+    """How often each token occurs in the penalized sequences, on the device.
 
     New tokens are added on the device, so the counts are right while steps run ahead of the host.
     """
@@ -87,7 +99,13 @@ class TokenCounts:
         self._seen = mx.zeros((0, vocab_size), dtype=mx.bool_)
 
     def admit(self, sequence_id: int, prompt: np.ndarray, completion: np.ndarray) -> None:
-        """Count the tokens of a sequence: `prompt` and `completion`, int32 [tokens] each."""
+        """Add a sequence and count its tokens.
+
+        Args:
+            sequence_id: the sequence.
+            prompt: int32 [prompt tokens].
+            completion: int32 [completion tokens known so far].
+        """
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
@@ -111,7 +129,7 @@ class TokenCounts:
 
         Args:
             sequence_ids: the sequence of each row.
-            uncounted: tokens to count beside the table.
+            uncounted: tokens to count in addition to the table.
 
         Returns:
             (counts, seen): int32 [R, V], how often the completion holds each token, and bool [R,
@@ -125,7 +143,12 @@ class TokenCounts:
         return counts, self._seen[rows]
 
     def add(self, sequence_ids: Sequence[int], tokens: mx.array) -> None:
-        """Count new tokens, int32 [tokens]; a sequence may occur several times."""
+        """Count new tokens of completions.
+
+        Args:
+            sequence_ids: the sequence of each token; a sequence may occur several times.
+            tokens: int32 [tokens].
+        """
         self._counts = self._counts.at[self._index(sequence_ids), tokens].add(1)
 
     def _index(self, sequence_ids: Sequence[int]) -> mx.array:

@@ -15,19 +15,22 @@ rows take the highest logit."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Sampling settings of one sequence, with what the sampler derives from them."""
+    """Sampling settings of one sequence, and the steps of the sampling that they need."""
 
     sampling: Sampling
     key_state: int
     """See `keys.initial_state`."""
     is_random: bool
+    """Whether the token is drawn at random; otherwise it is the one with the highest logit."""
     is_truncated: bool
     """Whether top_k, top_p or min_p is set, which costs a sort of the row."""
     is_penalized: bool
+    """Whether a repetition, presence or frequency penalty is set, which needs token counts."""
     bias: list[tuple[int, float]]
     """(token id, addend), without ids outside the vocabulary."""
     alternatives: int | None
-    """Log probabilities to return beside the sampled token's; None: not even that one."""
+    """Number of likeliest tokens whose log probabilities are returned beside the sampled token's;
+    None: no log probability is returned."""
 
     @property
     def is_greedy_only(self) -> bool:
@@ -38,7 +41,12 @@ class RowSettings:
 
 
 def read_settings(sampling: Sampling, vocab_size: int) -> RowSettings:
-    """Return the row settings of a request for a vocabulary of `vocab_size` token ids."""
+    """Derive a row's settings from a request's.
+
+    Args:
+        sampling: the request's sampling settings.
+        vocab_size: number of token ids; a bias for higher ids is dropped.
+    """
     is_random = sampling.temperature >= GREEDY_TEMPERATURE_MAX
     return RowSettings(
         sampling=sampling,
@@ -55,7 +63,7 @@ def read_settings(sampling: Sampling, vocab_size: int) -> RowSettings:
 
 
 class RowSelection:
-    """Some rows of a batch, ascending. Selecting all rows costs nothing."""
+    """Some rows of a batch of arrays, ascending. Selecting all rows copies nothing."""
 
     def __init__(self, indices: Sequence[int], total: int) -> None:
         """Select `indices`, ascending, out of `total` rows."""
@@ -73,11 +81,23 @@ class RowSelection:
         return len(self.indices)
 
     def take(self, batch: mx.array) -> mx.array:
-        """Return the selected rows of `batch`, [total, ...], as [selected, ...]."""
+        """Return the selected rows of a batch.
+
+        Args:
+            batch: [total, ...].
+
+        Returns:
+            [selected, ...] in the same order.
+        """
         return batch if self._array is None else batch[self._array]
 
     def put(self, batch: mx.array, rows: mx.array) -> mx.array:
-        """Return a copy of `batch`, [total, ...], with these rows replaced by [selected, ...]."""
+        """Return a copy of a batch in which the selected rows are replaced.
+
+        Args:
+            batch: [total, ...].
+            rows: [selected, ...], the new contents.
+        """
         if self._array is None:
             return rows
         result = batch[:]

@@ -31,9 +31,10 @@ class SampledTokens:
     top_logits: mx.array
     """float32 [R], the highest raw logit of each row; NaN when any logit of the row is NaN."""
     logprobs: PendingLogprobs | None
+    """Of the rows that ask for them; None if no row does."""
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays to evaluate."""
+        """Return the lazy arrays: tokens, highest logits and log probabilities."""
         more = self.logprobs.arrays() if self.logprobs else []
         return [self.tokens, self.top_logits, *more]
 
@@ -70,7 +71,7 @@ class Sampler:
             self._counts.admit(sequence_id, prompt, completion)
 
     def drop(self, sequence_id: int) -> None:
-        """Remove a sequence."""
+        """Remove a sequence, its settings and its token counts."""
         del self._settings[sequence_id]
         self._counts.drop(sequence_id)
 
@@ -89,8 +90,12 @@ class Sampler:
         Args:
             logits: [R, V] in the model's dtype.
             sequence_ids: the sequence of each row. The k + 1 rows of one sequence are adjacent.
-            positions: of the new token of each row in its sequence, prompt included.
+            positions: number of tokens before each row's new token in its sequence, prompt
+                included.
             drafts: the drafts of these sequences. A row's penalties count the drafts before it.
+
+        Returns:
+            Token ids, highest logits and log probabilities, not computed yet.
         """
         rows = [self._settings[sequence_id] for sequence_id in sequence_ids]
         if all(row.is_greedy_only for row in rows):
@@ -146,14 +151,15 @@ class Sampler:
         )
 
     def penalizes(self, sequence_ids: Sequence[int]) -> bool:
-        """Tell whether any of these sequences has a penalty."""
+        """Tell whether any of these sequences has a penalty, which needs token counts."""
         return any(self._settings[sequence_id].is_penalized for sequence_id in sequence_ids)
 
     def count(self, generated: Sequence[tuple[int, mx.array]]) -> None:
-        """Count tokens that sequences with drafts have generated.
+        """Count, for penalties, the tokens that sequences with drafts have generated.
 
         Args:
-            generated: (sequence id, int32 [tokens]) for each sequence.
+            generated: (sequence id, accepted and sampled token ids, int32 [tokens]) for each
+                sequence.
         """
         penalized = [
             (sequence_id, tokens)
@@ -258,7 +264,7 @@ def id_synchronizer(
         world_size: number of ranks.
         synchronization: "broadcast": all ranks take the ids of rank 0. "independent": each rank
             keeps its own ids; a difference between ranks changes the digest of the step.
-        sum_ids: sums an int32 array over all ranks, as part of the graph.
+        sum_ids: sums an int32 array over all ranks, as part of the graph; None with one rank.
 
     Raises:
         InvariantBroken: ids are to be broadcast, but there is no `sum_ids`.

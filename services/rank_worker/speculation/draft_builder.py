@@ -14,7 +14,7 @@ from services.rank_worker.sampling.sampler import Sampler, SynchronizeIds
 
 
 class DraftBuilder:
-    """The drafts of one step while they are built."""
+    """Samples the drafts of one step, one per row at a time, and joins them."""
 
     def __init__(
         self, sequences: Sequence[RunningSequence], lengths: Sequence[int], counts: Sequence[int]
@@ -24,7 +24,7 @@ class DraftBuilder:
         Args:
             sequences: those that decode.
             lengths: tokens in the model's row of each.
-            counts: drafts of each; some may be below 1.
+            counts: number of drafts to sample for each; 0 or less: none.
         """
         self._sequences = sequences
         self._lengths = lengths
@@ -38,7 +38,7 @@ class DraftBuilder:
         return self._drafts_by_index[-1]
 
     def next_rows(self) -> list[int]:
-        """Return the indices of the sequences that get another draft."""
+        """Return the indices, in `sequences`, of the sequences that get another draft."""
         draft_index = len(self._drafts_by_index)
         return [index for index, count in enumerate(self._counts) if count > draft_index]
 
@@ -57,7 +57,11 @@ class DraftBuilder:
         self._drafts_by_index.append(sampler.sample_drafts(logits, ids, positions, uncounted))
 
     def build(self, synchronize: SynchronizeIds) -> StepDrafts:
-        """Return all drafts, made equal on all ranks by `synchronize` in one operation."""
+        """Return all drafts of the step, grouped by sequence.
+
+        Args:
+            synchronize: makes the ids equal on all ranks; called once for all drafts.
+        """
         if not self._drafts_by_index:
             return StepDrafts({}, [])
         starts = [0]

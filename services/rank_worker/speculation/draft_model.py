@@ -27,7 +27,7 @@ from shared.messages import DraftChunk, PrefillChunk
 
 
 class DraftModelProposer(RankProposer):
-    """A `RankProposer` that runs a draft model."""
+    """Proposes drafts with a draft model, a smaller model that has rows of its own."""
 
     needs_chunks: ClassVar[bool] = True
 
@@ -57,7 +57,7 @@ class DraftModelProposer(RankProposer):
         self.bytes_per_token = self._store.bytes_per_token
 
     def length(self, slot: int) -> int:
-        """Return the number of tokens in a row."""
+        """Return the number of tokens in the draft model's row of a slot."""
         return self._store.length(slot)
 
     def resize(self, row_count: int, row_tokens: int) -> None:
@@ -73,7 +73,13 @@ class DraftModelProposer(RankProposer):
         self._store.move(slot, target)
 
     def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
-        """Cut a row to its accepted tokens, unless it is shorter."""
+        """Cut the draft model's row to the accepted tokens, unless it is shorter.
+
+        Args:
+            sequence: whose drafts were verified.
+            base_length: not used.
+            length: tokens in the model's row after the rollback.
+        """
         del base_length
         if self._store.length(sequence.slot) > length:
             self._store.roll_back(sequence.slot, length)
@@ -84,9 +90,17 @@ class DraftModelProposer(RankProposer):
         sequences: Sequence[RunningSequence],
         forwards: ForwardOutputs,
     ) -> None:
-        """Append tokens to rows; whole short texts of nearly the same length share a forward.
+        """Append known tokens to the draft model's rows and start the forwards at once.
 
-        Each forward is started at once. See `RankProposer.read`.
+        Whole short texts of nearly the same length share a forward.
+
+        Args:
+            chunks: `draft_chunks` of the plan: token ids and the position of the first.
+            sequences: the sequence of each chunk.
+            forwards: gets one marker per forward.
+
+        Raises:
+            InvariantBroken: a chunk does not start where its row ends.
         """
         # The index of a chunk in the plan serves as sequence id, so that two chunks of one sequence
         # stay apart and are read in order.
@@ -129,7 +143,10 @@ class DraftModelProposer(RankProposer):
         counts: Sequence[int],
         forwards: ForwardOutputs,
     ) -> StepDrafts:
-        """Build one forward per draft over the rows that get one; see `RankProposer.propose`."""
+        """Build one forward of the draft model per draft, over the rows that get one.
+
+        Arguments, result and errors are those of `RankProposer.propose`.
+        """
         for sequence, length, count in zip(sequences, lengths, counts, strict=True):
             held = self._store.length(sequence.slot)
             if count >= 0 and held != length:

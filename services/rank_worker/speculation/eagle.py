@@ -52,7 +52,7 @@ class PendingHidden:
 
 
 class EagleProposer(RankProposer):
-    """A `RankProposer` that runs an EAGLE head."""
+    """Proposes drafts with an EAGLE head, which has rows of its own."""
 
     needs_hidden: ClassVar[bool] = True
 
@@ -96,11 +96,16 @@ class EagleProposer(RankProposer):
         """By sequence id, oldest first."""
 
     def length(self, slot: int) -> int:
-        """Return the number of entries in a row."""
+        """Return the number of entries in the head's row of a slot."""
         return self._store.length(slot)
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Allocate `row_count` rows of `row_tokens` tokens and their padding."""
+        """Allocate the head's rows.
+
+        Args:
+            row_count: number of rows.
+            row_tokens: capacity of each row in tokens, without padding; 0 frees the rows.
+        """
         self._store.resize(row_count, row_tokens + ROW_PADDING_TOKENS if row_tokens else 0)
 
     def free(self, sequence: RunningSequence) -> None:
@@ -113,7 +118,14 @@ class EagleProposer(RankProposer):
         self._store.move(slot, target)
 
     def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
-        """Keep the hidden states of accepted tokens only."""
+        """Keep only the hidden states of the verified token and of the accepted drafts after it.
+
+        Args:
+            sequence: whose drafts were verified.
+            base_length: tokens in the model's row before the step that verified them.
+            length: tokens in the model's row after the rollback: `base_length`, 1 and the accepted
+                drafts.
+        """
         self._pending[sequence.sequence_id][-1].count = length - base_length
 
     def on_prefill(
@@ -122,7 +134,15 @@ class EagleProposer(RankProposer):
         hidden: mx.array | None,
         forwards: ForwardOutputs,
     ) -> None:
-        """Append the hidden states of a prefill, except that before a token still to be sampled."""
+        """Append the hidden states of a prefill to the head's rows where the next token is known.
+
+        The state before a token still to be sampled is kept for the next step.
+
+        Args:
+            chunks: (sequence, first token, token after the last) of each row.
+            hidden: [B, L, H] in the model's dtype; rows may be padded on the right.
+            forwards: gets the markers.
+        """
         assert hidden is not None
         next_tokens = [sequence.tokens[start + 1 : stop + 1] for sequence, start, stop in chunks]
         lengths = [len(tokens) for tokens in next_tokens]
@@ -153,7 +173,10 @@ class EagleProposer(RankProposer):
         counts: Sequence[int],
         forwards: ForwardOutputs,
     ) -> StepDrafts:
-        """Append the kept hidden states, then draft from the outputs; see the base class."""
+        """Append the kept hidden states to the head's rows, then draft from the head's outputs.
+
+        Arguments, result and errors are those of `RankProposer.propose`.
+        """
         builder = DraftBuilder(sequences, lengths, counts)
         caught_up = [row for row, count in enumerate(counts) if count >= 0]
         if not caught_up:
@@ -187,7 +210,13 @@ class EagleProposer(RankProposer):
     def on_decode(
         self, sequences: Sequence[RunningSequence], rows: Sequence[int], hidden: mx.array | None
     ) -> None:
-        """Keep the hidden states of a decode, of drafts too, until the next step appends them."""
+        """Keep the hidden states of a decode, drafts included, until the next step appends them.
+
+        Args:
+            sequences: those that the decode computes.
+            rows: the row in `hidden` of each.
+            hidden: [B, L, H] in the model's dtype.
+        """
         assert hidden is not None
         for sequence, row in zip(sequences, rows, strict=True):
             pending = self._pending.setdefault(sequence.sequence_id, [])

@@ -26,7 +26,7 @@ SHARED_WEIGHT_PREFIXES = ("embed_tokens.", "lm_head.")
 
 
 class EagleHead(nn.Module):
-    """The projection `fc` and the decoder layers."""
+    """The network of an EAGLE-1 head: a linear projection `fc`, then Llama decoder layers."""
 
     def __init__(self, args: llama.ModelArgs, *, bias: bool) -> None:
         """Build a head with random weights.
@@ -68,7 +68,7 @@ class EagleHead(nn.Module):
         return result
 
     def layer_shapes(self) -> list[LayerShape]:
-        """Return the KV shape of each layer."""
+        """Return the shape of each layer's keys and values."""
         shapes = []
         for layer in self.layers:
             heads, width = layer.self_attn.n_kv_heads or 0, layer.self_attn.head_dim
@@ -78,6 +78,10 @@ class EagleHead(nn.Module):
 
 def load_head(config: dict[str, Any], files: Sequence[WeightFile]) -> EagleHead:
     """Build a head from its config and weight files. The weights are lazy arrays.
+
+    Args:
+        config: the head's config.json.
+        files: its weight files, at least one.
 
     Raises:
         ConfigError: the files do not hold an EAGLE-1 head, or contradict each other.

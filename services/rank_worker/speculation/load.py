@@ -29,10 +29,12 @@ ReportFraction = Callable[[float], None]
 
 
 def check_drafter(config: Config) -> None:
-    """Check the configured drafter before anything is loaded, unless it must be downloaded first.
+    """Compare the configured drafter with the model: tokenizers or vocabulary sizes must agree.
+
+    Compares files only, and only if neither must be downloaded first.
 
     Raises:
-        ConfigError: it does not exist, or does not fit the model.
+        ConfigError: no drafter is configured, it does not exist, or it does not fit the model.
     """
     method = config.speculation.method
     if method not in {"draft_model", "eagle"}:
@@ -63,11 +65,11 @@ class OpenedDrafter:
 def open_drafter(
     config: Config, context_tokens_max: int, dtype: mx.Dtype, report: ReportFraction
 ) -> OpenedDrafter | None:
-    """Find and check the configured drafter and compute the memory that it needs.
+    """Find the configured drafter, compare it with the model and compute the memory that it needs.
 
     Args:
         config: names it.
-        context_tokens_max: of the model that it drafts for.
+        context_tokens_max: longest sequence of the model that it drafts for, in tokens.
         dtype: of that model's hidden states; an EAGLE head computes in it.
         report: called with the loaded fraction, 0 to 1.
 

@@ -17,7 +17,7 @@ from shared.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A draft model or EAGLE head in memory."""
+    """A draft model or EAGLE head with its weights in memory."""
 
     method: Literal["draft_model", "eagle"]
     model: nn.Module

@@ -15,8 +15,9 @@ from shared.messages import DraftChunk
 class RankProposer:
     """A drafter that proposes nothing, and the base class of all drafters.
 
-    A drafter keeps a row of its own for each row of the model. Shapes of hidden states: B rows, L
-    tokens per row, H numbers per token.
+    A drafter keeps a row of its own for each row of the model. Its forwards report a marker each: a
+    small array whose evaluation runs the forward (see `ForwardOutputs`). Shapes of hidden states: B
+    rows, L tokens per row, H numbers per token.
     """
 
     needs_hidden: ClassVar[bool] = False
@@ -29,21 +30,22 @@ class RankProposer:
     """Additional bytes per row on this rank that do not depend on its length."""
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Allocate `row_count` rows of `row_tokens` tokens."""
+        """Set the number of the drafter's rows and the capacity of each in tokens."""
 
     def free(self, sequence: RunningSequence) -> None:
-        """Empty the row of a sequence that leaves the batch."""
+        """Empty the drafter's row of a sequence that leaves the batch."""
 
     def move(self, slot: int, target: int) -> None:
-        """Move a row to the free slot `target`."""
+        """Move the drafter's row in `slot` to the free slot `target`."""
 
     def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
-        """Note how many drafts of a sequence were accepted.
+        """Cut the drafter's row to the drafts that were accepted.
 
         Args:
             sequence: whose drafts were verified.
-            base_length: tokens in its row before the verification.
-            length: tokens in its row after the rollback.
+            base_length: tokens in the model's row before the step that verified them.
+            length: tokens in the model's row after the rollback: `base_length`, 1 and the accepted
+                drafts.
         """
 
     def read(
@@ -52,12 +54,12 @@ class RankProposer:
         sequences: Sequence[RunningSequence],
         forwards: ForwardOutputs,
     ) -> None:
-        """Append tokens to rows and start the forwards.
+        """Append known tokens to the drafter's rows and start the forwards.
 
         Args:
-            chunks: of the plan.
+            chunks: `draft_chunks` of the plan: token ids and the position of the first.
             sequences: the sequence of each chunk.
-            forwards: gets the markers.
+            forwards: gets one marker per forward.
 
         Raises:
             InvariantBroken: a chunk does not start where its row ends.
@@ -74,10 +76,10 @@ class RankProposer:
         hidden: mx.array | None,
         forwards: ForwardOutputs,
     ) -> None:
-        """Take the hidden states of a prefill.
+        """Take the hidden states of a prefill, if this drafter drafts from them.
 
         Args:
-            chunks: (sequence, start, stop) of each row.
+            chunks: (sequence, first token, token after the last) of each row.
             hidden: [B, L, H] in the model's dtype if `needs_hidden`; rows may be padded on the
                 right.
             forwards: gets the markers.
@@ -95,7 +97,8 @@ class RankProposer:
         Args:
             sequences: those that decode, in slot order.
             lengths: tokens in the model's row of each.
-            counts: drafts of each; 0: the drafter's row only catches up; -1: it is left alone.
+            counts: drafts of each; 0: the drafter's row only reads the tokens that it lacks; -1:
+                its row is left alone.
             forwards: gets the markers.
 
         Returns:
@@ -113,10 +116,10 @@ class RankProposer:
     def on_decode(
         self, sequences: Sequence[RunningSequence], rows: Sequence[int], hidden: mx.array | None
     ) -> None:
-        """Take the hidden states of a decode.
+        """Take the hidden states of a decode, if this drafter drafts from them.
 
         Args:
-            sequences: those that it decodes.
+            sequences: those that the decode computes.
             rows: the row in `hidden` of each.
             hidden: [B, L, H] in the model's dtype if `needs_hidden`.
         """

@@ -21,15 +21,19 @@ OTHER_TOKENIZER_FILES = (
 def check_same_tokenizer(
     model_folder: Path, draft_folder: Path, draft_vocab_size: int | None
 ) -> None:
-    """Check that token ids mean the same texts to the draft model.
+    """Compare the texts of all token ids in the model's and the draft model's tokenizer files.
+
+    Without a `tokenizer.json` in both folders, other tokenizer files must have equal bytes.
 
     Args:
         model_folder: of the model.
         draft_folder: of the draft model.
-        draft_vocab_size: vocabulary size in the draft model's config, padding included.
+        draft_vocab_size: vocabulary size in the draft model's config, padding included; None:
+            unknown.
 
     Raises:
-        ConfigError: the tokenizers differ; the message says how.
+        ConfigError: a token id has different texts, files differ, or ids exceed the vocabulary
+            size.
     """
     model_file, draft_file = model_folder / TOKENIZER_FILE, draft_folder / TOKENIZER_FILE
     if model_file.is_file() and draft_file.is_file():
