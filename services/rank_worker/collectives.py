@@ -16,7 +16,7 @@ from shared.messages.rank_link import Backend
 
 
 class Collectives:
-    """The distributed group of a rank and the operations over it."""
+    """The sums and exchanges that a rank does together with all other ranks of its world."""
 
     def __init__(self, group: mx.distributed.Group | None, rank: int, world_size: int) -> None:
         self.group = group
@@ -48,10 +48,12 @@ class Collectives:
         return array if self.group is None else mx.distributed.all_sum(array, group=self.group)
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the values of every rank, in rank order; waits for all ranks. Only while loading.
+        """Return the numbers of every rank, one list per rank in rank order; waits for all ranks.
+
+        For use while loading only.
 
         Args:
-            values: 32-bit integers, the same number of them on every rank.
+            values: this rank's 32-bit integers, the same number of them on every rank.
         """
         rows = np.zeros((self.world_size, len(values)), dtype=np.int32)
         rows[self.rank] = values
@@ -59,10 +61,12 @@ class Collectives:
         return [[int(value) for value in row] for row in gathered]
 
     def check(self) -> None:
-        """Sum numbers whose sum is known. Returns when all ranks have called it.
+        """Sum 1, the rank and its square over all ranks, and compare with the known sums.
+
+        Returns when all ranks have called it.
 
         Raises:
-            WorldLost: the sum is wrong, or a rank is gone.
+            WorldLost: a sum differs from the known one, or a rank is gone.
         """
         if self.group is None:
             return
@@ -84,9 +88,14 @@ class Collectives:
 def init(backend: Backend, rank: int, world_size: int) -> Collectives:
     """Join the world that the environment describes. Waits for all ranks, without a deadline.
 
+    Args:
+        backend: MLX's backend for collectives; "off": a world of one rank, which joins nothing.
+        rank: the rank that the scheduler ordered.
+        world_size: the number of ranks that it ordered.
+
     Raises:
         ConfigError: MLX on this machine lacks the backend.
-        WorldLost: MLX cannot join, or it joined another world than ordered.
+        WorldLost: MLX cannot join, or it joined with another rank or number of ranks than ordered.
     """
     if backend == "off":
         return Collectives(None, rank, world_size)

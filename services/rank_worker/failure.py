@@ -33,7 +33,12 @@ _MODEL_CODE = "custom_model"
 
 
 def failure_cause(error: BaseException) -> FailureCause:
-    """Return the kind of error that ends this rank."""
+    """Classify the error that ends this rank, for the scheduler's decision about the next epoch.
+
+    Returns:
+        "memory": host or device memory is exhausted; "canary": a canary check failed;
+        "unavailable": a service or rank cannot be reached; "error": everything else.
+    """
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY_MESSAGE.search(str(error)):
         return "memory"
     if isinstance(error, CanaryFailed):
@@ -49,7 +54,9 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def name_model_code_line() -> Iterator[None]:
-    """Name the line of a model's own Python file that raises before the rank is ready.
+    """Turn an error of the model's own Python file in this block into one that names file and line.
+
+    Errors of Lockstep, and those that may not occur again (memory, lost peers), pass unchanged.
 
     Raises:
         ConfigError: the file raised, and would raise again in the next epoch.

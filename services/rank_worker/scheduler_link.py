@@ -66,14 +66,18 @@ class SchedulerLink:
             ConfigError: the address is not allowed.
         """
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        """The order to join, then the step plans, in the order of arrival."""
         self.step_started = 0
+        """Id of the last step that was launched; the main thread sets it for heartbeats."""
         self.step_finished = 0
+        """Id of the last step whose receipt was sent; the main thread sets it for heartbeats."""
         self.refused_orders = 0
         """Number of refused orders: for another epoch, or restores before `on_restore` is set."""
         self.on_restore: Callable[[RestoreBlocks], object] | None = None
         """Called in this thread with each restore order of this epoch; must not block."""
         self.on_leave: Callable[[LeaveWorld], object] | None = None
-        """Called in this thread with the reason why the epoch ends, before the process exits."""
+        """Called in this thread with the scheduler's order to leave the world, before the process
+        exits."""
         self._hello = hello
         self._clock = clock or SystemClock()
         self._end_process = end_process
@@ -108,7 +112,10 @@ class SchedulerLink:
         self._link.wake()
 
     def due_in_s(self) -> float:
-        """Return after how many seconds `turn` has work without a message, 0 or more."""
+        """Return the seconds until `turn` must act even if no message arrives, 0 or more.
+
+        It acts then to send a heartbeat, to keep the connection or to exit.
+        """
         now_s = self._clock.now()
         if self._exit_deadline_s is not None:
             return max(0.0, self._exit_deadline_s - now_s)
@@ -117,7 +124,11 @@ class SchedulerLink:
         return min(self._heartbeat_due_in_s(), self._link.due_in_s(now_s))
 
     def turn(self) -> bool:
-        """Wait for messages, handle them, send queued ones; False when the process has ended."""
+        """Wait for messages, at most until the next heartbeat; handle them and send queued ones.
+
+        Returns:
+            False when the process has ended, which only happens with another `end_process`.
+        """
         if self._exit_code is not None:
             return self._finish_exit(self._exit_code)
         for event in self._link.poll(self._heartbeat_due_in_s()):

@@ -46,7 +46,12 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def start_step(self, step_id: int, deadline_s: float) -> None:
-        """Note that the device computes this step and may take `deadline_s` seconds."""
+        """Note that the device computes a step now.
+
+        Args:
+            step_id: id of the step.
+            deadline_s: seconds from now after which the process is ended.
+        """
         self._current = (step_id, self._clock.now() + deadline_s)
 
     def set_idle(self) -> None:
@@ -54,7 +59,7 @@ class Watchdog:
         self._current = None
 
     def check(self) -> None:
-        """End the process if the deadline of the current step is over."""
+        """End the process if the current step has passed its deadline."""
         step = self._current
         if step is None or self._clock.now() < step[1]:
             return
@@ -69,7 +74,11 @@ class Watchdog:
 
 @contextlib.contextmanager
 def hard_deadline(seconds: float) -> Iterator[None]:
-    """End the process with code 1 when the block takes longer, even if it holds the GIL."""
+    """End the process with code 1 when the block takes longer, even if it holds the GIL.
+
+    Args:
+        seconds: longest duration of the block.
+    """
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         yield

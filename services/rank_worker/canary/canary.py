@@ -30,20 +30,27 @@ _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 class Canary:
-    """Checks of one rank and their findings, in order. Does nothing with one rank."""
+    """The canary of one rank: its checks and one finding for each. Does nothing with one rank."""
 
     def __init__(self, order: JoinWorld, world: Collectives, clock: Clock) -> None:
         self.is_on = order.canary and order.world_size > 1
         self.findings: list[CanaryFinding] = []
+        """One entry per check in order: name, digest of the result, bytes sent, microseconds."""
         self._order = order
         self._world = world
         self._clock = clock
 
     def check_sums(self, model: nn.Module) -> None:
-        """Check and time sums of the sizes and dtypes that this model's steps send.
+        """Compare sums over all ranks with their known results, and time the sums of a decode step.
+
+        Sizes and dtypes are those that this model's steps send. Adds the findings of
+        `sums.check_sums` and `sums.time_sums`.
+
+        Args:
+            model: this rank's shard; only its shapes are read.
 
         Raises:
-            CanaryFailed: a sum is wrong on this rank.
+            CanaryFailed: a sum differs from its known result on this rank.
         """
         if not self.is_on:
             return
@@ -61,14 +68,16 @@ class Canary:
     def check_prompt(
         self, executor: Executor, context_tokens_max: int, row_tokens_max: int, *, on_cpu: bool
     ) -> None:
-        """Run a long prompt through the model.
+        """Run a long prompt through the model and add a finding with the digest of its result.
+
+        Equal digests on all ranks are required; the scheduler compares them.
 
         Args:
             executor: of this rank, without sequences, before and after.
-            context_tokens_max: longest sequence; equal on all ranks.
-            row_tokens_max: longest row that fits into this rank's memory; the smallest of all ranks
-                counts.
-            on_cpu: whether the model runs on the CPU.
+            context_tokens_max: longest sequence in tokens; equal on all ranks.
+            row_tokens_max: longest row in tokens that fits into this rank's memory; the smallest of
+                all ranks counts.
+            on_cpu: whether the model runs on the CPU, which shortens the prompt.
 
         Raises:
             CanaryFailed: the model's logits are not finite.
@@ -100,7 +109,10 @@ class Canary:
 
 
 def activations(model: nn.Module) -> tuple[int, mx.Dtype]:
-    """Return width H and dtype of the model's embeddings; nothing is computed."""
+    """Return (width H, dtype) of the model's token embeddings; nothing is computed.
+
+    Without a known embedding layer these are 4,096 and float32.
+    """
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
             embedded = module(mx.zeros((1,), dtype=mx.int32))

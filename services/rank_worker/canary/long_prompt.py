@@ -48,10 +48,14 @@ def check_prompt(
     Args:
         executor: warm and without sequences, before and after.
         world: all ranks call this at the same point.
-        context_tokens_max: longest sequence.
+        context_tokens_max: longest sequence in tokens, the sampled token included.
         clock: measures durations.
-        budget_s: longest expected duration of the next length; rank 0's counts.
-        exact: digest the bits of the log probabilities (equal devices), else the likeliest token.
+        budget_s: longest expected duration of the next length, in seconds; rank 0's counts.
+        exact: digest ids and bits of the highest log probabilities (equal devices), else only the
+            likeliest token's id.
+
+    Returns:
+        Name with the prompt's length, digest, bytes of the token ids, and microseconds of the run.
 
     Raises:
         CanaryFailed: the model's logits are not finite.
@@ -89,7 +93,7 @@ def default_budget_s(*, on_cpu: bool) -> float:
 
 
 def prompt_lengths(length_max: int) -> list[int]:
-    """Return the lengths to run, ascending, none above `length_max`."""
+    """Return the prompt lengths to run, in tokens, ascending, none above `length_max`."""
     return sorted({min(length_max, length) for length in PROMPT_TOKENS})
 
 
@@ -102,7 +106,12 @@ def longest_prompt_within(row_tokens_max: int) -> int:
 
 
 def prompt_ids(length: int, vocabulary: int) -> list[int]:
-    """Return token ids that depend on their position only."""
+    """Return a prompt whose token ids depend on their position only.
+
+    Args:
+        length: number of tokens.
+        vocabulary: number of token ids; all returned ids are below it.
+    """
     return [(31 * index * index + 7 * index + 1) % vocabulary for index in range(length)]
 
 

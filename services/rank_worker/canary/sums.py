@@ -63,7 +63,7 @@ _SUM_NODE = 'label ="Sum AllReduce"'
 def check_sums(
     world: Collectives, hidden_size: int, dtype: mx.Dtype, clock: Clock
 ) -> list[CanaryFinding]:
-    """Sum known numbers over all ranks, in the sizes and dtypes that steps send.
+    """Sum known numbers over all ranks and compare every element with its known sum.
 
     Every rank runs all sums even after an error, so that the ranks stay in step.
 
@@ -72,6 +72,10 @@ def check_sums(
         hidden_size: H, width of the model's activations.
         dtype: of the activations.
         clock: measures durations.
+
+    Returns:
+        One finding per size and dtype: digest of all repetitions, bytes of one sum, median
+        microseconds.
 
     Raises:
         CanaryFailed: a sum is wrong on this rank.
@@ -96,21 +100,32 @@ def check_sums(
 
 
 def summand(rank: int, world_size: int, repetition: int) -> Summand:
-    """Return the summand of a rank at each index of the period, int8 [period]."""
+    """Return the numbers that a rank adds, for one period of the repeating pattern, int8 [period].
+
+    Args:
+        rank: the rank.
+        world_size: number of ranks, which determines the period.
+        repetition: number of the repetition, from 0 on; it shifts the pattern.
+    """
     period = _period(world_size)
     index = np.arange(period)
     return ((index + rank * rank + repetition) % period - period // 2).astype(np.int8)
 
 
 def expected_sum(world_size: int, repetition: int) -> npt.NDArray[np.int32]:
-    """Return the sum over all ranks at each index of the period, int32 [period]."""
+    """Return the sum of all ranks' `summand` patterns, int32 [period]; arguments as there."""
     parts = [summand(rank, world_size, repetition) for rank in range(world_size)]
     total: npt.NDArray[np.int32] = np.sum(parts, axis=0, dtype=np.int32)
     return total
 
 
 def period_indices(count: int, world_size: int) -> npt.NDArray[np.uint8]:
-    """Return the index in the period of each of `count` elements, uint8 [count]."""
+    """Return, for each element of a sum, its index in the repeating pattern, uint8 [count].
+
+    Args:
+        count: number of elements.
+        world_size: number of ranks, which determines the pattern's period.
+    """
     period = _period(world_size)
     found = np.empty(count, dtype=np.uint8)
     for start in range(0, count, COMPARED_ELEMENTS):
@@ -248,6 +263,10 @@ def time_sums(
         hidden_size: H, width of a row.
         dtype: of the activations.
         clock: measures durations.
+
+    Returns:
+        One finding per batch size in `DECODE_ROWS`: digest, bytes, and median microseconds of all
+        `count` sums.
     """
     return [_time_decode(world, count, rows, hidden_size, dtype, clock) for rows in DECODE_ROWS]
 

@@ -43,7 +43,15 @@ def hostfile(order: JoinWorld, environment: Mapping[str, str] = os.environ) -> s
 
 
 def share(cores: Sequence[int], place: int, count: int) -> list[int]:
-    """Return one rank's cores: equally many adjacent ones, or one shared core if there are few."""
+    """Return the CPU cores of one rank: equally many adjacent ones, or one shared core.
+
+    A core is shared when the host has more ranks than cores.
+
+    Args:
+        cores: numbers of all cores that the host's ranks may use, ascending.
+        place: number of ranks before this one on the host.
+        count: number of ranks on the host.
+    """
     if count > len(cores):
         return [cores[place % len(cores)]]
     size = len(cores) // count

@@ -17,10 +17,10 @@ VARIABLES = {
 
 
 def enlarge_caches(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that are not set yet.
+    """Set MLX's variables for cache sizes (`VARIABLES`), except those that are set already.
 
     Args:
-        environment: variables of this process.
+        environment: variables of this process; changed in place.
     """
     for name, value in VARIABLES.items():
         environment.setdefault(name, value)

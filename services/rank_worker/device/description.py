@@ -25,11 +25,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_in_subprocess() -> Device:
-    """Describe the device in another process, so that this one can still choose its GPU.
+    """Describe MLX's default device from another process; this process can still choose its GPU.
 
     Raises:
         UnavailableError: when MLX does not start.
-        subprocess.TimeoutExpired: when it takes too long.
+        subprocess.TimeoutExpired: when it takes longer than `DESCRIBE_TIMEOUT_S`.
     """
     done = subprocess.run(
         [sys.executable, "-m", "services.rank_worker.device.hardware"],

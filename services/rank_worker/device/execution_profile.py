@@ -11,7 +11,7 @@ FREED_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExecutionProfile:
-    """How plans are executed on a device. The defaults are those of a CPU."""
+    """The ways of executing plans that differ between devices. The defaults are those of a CPU."""
 
     has_queue: bool = False
     """The device accepts a step while it computes another one."""
@@ -29,8 +29,9 @@ def execution_profile(device: Device, backend: Backend, free_bytes: int) -> Exec
 
     Args:
         device: the rank's device.
-        backend: the world's backend for collectives.
-        free_bytes: free memory of the device after loading.
+        backend: the world's backend for collectives; prefills are padded only if all devices are
+            alike.
+        free_bytes: free memory of the device after loading, which limits the freed buffers.
     """
     if device.kind == "cpu":
         return ExecutionProfile()

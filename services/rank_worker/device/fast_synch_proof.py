@@ -23,7 +23,10 @@ _log = Log("rank_worker.fast_synch")
 
 
 class FastSynchProof:
-    """This rank's effect on the recorded proof. Does nothing unless the variable is set."""
+    """Records, withholds and revokes the proof on behalf of this rank.
+
+    Does nothing unless fast synchronization is enabled in the environment.
+    """
 
     def __init__(
         self,
@@ -72,10 +75,13 @@ class FastSynchProof:
             self._record_again()
 
     def world_left(self, order: LeaveWorld) -> None:
-        """Keep or revoke the proof depending on why the world ended.
+        """Revoke the proof if the canary failed; otherwise record again a proof that is withheld.
 
         Only the scheduler compares the ranks' findings, so this order may be the only sign of a
         failed canary. Runs in the thread that then ends this process.
+
+        Args:
+            order: the scheduler's order, with the cause of the world's end.
         """
         if order.cause != "canary":
             self._record_again()

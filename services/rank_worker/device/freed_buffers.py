@@ -14,7 +14,10 @@ CLEAR_EVERY_TOKENS = 2_048
 
 
 class FreedBuffers:
-    """Clears MLX's cache of buffers regularly if it is larger than a limit."""
+    """Empties MLX's cache of freed buffers regularly, if it is larger than a limit.
+
+    The cache is compared with the limit every 256 steps or 2,048 prefilled tokens.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         """Start counting steps.
@@ -27,7 +30,7 @@ class FreedBuffers:
         self._tokens = 0
 
     def step_finished(self, plan: StepPlan) -> None:
-        """Count a finished step, and clear the cache when it is due."""
+        """Count a finished step and its prefilled tokens; empty the cache if that is due."""
         self._steps += 1
         self._tokens += sum(one.length for one in plan.prefill_chunks)
         if self._steps >= CLEAR_EVERY_STEPS or self._tokens >= CLEAR_EVERY_TOKENS:

@@ -34,7 +34,12 @@ def describe_device() -> Device:
 
 
 def free_bytes(device: Device, ranks_on_host: int) -> int:
-    """Return this rank's share of the memory that is free now."""
+    """Return the bytes of memory that are free now for this rank.
+
+    Args:
+        device: the rank's device.
+        ranks_on_host: number of ranks on this host, which share its memory equally on CPUs.
+    """
     if device.kind == "cpu":
         return _available_bytes() // max(1, ranks_on_host)
     if device.kind == "cuda":
@@ -44,7 +49,10 @@ def free_bytes(device: Device, ranks_on_host: int) -> int:
 
 
 def wire_memory(device: Device) -> None:
-    """Keep weights resident on Metal, because macOS compresses memory that is idle for a while."""
+    """Let MLX keep up to all of the device's memory wired on Metal; does nothing elsewhere.
+
+    macOS compresses memory that is idle for a while, weights included.
+    """
     if device.kind == "metal" and device.memory_bytes:
         mx.set_wired_limit(device.memory_bytes)
 

@@ -50,7 +50,7 @@ def load_facts(
 
 
 def encode_row(facts: Facts) -> list[int]:
-    """Return facts as int32 numbers, whose count depends only on the number of facts.
+    """Encode facts as int32 numbers, whose count depends only on the number of facts.
 
     The row holds the beginning and a digest of each value, then a digest of the row itself.
     """
@@ -62,7 +62,10 @@ def encode_row(facts: Facts) -> list[int]:
 
 
 def rows_intact(rows: Sequence[Sequence[int]]) -> bool:
-    """Tell whether all rows match their digests, so that the collective has worked."""
+    """Tell whether every rank's row matches the digest at its end.
+
+    If not, the collective that exchanged the rows returned wrong numbers.
+    """
     encoded = [np.array(one, dtype="<i4").tobytes() for one in rows]
     return all(one[-DIGEST_BYTES:] == _digest(one[:-DIGEST_BYTES]) for one in encoded)
 

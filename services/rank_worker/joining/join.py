@@ -52,10 +52,13 @@ def needs_data_port(config: Config) -> bool:
 
 
 class DataPort:
-    """A port for the rank's collectives, reserved until MLX binds it."""
+    """A TCP port for this rank's collectives, held by a bound socket until MLX binds it."""
 
     def __init__(self, host: str) -> None:
         """Reserve a free port.
+
+        Args:
+            host: IPv4 address or name of this machine that the other ranks reach.
 
         Raises:
             ConfigError: when this machine has no such address.
@@ -84,17 +87,25 @@ class DataPort:
             self.release()
 
     def release(self) -> None:
-        """End the reservation. May be called more than once."""
+        """Close the socket that reserves the port. May be called more than once."""
         self._socket.close()
 
 
 def hello(
     rank: int, data_address: str, *, device: str, memory_bytes: int, mlx_version: str
 ) -> RankHello:
-    """Return this process's hello to the scheduler. A launcher's rank takes precedence over `rank`.
+    """Return this process's first message to the scheduler.
+
+    Args:
+        rank: the configured rank; -1: the scheduler assigns one. A launcher's rank takes
+            precedence.
+        data_address: host:port for collectives; not sent for a launched rank.
+        device: kind and name of the device.
+        memory_bytes: memory that the rank may use.
+        mlx_version: version of MLX.
 
     Raises:
-        ConfigError: as in `launched_rank`.
+        ConfigError: the launcher's rank is not a number.
     """
     launched = launched_rank()
     return RankHello(

@@ -42,6 +42,10 @@ def rendezvous_links(
         rank: this rank.
         environment: the world's environment variables.
         files: contents of the files that variables name, by variable.
+
+    Returns:
+        (ranks that connect to each of this rank's addresses, connections that this rank opens);
+        both are empty for a world whose environment was set by another launcher.
     """
     if backend == "ring" and "MLX_HOSTFILE" in files:
         rows = rendezvous_protocol.ring_addresses(files)

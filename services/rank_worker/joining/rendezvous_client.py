@@ -21,16 +21,16 @@ _RETRY_S = 0.1
 
 
 class RendezvousClient:
-    """Connects to one peer in a thread of its own."""
+    """Connects to one peer in a thread of its own, again and again until the deadline."""
 
     def __init__(self, peer: int, address: str, greeting: bytes, deadline_s: float) -> None:
-        """Prepare to connect.
+        """Prepare to connect; `start` begins.
 
         Args:
             peer: rank of the peer.
             address: its address, host:port.
             greeting: the line to send first.
-            deadline_s: in seconds of `time.monotonic`.
+            deadline_s: end of all attempts, in seconds of `time.monotonic`.
         """
         self.peer = peer
         self.address = address
@@ -43,11 +43,11 @@ class RendezvousClient:
         self._thread = threading.Thread(target=self._run, name=f"rendezvous-{peer}", daemon=True)
 
     def start(self) -> None:
-        """Start connecting."""
+        """Start the thread that connects."""
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the rendezvous is complete or the deadline has passed."""
+        """Wait until the rendezvous is complete or the deadline has passed; `cause` tells which."""
         # A name server that does not answer may block the thread for longer.
         self._thread.join(max(0.0, self._left_s()) + 2 * FINAL_REPLY_S)
 

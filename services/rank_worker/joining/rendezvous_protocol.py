@@ -45,16 +45,20 @@ def ring_addresses(files: Mapping[str, str]) -> list[list[str]]:
 
 
 def greeting(order: JoinWorld) -> bytes:
-    """Return the client's first line."""
+    """Return the client's first line: epoch, own rank, and a digest of the world's settings."""
     return f"lockstep {order.epoch} {order.rank} {_world_digest(order)}\n".encode()
 
 
 def parse_greeting(line: bytes, order: JoinWorld) -> int | Literal["invalid", "other"]:
-    """Return the rank in a client's first line.
+    """Read a client's first line.
+
+    Args:
+        line: the bytes received, line end included.
+        order: this rank's order to join, whose epoch and world the line must name.
 
     Returns:
-        "invalid" when the line is not a greeting; "other" when it is one of another epoch or world,
-        or contains no rank.
+        The client's rank; "invalid" when the line is not a greeting; "other" when it is one of
+        another epoch or world, or contains no rank.
     """
     words = line.split()
     if len(words) != 4 or words[0] != b"lockstep" or not line.endswith(b"\n"):
@@ -66,7 +70,7 @@ def parse_greeting(line: bytes, order: JoinWorld) -> int | Literal["invalid", "o
 
 
 def incomplete(ranks: list[int]) -> bytes:
-    """Return the line that lists the missing ranks."""
+    """Return the server's last line after the deadline: the ranks that did not connect."""
     return INCOMPLETE + ",".join(map(str, ranks)).encode() + b"\n"
 
 

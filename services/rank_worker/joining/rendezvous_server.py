@@ -49,7 +49,7 @@ class _Peer:
 
 
 class RendezvousServer:
-    """Accepts the expected ranks on this rank's addresses."""
+    """Waits on this rank's addresses until the expected ranks have connected and greeted."""
 
     def __init__(self, order: JoinWorld, expected: ExpectedRanks) -> None:
         self._order = order
@@ -70,7 +70,7 @@ class RendezvousServer:
             deadline_s: in seconds of `time.monotonic`.
 
         Returns:
-            One sentence per missing rank.
+            One error sentence per missing rank; empty when all have connected.
         """
         started_s = time.monotonic()
         try:
