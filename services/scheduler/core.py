@@ -62,7 +62,7 @@ _OPERATOR = b"operator-"
 
 
 class SchedulerCore:
-    """The state of the scheduler."""
+    """Takes every decision of the scheduler, one event at a time."""
 
     def __init__(self, config: Config, jaccl_devices: str = "", hostfile: str = "") -> None:
         """Start without gateways, ranks and requests.
@@ -94,7 +94,7 @@ class SchedulerCore:
         self._has_stopped = False
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Handle one event; return the actions to perform, in order.
+        """Handle one event at the time `now_s`; return the actions to perform, in order.
 
         The caller owns the list. After `Stop`, events are ignored.
         """
@@ -139,7 +139,7 @@ class SchedulerCore:
         self._counters["scheduler_cpu_ms_total"] += milliseconds
 
     def check_invariants(self) -> None:
-        """Raise InvariantBroken when the state is inconsistent (I1, I7, I9)."""
+        """Raise InvariantBroken or AssertionError when the state is inconsistent (I1, I7, I9)."""
         self._batch.check_invariants()
         for sequence in self._requests:
             running = sequence.state is SequenceState.RUNNING

@@ -48,7 +48,7 @@ _TICK_S = limits.ACK_DELAY_S
 
 
 class Shell:
-    """The core, and the listeners for gateways and ranks."""
+    """Runs the core: receives messages, reads the clock and performs the core's actions."""
 
     def __init__(self, config: Config) -> None:
         """Bind both addresses.

@@ -15,20 +15,25 @@ _WINDOW_S = 2.0
 
 
 class TokenRates:
-    """Tokens per second over the window."""
+    """Mean number of generated tokens per second over the last two seconds."""
 
     def __init__(self) -> None:
         self._entries: deque[tuple[float, int]] = deque()
         self._tokens = 0
 
     def record(self, now_s: float, tokens: int) -> None:
-        """Record the tokens of one finished step."""
+        """Record the tokens of one finished step.
+
+        Args:
+            now_s: when it finished.
+            tokens: tokens of all sequences together.
+        """
         self._entries.append((now_s, tokens))
         self._tokens += tokens
         self._forget(now_s)
 
     def tokens_per_second(self, now_s: float) -> float:
-        """Return the mean token rate of the window; 0 when idle."""
+        """Return the mean number of tokens per second over the last two seconds; 0 when idle."""
         self._forget(now_s)
         return self._tokens / _WINDOW_S
 
@@ -57,7 +62,7 @@ def report(
         world: rank processes and the epoch.
         batch: the running batch.
         in_flight: plans in flight.
-        rates: token rate.
+        rates: tokens per second of the last seconds.
         counters: counters since the scheduler started, by name.
         waiting: number of waiting requests.
         tokens_limit: most tokens of prompt and completion; 0: unknown.

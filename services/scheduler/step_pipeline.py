@@ -21,7 +21,7 @@ _NewTokens = tuple[Sequence, int, list[int], list[TokenLogprobs]]
 
 
 class StepPipeline:
-    """Plans sent to the ranks, and the tokens of their receipts."""
+    """Sends plans to the ranks, and the tokens of receipts that agree to the gateways."""
 
     def __init__(
         self,
@@ -53,14 +53,18 @@ class StepPipeline:
         return len(self._batch) > 0 and not self._has_produced_tokens
 
     def discard_in_flight(self) -> None:
-        """Discard all plans in flight because their epoch has ended."""
+        """Forget all plans in flight: their epoch has ended, so their receipts no longer count."""
         self.in_flight = InFlightSteps()
         self._has_produced_tokens = False
         for sequence in self._requests:
             sequence.forget_in_flight()
 
     def send_plans(self, now_s: float) -> None:
-        """Send plans until the limit of plans in flight; with an idle batch, wait out a burst."""
+        """Send plans up to the limit of plans in flight; an idle batch first waits for a burst.
+
+        Args:
+            now_s: the time. If it waits, `wake_at_s` is when to call this again.
+        """
         self.wake_at_s = None
         if self._world.state is not WorldState.READY:
             return
@@ -81,9 +85,17 @@ class StepPipeline:
             self._actions.append(SendToRanks(self._world.peers, restore, self._world.epoch))
 
     def receive(self, peer: PeerId, receipt: StepFinished, now_s: float) -> str | None:
-        """Take in a receipt; return why the epoch must end, or None.
+        """Take in one rank's receipt, and emit the tokens of steps whose receipts all agree.
 
         A repeated receipt, and one of another epoch or of an unknown peer, is only counted.
+
+        Args:
+            peer: the rank process that sent it.
+            receipt: the receipt.
+            now_s: when it arrived.
+
+        Returns:
+            Why the epoch must end, one sentence, or None.
         """
         rank = self._world.rank_of(peer)
         if rank is None or receipt.epoch != self._world.epoch:
@@ -158,10 +170,10 @@ class StepPipeline:
 
 
 def take_tokens(sequence: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
-    """Append sampled tokens to a sequence up to its end.
+    """Append sampled tokens to a sequence up to its end: a stop token, or its longest length.
 
     Returns:
-        The tokens that were appended, and the finish reason or None.
+        The tokens that were appended, and "stop", "length" or, before the end, None.
     """
     taken: list[int] = []
     for token in tokens:
@@ -175,7 +187,12 @@ def take_tokens(sequence: Sequence, tokens: list[int]) -> tuple[list[int], str |
 
 
 def tokens_message(entries: list[_NewTokens]) -> TokensGenerated:
-    """Return the message that brings one gateway its tokens of a step."""
+    """Return the message that brings one gateway its tokens of a step.
+
+    Args:
+        entries: per sequence of the gateway itself, the position of its first new token in the
+            completion, its new tokens, and their logprobs or [].
+    """
     has_logprobs = any(logprobs for _, _, _, logprobs in entries)
     return TokensGenerated(
         request_ids=[sequence.request.request_id for sequence, _, _, _ in entries],

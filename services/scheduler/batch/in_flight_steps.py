@@ -46,7 +46,12 @@ class InFlightSteps:
         self.next_step_id = StepId(self.next_step_id + 1)
 
     def has_receipt(self, rank: int, receipt: StepFinished) -> bool:
-        """Tell whether this receipt was received before, or its step has finished."""
+        """Tell whether this receipt was received before, or its step has finished.
+
+        Args:
+            rank: the rank that sent it.
+            receipt: the receipt.
+        """
         if receipt.step_id <= self.finished_step_id:
             return True
         return any(step.receipts.get(rank) == receipt for step in self._steps)
@@ -73,7 +78,7 @@ class InFlightSteps:
         return step
 
     def overdue_reason(self, now_s: float) -> str | None:
-        """Return a sentence about the step that has passed its deadline, or None."""
+        """Return a sentence if the oldest step has passed its deadline, else None."""
         if not self._steps:
             return None
         step = self._steps[0]
@@ -87,20 +92,34 @@ class InFlightSteps:
         )
 
     def extend_deadlines(self, seconds: float, now_s: float) -> None:
-        """Extend deadlines by the seconds in which the scheduler could not read receipts."""
+        """Extend deadlines by the seconds in which the scheduler could not read receipts.
+
+        Args:
+            seconds: how long it could not.
+            now_s: the time, which bounds the new beginning of the deadlines.
+        """
         self._progress_at_s = min(now_s, self._progress_at_s + seconds)
 
     def stalled_s(self, now_s: float) -> float:
-        """Return the seconds since the oldest plan made progress; 0 with nothing in flight."""
+        """Return the seconds without progress; 0 with nothing in flight.
+
+        Progress is a finished step, or a plan sent to idle ranks.
+        """
         return now_s - self._progress_at_s if self._steps else 0.0
 
 
 def find_disagreement(step: InFlightStep, vocabulary_size: int) -> str | None:
-    """Return how the receipts of a step differ or are impossible, or None if they are good.
+    """Compare the receipts of a step with each other and with its plan.
+
+    Their digests must be equal, and rank 0's tokens must fit the plan's samples, drafts and the
+    vocabulary.
 
     Args:
         step: a step with the receipts of all ranks.
         vocabulary_size: token ids are below it.
+
+    Returns:
+        A sentence about the first difference or impossible value, or None if they are good.
     """
     digests = {rank: receipt.digest for rank, receipt in step.receipts.items()}
     if len(set(digests.values())) > 1:

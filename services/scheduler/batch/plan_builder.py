@@ -25,7 +25,7 @@ class StepWork:
     method: Method = "ngram"
     """Method that proposed the drafts."""
     read_tokens: int = 0
-    """Tokens that draft rows read."""
+    """Tokens that rows of the draft model read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,11 @@ class PlannedStep:
         return bool(self.plan.draft_counts or self.plan.drafts)
 
     def drafts_of(self, sample: int) -> int:
-        """Return the number of drafts in the plan for one of `samples`, by index."""
+        """Return the number of drafts in the plan for one sample.
+
+        Args:
+            sample: index into `samples`; a prefill chunk's sample has no drafts.
+        """
         decode = sample - (len(self.samples) - len(self.plan.decodes))
         if decode < 0:
             return 0
@@ -60,7 +64,7 @@ class PlannedStep:
 
 @dataclasses.dataclass(slots=True)
 class PlanBuilder:
-    """Collects the parts of a plan."""
+    """Collects the parts of the step plan being built."""
 
     now_s: float
     moves: list[SlotMove] = dataclasses.field(default_factory=list)
@@ -68,7 +72,7 @@ class PlanBuilder:
     first_admitted: list[Sequence] = dataclasses.field(default_factory=list)
     chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
     draft_reads: list[DraftChunk] = dataclasses.field(default_factory=list)
-    """Known tokens that draft rows read."""
+    """Known tokens that rows of the draft model read."""
     drafts: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     """Drafts to verify, by sequence id."""
     draft_counts: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -85,7 +89,7 @@ class PlanBuilder:
 
     @property
     def read_tokens(self) -> int:
-        """Tokens that draft rows read."""
+        """Tokens that rows of the draft model read."""
         return sum(len(chunk.tokens) for chunk in self.draft_reads)
 
     @property

@@ -55,7 +55,12 @@ class PrefillPlanner:
                 self._fetch_blocks(sequence, timing, now_s, may_evict=may_evict)
 
     def plan(self, plan: PlanBuilder, timing: StepTiming) -> None:
-        """Add chunks and admissions to a plan whose decodes are complete."""
+        """Add chunks and admissions to a plan whose decodes are complete.
+
+        Args:
+            plan: the plan being built.
+            timing: measured step times, which limit the tokens.
+        """
         position = self._next_position()
         tokens_max = min(
             self._config.step_tokens_max,

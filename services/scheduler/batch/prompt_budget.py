@@ -33,17 +33,24 @@ class PromptBudget:
         self._token_ms = timing.prefill_token_ms(position)
 
     def would_cut_scrap(self, rest: int, position: int) -> bool:
-        """Tell whether the remaining budget would prefill only a scrap of a prompt.
+        """Tell whether the rest of the budget is too small a first chunk for a prompt (a scrap).
 
         Args:
             rest: tokens of the prompt that are not prefilled.
             position: tokens before them.
+
+        Returns:
+            True if the budget left is at most an eighth of a step's and cannot finish the prompt.
         """
         left = self._fitting(position)
         return left <= self._scrap and rest > left + self._scrap
 
     def tokens_max(self, position: int) -> int:
-        """Return the most tokens that one prompt may prefill from a position."""
+        """Return the most tokens that one prompt may prefill in this step.
+
+        Args:
+            position: tokens of the prompt before the chunk; deeper tokens cost more of the budget.
+        """
         return min(self._fitting(position), limits.FORWARD_TOKENS_MAX) + self._scrap
 
     def take(self, rest: int, position: int, length_max: int) -> int:

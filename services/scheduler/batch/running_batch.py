@@ -23,7 +23,7 @@ _SPARSE_ROWS_MIN = 8
 
 
 class RunningBatch:
-    """The running sequences and their rows."""
+    """Plans the steps of the running sequences; owns their slots, KV rows and cache blocks."""
 
     def __init__(self, config: Config, waiting: WaitingQueue) -> None:
         scheduler = config.scheduler
@@ -109,11 +109,18 @@ class RunningBatch:
     def record_verification(
         self, sequence: Sequence, proposed: int, emitted: int, taken: int
     ) -> None:
-        """Record the result of a sequence's drafts; see `SpeculationPlanner`."""
+        """Record the verification of a running sequence's drafts, and roll back its row.
+
+        Args:
+            sequence: the sequence.
+            proposed: drafts in the plan.
+            emitted: tokens in the receipt, one more than the accepted drafts.
+            taken: emitted tokens that became part of the completion.
+        """
         self._speculation.record_verification(sequence, proposed, emitted, taken)
 
     def report_counters(self) -> dict[str, float]:
-        """Return counters since the scheduler started, by name."""
+        """Return the counters of preemptions, cache and drafts since start, by name."""
         return {
             "preemptions_total": float(self.preemptions),
             **self.cache.report_counters(),
@@ -121,17 +128,27 @@ class RunningBatch:
         }
 
     def draft_statistics(self) -> list[DraftStatistics]:
-        """Return counts of drafts since start, one entry per method."""
+        """Return counts of proposed and accepted drafts since start, one entry per method."""
         return self._speculation.draft_statistics()
 
     def look_ahead(self, now_s: float) -> None:
-        """Start restores and index prompts for sequences that will be planned soon."""
+        """Start restores and index prompts for sequences that will be planned soon.
+
+        Args:
+            now_s: the time; waits for restores whose deadline has passed by then end.
+        """
         self.cache.expire_restores(now_s)
         self._prefill.look_ahead(self.timing, now_s, may_evict=False)
         self._speculation.look_ahead(self._running)
 
     def next_step(self, epoch: Epoch, step_id: StepId, now_s: float) -> PlannedStep | None:
-        """Plan one step; None if there is nothing to do or drafts wait for earlier results."""
+        """Plan one step; None if there is nothing to do or drafts wait for earlier results.
+
+        Args:
+            epoch: the current epoch.
+            step_id: number of the step in its epoch.
+            now_s: the time.
+        """
         chosen = self._choose_drafts()
         if chosen is None:
             return None

@@ -10,7 +10,7 @@ from shared.identifiers import SequenceId, Slot
 
 
 class RunningSequences:
-    """Sequences by id, the longest-running first."""
+    """The running sequences and their slots, the longest-running first."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -36,7 +36,15 @@ class RunningSequences:
         return bool(self._departed)
 
     def admit(self, sequence: Sequence, now_s: float) -> Slot:
-        """Give a sequence the lowest free slot and return it. The caller has made room."""
+        """Give a sequence the lowest free slot and return it.
+
+        Args:
+            sequence: a waiting sequence; the caller has made room for its row.
+            now_s: when it is admitted.
+
+        Raises:
+            InvariantBroken: there is no row for that slot.
+        """
         sequence.slot = self._rows.assign_slot(sequence.sequence_id)
         sequence.state = SequenceState.RUNNING
         sequence.admitted_at_s = now_s
@@ -46,7 +54,11 @@ class RunningSequences:
         return sequence.slot
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence off its slot; the next plan tells the ranks."""
+        """Free a sequence's slot; the next plan tells the ranks to drop its row.
+
+        Raises:
+            InvariantBroken: the sequence has no slot.
+        """
         if sequence.slot is None:
             raise InvariantBroken(f"sequence {sequence.sequence_id} leaves without a slot")
         self._rows.release_slot(sequence.slot, sequence.sequence_id)
@@ -56,7 +68,10 @@ class RunningSequences:
         sequence.slot = None
 
     def compact(self, plan: PlanBuilder) -> None:
-        """Move rows to the lowest slots.
+        """Move rows to the lowest slots, so that no slot below a used one is free.
+
+        Args:
+            plan: the plan being built, to which the moves are added.
 
         Raises:
             InvariantBroken: when the plan has admitted a sequence already.
@@ -85,7 +100,11 @@ class RunningSequences:
         return dropped
 
     def take_departed(self) -> list[tuple[Sequence, int]]:
-        """Return and clear the sequences that have left, each with the known tokens in its row."""
+        """Return and clear the sequences that have left since the last plan.
+
+        Returns:
+            Each sequence, and how many known tokens its row holds.
+        """
         left, self._departed = self._departed, []
         return left
 

@@ -24,7 +24,7 @@ from shared.messages import DraftChunk, DraftStatistics, RolledBack
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenDrafts:
-    """Drafts for the next plan."""
+    """Drafts for the next plan, by sequence."""
 
     by_sequence: dict[SequenceId, list[int]] = dataclasses.field(default_factory=dict)
     """Drafts proposed by the scheduler, of the sequences that have any."""
@@ -32,7 +32,7 @@ class ChosenDrafts:
     """Drafts that the ranks propose, of the sequences whose draft rows take part in the plan. With
     any entry here, `by_sequence` is empty."""
     reads: dict[SequenceId, int] = dataclasses.field(default_factory=dict)
-    """Tokens that draft rows read before they propose."""
+    """Tokens that rows of the draft model read before they propose."""
     method: Method = "ngram"
     """Method that proposes the drafts."""
 
@@ -47,7 +47,7 @@ NO_DRAFTS = ChosenDrafts()
 
 
 class SpeculationPlanner:
-    """Applies the speculator's choices to the running sequences."""
+    """Puts drafts chosen by the speculator into plans, and collects the rows to roll back."""
 
     def __init__(self, config: Config) -> None:
         self._speculator = Speculator(config.speculation, config.scheduler)
@@ -62,7 +62,11 @@ class SpeculationPlanner:
         self._rolled_back.clear()
 
     def look_ahead(self, running: Iterable[Sequence]) -> None:
-        """Index part of the prompts that are being prefilled."""
+        """Index part of the prompts being prefilled, so that drafts can be copied from them.
+
+        Args:
+            running: the running sequences.
+        """
         states = [self._draft_state_of(one) for one in running if not one.is_decoding]
         self._speculator.index_prompts([one for one in states if one is not None])
 
@@ -107,7 +111,13 @@ class SpeculationPlanner:
         )
 
     def add_decode(self, plan: PlanBuilder, sequence: Sequence, chosen: ChosenDrafts) -> None:
-        """Add a sequence's decode to a plan, with the drafts chosen for it."""
+        """Count a sequence's decode as planned, and add the drafts chosen for it to the plan.
+
+        Args:
+            plan: the plan being built, which changes.
+            sequence: the sequence, which can decode.
+            chosen: the drafts for all sequences of the plan.
+        """
         if chosen is NO_DRAFTS:
             sequence.drafts_in_flight = 0
             sequence.planned_tokens += 1
@@ -133,7 +143,7 @@ class SpeculationPlanner:
     def read_prompts(
         self, plan: PlanBuilder, running: Iterable[Sequence], token_ms: Callable[[int], float]
     ) -> None:
-        """Let draft rows read prompts that a plan prefills, up to the plan's prefill tokens.
+        """Let the draft model read prompts that a plan prefills, up to the plan's prefill tokens.
 
         Args:
             plan: a plan whose prefill chunks are complete.
@@ -167,7 +177,7 @@ class SpeculationPlanner:
 
         Args:
             drafts: the plan's drafts.
-            read: tokens that draft rows read in it.
+            read: tokens that rows of the draft model read in it.
         """
         return self.can_roll_back and self._speculator.record_plan(drafts, read)
 
@@ -205,11 +215,11 @@ class SpeculationPlanner:
         return taken
 
     def report_counters(self) -> dict[str, float]:
-        """Return counters since the scheduler started, by name."""
+        """Return the counts of plans with drafts, plans held back and tokens read, by name."""
         return self._speculator.counters.report()
 
     def draft_statistics(self) -> list[DraftStatistics]:
-        """Return counts of drafts since start, one entry per method."""
+        """Return counts of proposed and accepted drafts since start, one entry per method."""
         return self._speculator.counters.statistics()
 
     def _draft_state_of(self, sequence: Sequence) -> DraftState | None:

@@ -21,7 +21,12 @@ class StepDeadlines:
         self._seen: set[_StepKind] = set()
 
     def deadline_s(self, shape: StepWork) -> float:
-        """Return the deadline of a step, in seconds."""
+        """Return how many seconds a step may take.
+
+        Args:
+            shape: the work in the step; a kind of work that is new in this epoch gets the longest
+                deadline.
+        """
         if not self._seen.issuperset(_kinds(shape)):
             return limits.STEP_DEADLINE_MAX_S
         predicted_ms = self._timing.predicted_ms(
@@ -34,7 +39,11 @@ class StepDeadlines:
         return min(max(allowed_s, limits.STEP_DEADLINE_MIN_S), limits.STEP_DEADLINE_MAX_S)
 
     def record_step(self, shape: StepWork) -> None:
-        """Record that a step has finished."""
+        """Record that a step has finished, so that its kinds of work are no longer new.
+
+        Args:
+            shape: the work in the step.
+        """
         self._seen.update(_kinds(shape))
 
 

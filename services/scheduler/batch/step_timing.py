@@ -77,7 +77,10 @@ class _ChunkCost:
 
 
 class StepTiming:
-    """Measured times of one epoch; another world has other times."""
+    """Measured durations of steps, and the chunk sizes and predictions that follow from them.
+
+    They are those of one epoch, because another world has other durations.
+    """
 
     def __init__(self, decode_stall_ms: float) -> None:
         self._decode_stall_ms = decode_stall_ms
@@ -87,14 +90,18 @@ class StepTiming:
         self._largest_chunk = 0
 
     def prefill_token_ms(self, position: int = 0) -> float:
-        """Return the milliseconds per prefill token at a position of a prompt; 0: unknown."""
+        """Return the milliseconds per prefill token at a position of a prompt; 0: unknown.
+
+        Args:
+            position: tokens of the prompt before it; attention makes later tokens cost more.
+        """
         if not self._chunks:
             return 0.0
         cost, factor = self._nearest(position)
         return cost.token_ms * factor
 
     def decode_ms(self, rows: int) -> float:
-        """Return the expected time of a decode of `rows` rows; 0: unknown."""
+        """Return the expected milliseconds of a decode of `rows` rows; 0: unknown."""
         if rows == 0 or not self._decode_ms:
             return 0.0
         if rows in self._decode_ms:
@@ -105,7 +112,7 @@ class StepTiming:
         return self._decode_ms[nearest] * (1.0 if nearest > rows else max(1.0, rows / nearest))
 
     def chunk_tokens(self, *, decoding: bool, position: int = 0) -> int:
-        """Return how many tokens the next step may prefill.
+        """Return how many tokens the next step may prefill without delaying decodes too long.
 
         Args:
             decoding: the step has decodes, which wait for it to end.
@@ -125,6 +132,8 @@ class StepTiming:
     def joint_tokens_max(self, position: int = 0) -> float:
         """Return the most tokens of several prompts in one step without decodes.
 
+        It is infinite until prefill was measured.
+
         Args:
             position: position of the first token in its prompt.
         """
@@ -132,7 +141,13 @@ class StepTiming:
         return _JOINT_PREFILL_MS / token_ms if token_ms else math.inf
 
     def predicted_ms(self, chunk_tokens: int, decodes: int, position: int = 0) -> float | None:
-        """Return the expected milliseconds of a step; None: too little was measured."""
+        """Return the expected milliseconds of a step; None: too little was measured.
+
+        Args:
+            chunk_tokens: tokens of its prefill chunks.
+            decodes: rows that decode.
+            position: mean position of its chunks in their prompts, in tokens.
+        """
         if chunk_tokens and not self._chunks:
             return None
         if decodes and not self._decode_ms:
@@ -142,13 +157,13 @@ class StepTiming:
     def record_step(
         self, chunk_tokens: int, decodes: int, busy_ms: float, position: int = 0
     ) -> None:
-        """Record the time of a finished step.
+        """Record the duration of a finished step.
 
         Args:
             chunk_tokens: tokens of its prefill chunks.
             decodes: rows that decoded.
-            busy_ms: time in which the device computed.
-            position: mean position of its chunks.
+            busy_ms: milliseconds in which the device computed.
+            position: mean position of its chunks in their prompts, in tokens.
         """
         if not chunk_tokens:
             if decodes:

@@ -58,14 +58,24 @@ class PendingBlocks:
         return entry_hash in self._owners
 
     def add(self, blocks: SequenceBlocks, wanted: list[tuple[int, bytes]]) -> None:
-        """Add the (end, hash) pairs that a sequence will compute, unless another one owns them."""
+        """Add the blocks that a sequence will compute, unless another one owns them.
+
+        Args:
+            blocks: the sequence.
+            wanted: (end, hash) of each, by rising end; the end is a row length in tokens.
+        """
         for end, entry_hash in wanted:
             if self._owners.setdefault(entry_hash, blocks.sequence_id) == blocks.sequence_id:
                 blocks.pending.append((end, entry_hash))
         self.version += 1
 
     def release(self, blocks: SequenceBlocks, until_tokens: int) -> None:
-        """Remove a sequence's entries that end at or before a row length."""
+        """Remove a sequence's blocks that end at or before a row length.
+
+        Args:
+            blocks: the sequence.
+            until_tokens: the row length.
+        """
         while blocks.pending and blocks.pending[0][0] <= until_tokens:
             _, entry_hash = blocks.pending.popleft()
             del self._owners[entry_hash]
@@ -83,7 +93,7 @@ class PendingBlocks:
 
 
 class Admission:
-    """Lookups of waiting sequences and the admission of those that are ready."""
+    """Decides which waiting sequences are ready, and what the rows of admitted ones reuse."""
 
     def __init__(self, state: CacheState, restorer: Restorer) -> None:
         self._state = state
@@ -93,7 +103,14 @@ class Admission:
     def look_up(self, blocks: SequenceBlocks, now_s: float) -> PrefixLookup:
         """Decide whether a waiting sequence can be admitted, waits, or needs a restore.
 
-        A pure lookup: it changes no block and sends nothing. Only `blocks` remembers the result.
+        It changes no block and sends nothing; only `blocks` remembers the result.
+
+        Args:
+            blocks: the waiting sequence.
+            now_s: the time, for the limit of a wait until fewer restores are open.
+
+        Returns:
+            The decision; with REQUEST also the match, for `request_restore`.
         """
         if blocks.epoch != self._state.epoch:
             self._reset(blocks)
@@ -130,7 +147,7 @@ class Admission:
             match: the match of that lookup.
             now_s: the time.
             token_ms: predicted milliseconds to compute the token at a position of a prompt.
-            may_evict: a plan is being built, so evictions are possible.
+            may_evict: a plan is being built, so blocks can be evicted to make room.
 
         Returns:
             WAIT when the sequence waits for a restore, else ADMIT.
@@ -171,7 +188,12 @@ class Admission:
     def release_pending(
         self, blocks: SequenceBlocks, until_tokens: int = UNREACHABLE_TOKENS
     ) -> None:
-        """Let no sequence wait for a running one's blocks up to a row length any more."""
+        """Let no other sequence wait for a running one's blocks up to a row length.
+
+        Args:
+            blocks: the running sequence.
+            until_tokens: the row length; by default all blocks.
+        """
         self._pending.release(blocks, until_tokens)
 
     def end_epoch(self) -> None:
@@ -262,7 +284,7 @@ def explain_reuse(
     Args:
         block_tokens: tokens per block.
         blocks: the sequence.
-        match: its match.
+        match: its prefix match.
         reused_tokens: the part of the match that is reused.
     """
     prompt_tokens = len(blocks.request.prompt)

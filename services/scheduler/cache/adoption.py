@@ -6,12 +6,17 @@ from services.scheduler.cache.restore_order import RestoreOrder, restore_bytes
 
 
 def adopt_blocks(state: CacheState, restore: RestoreOrder) -> int:
-    """Make the leading items of an answered restore resident.
+    """Make the blocks of a restore that every rank has read resident.
 
     The caller still holds the block before them and has released their reserved memory.
 
+    Args:
+        state: the cache's shared state.
+        restore: a restore that all ranks have answered.
+
     Returns:
-        The number of adopted items; 0 when there is no memory or the index has changed.
+        The number of adopted items, from the first; 0 when there is no memory or the index has
+        changed.
     """
     block_format = state.block_format
     nodes = restore.nodes[: restore.count]
@@ -37,7 +42,14 @@ def adopt_blocks(state: CacheState, restore: RestoreOrder) -> int:
 
 
 def learn_stored(state: CacheState, restore: RestoreOrder) -> None:
-    """Record which entries are stored, and why the waiting sequence gets fewer than requested."""
+    """Record, from all ranks' answers to a restore, which blocks and checkpoints are stored.
+
+    If a sequence waits for more than was read, record why it gets less.
+
+    Args:
+        state: the cache's shared state.
+        restore: a restore that all ranks have answered.
+    """
     count, answers = restore.count, restore.answers.values()
     needs_checkpoints = state.block_format.needs_checkpoints
     for node in restore.nodes[:count]:

@@ -97,10 +97,10 @@ _NO_ORDERS = PlannedBlockOrders()
 
 
 class CacheState:
-    """Index, references, memory bound, block orders and counters of one scheduler.
+    """Which blocks are resident, who needs them, and what the next plan orders about them.
 
-    Rows and blocks share one memory budget, that of the rank with the least. Blocks may use up to
-    a bound of their own as far as rows leave it; rows that grow take the memory back.
+    Rows and blocks share one memory budget, that of the rank with the least. Blocks may use up to a
+    bound of their own as far as rows leave it; rows that grow take the memory back.
     """
 
     def __init__(self, rows: Rows, *, is_enabled: bool = True) -> None:
@@ -142,6 +142,10 @@ class CacheState:
 
     def start_epoch(self, block_format: BlockFormat | None, epoch: int) -> bool:
         """Start an epoch without resident blocks.
+
+        Args:
+            block_format: format of blocks; None: no blocks are kept in this epoch.
+            epoch: number of the epoch.
 
         Returns:
             True when the namespace changed, so that all known blocks were forgotten.
@@ -239,33 +243,48 @@ class CacheState:
     # --- residents ---------------------------------------------------------------------------
 
     def hold(self, holder: Holder, *entries: Entry) -> None:
-        """Make `holder` hold these entries and nothing else."""
+        """Protect these entries from eviction for a holder, and nothing else that it held before.
+
+        Args:
+            holder: kind and id of the holder.
+            entries: the resident blocks and checkpoints that it needs.
+        """
         self.pins.hold(holder, *entries)
 
     def release(self, holder: Holder) -> None:
-        """Release everything that `holder` holds."""
+        """Remove the protection from eviction of everything that `holder` holds."""
         self.pins.release(holder)
 
     def keep_block(self, entry: Entry, kept: KeptBlock) -> None:
-        """Make a block resident that ranks copy from a row."""
+        """Order that ranks copy a block from a row, and mark it as resident.
+
+        Args:
+            entry: the block.
+            kept: the order.
+        """
         self.orders.keep_block(kept)
         self.index.set_resident(entry, resident=True)
         self.counters["cache_blocks_kept_total"] += 1
 
     def keep_checkpoint(self, entry: Entry, kept: KeptCheckpoint) -> None:
-        """Make a checkpoint resident that ranks copy from a snapshot."""
+        """Order that ranks keep a snapshot of a row's state, and mark the checkpoint as resident.
+
+        Args:
+            entry: the checkpoint.
+            kept: the order.
+        """
         self.orders.keep_checkpoint(kept)
         self.index.set_resident(entry, resident=True)
         self.counters["cache_checkpoints_kept_total"] += 1
 
     def adopt(self, entries: list[Entry]) -> None:
-        """Make restored entries resident."""
+        """Mark restored entries as resident; the caller orders their adoption."""
         for entry in entries:
             self.index.set_resident(entry, resident=True)
         self.counters["cache_blocks_restored_total"] += len(entries)
 
     def take_orders(self) -> PlannedBlockOrders:
-        """Return the block orders of the plan being built, and release its references."""
+        """Return the block orders of the plan being built, and release the blocks held for it."""
         if self.is_on:
             self.pins.release_plan()
         return self.orders.take()
@@ -273,11 +292,11 @@ class CacheState:
     # --- reports -----------------------------------------------------------------------------
 
     def report_counters(self) -> dict[str, float]:
-        """Return the monotonic sums since start."""
+        """Return counters of blocks, tokens, bytes and milliseconds since start, by name."""
         return {**self.counters, "cache_blocks_evicted_total": float(self._evicted_blocks)}
 
     def report_gauges(self) -> dict[str, float]:
-        """Return the current number of blocks and their bytes per rank."""
+        """Return the number of resident and known blocks, and bytes per rank, by gauge name."""
         return {
             "cache_blocks_resident": float(self.index.resident_blocks),
             "cache_blocks_known": float(len(self.index)),

@@ -15,7 +15,7 @@ from shared.messages import KeptBlock, KeptCheckpoint
 
 
 class Keeper:
-    """Adds blocks and checkpoints of rows to the plan being built."""
+    """Orders ranks to keep parts of a sequence's row as blocks and checkpoints."""
 
     def __init__(self, state: CacheState, spiller: Spiller) -> None:
         self._state = state

@@ -38,7 +38,7 @@ class RowBudget:
         return self.bytes_per_token + self.draft_bytes_per_token
 
     def row_bytes(self, row_count: int, row_tokens: int) -> int:
-        """Return the bytes of arrays of this shape."""
+        """Return the bytes per rank of `row_count` rows of `row_tokens` tokens each."""
         return row_count * (row_tokens * self.row_bytes_per_token + self.bytes_per_row)
 
     def longest_row(self) -> int:
@@ -92,7 +92,7 @@ class SharedMemory(Protocol):
 
 
 class Rows:
-    """Slots and the shape of the arrays.
+    """The slots of running sequences, and the shape of the KV arrays on every rank.
 
     Arrays grow geometrically, so each row is copied a bounded number of times on average. They
     shrink only when something else does not fit, or when unused rows would become much longer.
@@ -140,18 +140,29 @@ class Rows:
         return self.rows_needed() > self.slots_used
 
     def share_with(self, others: SharedMemory) -> None:
-        """Share the budget with resident blocks."""
+        """Share the budget with resident blocks, which are evicted when rows need the memory.
+
+        Args:
+            others: the memory that blocks use.
+        """
         self._others = others
 
     def start(self, budget: RowBudget) -> None:
-        """Start an epoch without rows and with all slots free."""
+        """Start an epoch without rows and with all slots free.
+
+        Args:
+            budget: KV memory of each rank in this epoch.
+        """
         self._budget = budget
         self._holders.clear()
         self.row_count = 0
         self.row_tokens = 0
 
     def longest_sequence_tokens(self) -> int:
-        """Return the tokens of the longest sequence that fits alone, in whole growth steps."""
+        """Return the longest sequence that fits into memory alone, in tokens.
+
+        It is rounded down to whole steps in which rows grow.
+        """
         longest = self._budget.longest_row()
         return longest - longest % self._tokens_step if longest > self._tokens_step else longest
 
@@ -175,16 +186,23 @@ class Rows:
         return False
 
     def drops_idle_rows(self, tokens: int) -> bool:
-        """Return True when a growth is large enough to drop unused rows.
+        """Tell whether growing rows to this length is a good occasion to drop unused rows.
 
         Not at every growth: short sequences beside a long one would allocate the rows each time.
+
+        Args:
+            tokens: the new row length; True if it is more than twice the present one and long.
         """
         return tokens > max(2 * self.row_tokens, _LONG_ROW_TOKENS)
 
     def trim(self, *, slots: int, tokens: int) -> None:
-        """Shrink the arrays when at least half of them is unused.
+        """Shrink the arrays when at least half of their memory is unused.
 
         The new shape is generous, so that one more sequence does not make it grow at once.
+
+        Args:
+            slots: rows that are needed.
+            tokens: row length that is needed.
         """
         row_count = min(self.row_count, self._generous_slots(slots + slots // 2, tokens))
         row_tokens = min(self.row_tokens, self._generous_tokens(max(1, tokens)))
@@ -221,11 +239,14 @@ class Rows:
             raise InvariantBroken(f"slot {slot} is not held by sequence {sequence_id}")
 
     def rows_needed(self) -> int:
-        """Return the highest used slot plus one."""
+        """Return how many rows the used slots need: the highest used slot plus one."""
         return max(self._holders, default=-1) + 1
 
     def compact(self) -> list[SlotMove]:
-        """Move the highest rows into the lowest free slots until there is no hole."""
+        """Move the highest rows into the lowest free slots; return the moves in order.
+
+        No slot below a used one is free afterwards.
+        """
         moves = []
         while self._holders:
             highest = max(self._holders)
@@ -238,13 +259,14 @@ class Rows:
         return moves
 
     def check_invariants(self, held: dict[Slot, SequenceId]) -> None:
-        """Check slots, arrays and budget (I9).
+        """Compare slots, row count and memory with the running sequences and the budget (I9).
 
         Args:
             held: the slots of all running sequences.
 
         Raises:
-            InvariantBroken: they disagree with the slots here.
+            InvariantBroken: the slots differ, a slot has no row, or rows and blocks exceed the
+                budget.
         """
         if held != self._holders:
             raise InvariantBroken(f"slots held {self._holders}, sequences say {held}")

@@ -21,7 +21,7 @@ from shared.messages import BlocksRestored, BlocksSpilled, CachedPrefix, Restore
 
 
 class BlockCache:
-    """The blocks of one scheduler."""
+    """The prefix cache as planner and core use it: lookups, reuse, keeping, restores and spills."""
 
     def __init__(self, config: CacheConfig, rows: Rows) -> None:
         """Start without ranks: no block is resident."""
@@ -40,7 +40,7 @@ class BlockCache:
 
     @property
     def is_spilling(self) -> bool:
-        """Whether blocks are being written to SSD."""
+        """Whether blocks are being written to SSD or wait for it."""
         return self._state.is_on and self._spiller.is_busy
 
     @property
@@ -51,13 +51,17 @@ class BlockCache:
     def start_epoch(self, block_format: BlockFormat | None, epoch: int) -> bool:
         """Start an epoch without resident blocks.
 
+        Args:
+            block_format: format of blocks; None: no blocks are kept in this epoch.
+            epoch: number of the epoch.
+
         Returns:
             True when the namespace changed, so that all known blocks were forgotten.
         """
         return self._state.start_epoch(block_format, epoch)
 
     def end_epoch(self) -> None:
-        """Forget all resident blocks and everything that ranks were asked for."""
+        """Forget all resident blocks and open orders, because the ranks that held them are gone."""
         self._state.end_epoch()
         self._admission.end_epoch()
         self._spiller.end_epoch()
@@ -68,7 +72,14 @@ class BlockCache:
     def look_up(self, blocks: SequenceBlocks, now_s: float) -> PrefixLookup:
         """Decide whether a waiting sequence can be admitted, waits, or needs a restore.
 
-        A pure lookup: it changes no block and sends nothing. Only `blocks` remembers the result.
+        It changes no block and sends nothing; only `blocks` remembers the result.
+
+        Args:
+            blocks: the waiting sequence.
+            now_s: the time, for the limit of a wait until fewer restores are open.
+
+        Returns:
+            The decision; with REQUEST also the match, for `request_restore`.
         """
         if not self._state.is_on:
             return PrefixLookup(RestoreDecision.ADMIT)
@@ -90,7 +101,7 @@ class BlockCache:
             lookup: its lookup, whose decision is REQUEST.
             now_s: the time.
             token_ms: predicted milliseconds to compute the token at a position of a prompt.
-            may_evict: a plan is being built, so evictions are possible.
+            may_evict: a plan is being built, so blocks can be evicted to make room.
 
         Returns:
             WAIT when the sequence waits for a restore, else ADMIT.
@@ -125,24 +136,35 @@ class BlockCache:
             blocks.epoch = 0
 
     def stop_running(self, blocks: SequenceBlocks) -> None:
-        """End a sequence's row. `keep` is called once more for it."""
+        """Let no other sequence wait for blocks that this one would have computed.
+
+        The caller calls `keep` once more, with `ends`, before the row is dropped.
+        """
         self._admission.release_pending(blocks)
         blocks.next_boundary = UNREACHABLE_TOKENS
 
     def cancel_wait(self, blocks: SequenceBlocks) -> None:
-        """Release everything for a waiting sequence that will not be admitted."""
+        """Detach a waiting sequence that will not be admitted from its restore and held blocks.
+
+        A restore that ranks are reading goes on, and its blocks become resident.
+        """
         if not self._state.is_on or blocks.epoch != self._state.epoch:
             return
         self._restorer.stop_waiting(blocks)
         self._state.release(("waiting", blocks.sequence_id))
 
     def snapshot_state(self, blocks: SequenceBlocks, length: int, *, is_decode: bool) -> bool:
-        """Return True when ranks must snapshot a sequence's state at this row length.
+        """Decide whether ranks must snapshot a sequence's state; record the snapshot if they must.
+
+        Nothing is sent: for True the caller adds the sequence to the plan's checkpoints. Ranks
+        snapshot only where rows need checkpoints, at the end of a whole block: while decoding at
+        every block if a checkpoint fits into the cache, in prefill at the lengths chosen at
+        admission, each of which counts once.
 
         Args:
             blocks: the sequence.
             length: tokens in its row after the plan being built.
-            is_decode: that plan decodes it.
+            is_decode: that plan decodes it; else it prefills a chunk.
         """
         block_format = self.block_format
         if (
@@ -164,18 +186,18 @@ class BlockCache:
     # --- plans -------------------------------------------------------------------------------
 
     def expire_restores(self, now_s: float) -> None:
-        """Stop waiting for restores whose deadline has passed."""
+        """Stop waiting for restores whose deadline has passed at `now_s`."""
         if self._state.is_on:
             self._restorer.expire(now_s)
 
     def begin_plan(self, now_s: float) -> None:
-        """Start the cache's part of a plan: restored blocks become resident."""
+        """Start the cache's part of a plan: blocks that all ranks have restored become resident."""
         if self._state.is_on:
             self._restorer.expire(now_s)
             self._restorer.adopt_answered(now_s)
 
     def finish_plan(self, now_s: float) -> PlannedBlockOrders:
-        """Return the cache's part of the plan, which is sent now."""
+        """Return the block orders of the plan being built, with the spills that are due."""
         if self._state.is_on:
             self._spiller.order_spills(now_s)
         return self._state.take_orders()
@@ -187,23 +209,35 @@ class BlockCache:
     # --- ranks -------------------------------------------------------------------------------
 
     def handle_restored(self, rank: int, message: BlocksRestored) -> None:
-        """Record a rank's answer to a restore."""
+        """Record which blocks a rank has read for a restore.
+
+        Args:
+            rank: the rank.
+            message: its answer.
+        """
         if self._state.is_on:
             self._restorer.handle_restored(rank, message)
 
     def handle_spilled(self, rank: int, host: str, message: BlocksSpilled, now_s: float) -> None:
-        """Record the result of a spill on one rank."""
+        """Record which blocks one rank has stored, and which are lost because it could not.
+
+        Args:
+            rank: the rank.
+            host: its machine, which has a store of its own.
+            message: the rank's report.
+            now_s: when it arrived.
+        """
         if self._state.is_on:
             self._spiller.handle_spilled(rank, host, message, now_s)
 
     # --- reports -----------------------------------------------------------------------------
 
     def report_counters(self) -> dict[str, float]:
-        """Return the monotonic sums since start."""
+        """Return counters of blocks, tokens, bytes and milliseconds since start, by name."""
         return self._state.report_counters()
 
     def report_gauges(self) -> dict[str, float]:
-        """Return current values; memory is in bytes per rank, stores in bytes of all hosts."""
+        """Return current values by name; memory in bytes per rank, stores in bytes of all hosts."""
         if not self._state.is_on:
             return {}
         store_bytes = float(sum(self._spiller.store_bytes.values()))
@@ -212,11 +246,15 @@ class BlockCache:
     def check_invariants(
         self, running: list[SequenceBlocks], waiting: list[SequenceBlocks]
     ) -> None:
-        """Check that the parts agree (I9).
+        """Compare what the parts of the cache record about the same blocks (I9).
+
+        Args:
+            running: the running sequences.
+            waiting: the waiting sequences.
 
         Raises:
-            InvariantBroken: they do not.
-            AssertionError: they do not.
+            InvariantBroken: they contradict each other.
+            AssertionError: the same.
         """
         self._admission.check_invariants(running)
         if self._state.orders:

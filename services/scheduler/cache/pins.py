@@ -19,7 +19,10 @@ entries held by the first two kinds, never those of a plan.
 
 
 class BlockPins:
-    """References by holder. A holder references an entry at most once."""
+    """Protects blocks and checkpoints from eviction while a holder references them.
+
+    A holder, such as a waiting sequence, references an entry at most once.
+    """
 
     def __init__(self) -> None:
         self._held: dict[Holder, tuple[Entry, ...]] = {}
@@ -29,7 +32,12 @@ class BlockPins:
         return len(self._held)
 
     def hold(self, holder: Holder, *entries: Entry) -> None:
-        """Replace the references of a holder by references to `entries`."""
+        """Replace all references of a holder by references to `entries`.
+
+        Args:
+            holder: kind and id of the holder.
+            entries: the resident blocks and checkpoints that it needs.
+        """
         self.release(holder)
         if not entries:
             return
@@ -50,7 +58,7 @@ class BlockPins:
             self.release(holder)
 
     def release_entry(self, entry: Entry) -> None:
-        """Remove all references of every holder of an entry that is evicted."""
+        """Remove every holder's references to an entry that is evicted."""
         if not entry.references:
             return
         for holder in [one for one, entries in self._held.items() if entry in entries]:

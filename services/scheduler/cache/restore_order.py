@@ -43,7 +43,7 @@ class RestoreOrder:
 
     @property
     def anchor(self) -> Entry | None:
-        """The last resident block that the restored blocks follow; None at a sequence's start."""
+        """The last resident block before the restored ones; None at a sequence's start."""
         parent = self.nodes[0].parent
         anchor = parent.block if parent is not None and parent.parent is not None else None
         for node in self.nodes:
@@ -54,7 +54,13 @@ class RestoreOrder:
 
 
 def restore_item(index: BlockIndex, block_format: BlockFormat, node: Node) -> RestoreItem:
-    """Return the item that restores a block, and its checkpoint where rows need one."""
+    """Return the item of an order that restores a block, and its checkpoint where rows need one.
+
+    Args:
+        index: all known blocks.
+        block_format: the block format of this epoch.
+        node: the block; if it is resident, only its checkpoint is restored.
+    """
     checkpoint = None
     if block_format.needs_checkpoints:
         checkpoint = index.checkpoint(node, block_format.checkpoint_bytes)
@@ -66,6 +72,12 @@ def restore_item(index: BlockIndex, block_format: BlockFormat, node: Node) -> Re
 
 
 def restore_bytes(block_format: BlockFormat, nodes: list[Node]) -> int:
-    """Return the bytes per rank that restored blocks take, with the last one's checkpoint."""
+    """Return the memory per rank, in bytes, that a restore of blocks needs.
+
+    Args:
+        block_format: the block format of this epoch.
+        nodes: the blocks in order; resident ones need nothing. The last one's checkpoint is
+            included where rows need one.
+    """
     blocks = sum(node.block.size_bytes for node in nodes if not node.is_resident)
     return blocks + (block_format.checkpoint_bytes if block_format.needs_checkpoints else 0)

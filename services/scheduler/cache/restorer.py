@@ -45,7 +45,7 @@ class RestoreDecision(Enum):
 
 
 class Restorer:
-    """The open restores of an epoch."""
+    """Orders all ranks to read stored blocks, and adopts those that every rank has read."""
 
     def __init__(self, config: CacheConfig, state: CacheState, spiller: Spiller) -> None:
         """Start without restores.
@@ -90,7 +90,7 @@ class Restorer:
             match: its resident blocks.
             now_s: the time.
             token_ms: predicted milliseconds to compute the token at a position of a prompt.
-            may_evict: a plan is being built, so evictions are possible.
+            may_evict: a plan is being built, so blocks can be evicted to make room.
 
         Returns:
             WAIT when a restore was requested or will be later, else ADMIT.
@@ -127,9 +127,13 @@ class Restorer:
         return RestoreDecision.WAIT
 
     def must_queue(self, blocks: SequenceBlocks, now_s: float) -> bool:
-        """Return True while a sequence waits until fewer restores are open.
+        """Tell whether a sequence still waits for its turn, because too many restores are open.
 
         When its time is over, the sequence is marked to be computed without a restore.
+
+        Args:
+            blocks: the waiting sequence.
+            now_s: the time, which is compared with the end of its wait.
         """
         if not blocks.queue_until_s or len(self._open) < RESTORES_MAX:
             return False
@@ -139,7 +143,10 @@ class Restorer:
         return False
 
     def expire(self, now_s: float) -> None:
-        """Stop waiting for restores whose deadline has passed."""
+        """Stop waiting for restores whose deadline has passed at `now_s`.
+
+        Their memory is released, and the sequences that waited are computed instead.
+        """
         for restore in self._open.values():
             is_answered = len(restore.answers) == self._state.block_format.ranks
             if restore.is_late or is_answered or now_s <= restore.wait_until_s:
@@ -152,13 +159,18 @@ class Restorer:
                 self.stop_waiting(restore.blocks)
 
     def stop_waiting(self, blocks: SequenceBlocks) -> None:
-        """Detach a sequence from its restore."""
+        """Detach a sequence from its restore, if it waits for one; the restore goes on."""
         if blocks.restore_id is not None:
             self._open[blocks.restore_id].blocks = None
             blocks.restore_id = None
 
     def handle_restored(self, rank: int, message: BlocksRestored) -> None:
-        """Record one rank's answer to a restore."""
+        """Record which blocks a rank has read for a restore.
+
+        Args:
+            rank: the rank.
+            message: its answer. A second one, and one to an unknown restore, is only counted.
+        """
         counters = self._state.counters
         restore = self._open.get(message.restore_id)
         if restore is None or rank in restore.answers or message.count > len(restore.items):
@@ -172,7 +184,13 @@ class Restorer:
             counters["cache_restore_ms_total"] += slowest_ms
 
     def adopt_answered(self, now_s: float) -> None:
-        """End all answered restores with the plan being built, and adopt their blocks."""
+        """Close all restores that every rank has answered, and adopt their blocks.
+
+        The plan being built tells the ranks how many items of each restore to adopt.
+
+        Args:
+            now_s: the time; restores and spills pause from then on if a rank's store is off.
+        """
         block_format = self._state.block_format
         for restore in [
             one for one in self._open.values() if len(one.answers) == block_format.ranks

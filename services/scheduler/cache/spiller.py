@@ -34,7 +34,7 @@ class _Spill:
 
 
 class Spiller:
-    """The queue of entries to spill and the spills in progress."""
+    """Orders ranks to write resident blocks to SSD (spills), and records which are stored."""
 
     def __init__(self, config: CacheConfig, state: CacheState) -> None:
         """Start with an empty queue.
@@ -63,7 +63,11 @@ class Spiller:
         return can_start or bool(self._in_progress)
 
     def offer(self, entry: Entry) -> None:
-        """Queue a resident entry to be spilled, unless it is stored."""
+        """Queue a block or checkpoint to be spilled, unless it is stored or being spilled.
+
+        Args:
+            entry: the resident block or checkpoint.
+        """
         if not self._config.ssd or entry.is_stored or entry.is_spilling:
             return
         self._queue[entry] = None
@@ -73,7 +77,11 @@ class Spiller:
                 self._lose(evicted)
 
     def order_spills(self, now_s: float) -> None:
-        """Order as many spills with the plan being built as the bounds allow."""
+        """Order spills with the plan being built, as many as a message and `spill_bytes_max` allow.
+
+        Args:
+            now_s: the time; nothing is ordered during a pause after the stores were off.
+        """
         if not self._queue or now_s < self._retry_at_s:
             return
         hashes: list[bytes] = []
@@ -100,7 +108,14 @@ class Spiller:
             )
 
     def handle_spilled(self, rank: int, host: str, message: BlocksSpilled, now_s: float) -> None:
-        """Record the stored and the lost blocks of one rank."""
+        """Record which blocks one rank has stored, and which are lost because it could not.
+
+        Args:
+            rank: the rank.
+            host: its machine, which has a store of its own.
+            message: the rank's report.
+            now_s: when it arrived; if it only reports losses, spills pause.
+        """
         self._state.counters["cache_spill_bytes_total"] += message.bytes_written
         self._state.counters["cache_spill_ms_total"] += message.write_ms
         for block_hash in message.stored:
@@ -113,7 +128,11 @@ class Spiller:
             self._update_store(rank, host, message)
 
     def back_off(self, now_s: float) -> None:
-        """Order no spill for `BACK_OFF_S`."""
+        """Order no spill for `BACK_OFF_S` seconds, then one at a time until one succeeds.
+
+        Args:
+            now_s: when the pause begins.
+        """
         self._retry_at_s = now_s + BACK_OFF_S
         self._is_probing = True
 

@@ -7,11 +7,14 @@ from shared.messages import CanaryFinding, RankReady
 
 
 def explain_mismatch(reports: Sequence[RankReady], hosts: Sequence[str]) -> str | None:
-    """Return how the ranks' models or settings differ, with the remedy; None if they match.
+    """Compare model fingerprints and names of canary computations; explain how they differ.
 
     Args:
         reports: of the ranks that have loaded, in rank order.
         hosts: their machines.
+
+    Returns:
+        A sentence with the remedy; None if all ranks have the same.
     """
     if len({report.model_fingerprint for report in reports}) > 1:
         ranks = _describe_ranks(reports, hosts, [one.model_fingerprint[:8] for one in reports])
@@ -30,10 +33,13 @@ def explain_mismatch(reports: Sequence[RankReady], hosts: Sequence[str]) -> str 
 
 
 def explain_difference(reports: Sequence[RankReady]) -> str | None:
-    """Return which ranks have other canary results than most; None if all agree.
+    """Compare the digests of the ranks' canary results; explain who differs from the majority.
 
     Args:
         reports: of all ranks, in rank order; `explain_mismatch` has found nothing.
+
+    Returns:
+        A sentence about the first canary result that differs; None if all ranks agree.
     """
     columns = zip(*(report.canary for report in reports), strict=True)
     differences = [text for column in columns if (text := _explain_finding(column))]

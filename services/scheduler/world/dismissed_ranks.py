@@ -34,13 +34,18 @@ class _Entry:
 
 
 class DismissedRanks:
-    """Processes that may still run, the oldest first."""
+    """Rank processes that should have ended but may still run, the oldest first."""
 
     def __init__(self) -> None:
         self._entries: deque[_Entry] = deque(maxlen=COUNT_MAX)
 
     def add(self, member: RankProcess, now_s: float) -> None:
-        """Add a process that should end."""
+        """Add a process that should end.
+
+        Args:
+            member: the process.
+            now_s: the time; it is listed for REMEMBERED_S seconds from then on.
+        """
         self._entries.append(_Entry(member.peer, member.hello, now_s))
 
     def has(self, peer: PeerId) -> bool:
@@ -48,7 +53,12 @@ class DismissedRanks:
         return any(entry.peer == peer for entry in self._entries)
 
     def note_link_lost(self, peer: PeerId, cause: str) -> None:
-        """Forget a process if its lost link proves that it ends; `cause` is the transport's."""
+        """Forget a process if its lost link proves that it ends.
+
+        Args:
+            peer: the process.
+            cause: the transport's cause: "goodbye" and "restarted" prove it, silence does not.
+        """
         if cause in _ENDS:
             self._retain(lambda entry: entry.peer != peer)
 
@@ -62,7 +72,11 @@ class DismissedRanks:
         )
 
     def report(self, now_s: float) -> list[DismissedRank]:
-        """Return the processes that may still run."""
+        """Return the processes that may still run, without those dismissed too long ago.
+
+        Args:
+            now_s: the time; entries older than REMEMBERED_S seconds are forgotten.
+        """
         self._retain(lambda entry: now_s - entry.at_s <= REMEMBERED_S)
         return [DismissedRank(host=one.hello.host, pid=one.hello.pid) for one in self._entries]
 

@@ -24,7 +24,7 @@ def rank_environment(
     fast_synch: bool = False,
     machines: Sequence[str] = (),
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return one rank's variables, and the file contents of variables that hold a path.
+    """Return one rank's environment variables, and the files that some of them name.
 
     Args:
         backend: backend of the world's collectives.
@@ -37,6 +37,9 @@ def rank_environment(
         hostfile_text: content of world.hostfile; "": not configured.
         fast_synch: Metal's fast synchronization may be used (jaccl).
         machines: name of each rank's machine, by rank; (): unknown.
+
+    Returns:
+        Variable -> value, and variable -> content of a file whose path becomes its value.
 
     Raises:
         ConfigError: when an address is missing or the matrix does not fit the world.

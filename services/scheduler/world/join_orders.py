@@ -13,7 +13,7 @@ from shared.messages.rank_link import Backend
 
 
 class JoinOrders:
-    """Makes join orders from the settings and the hellos of rank processes."""
+    """Makes the JoinWorld messages that give rank processes their rank and environment."""
 
     def __init__(self, config: Config, jaccl_devices: str, hostfile: str) -> None:
         """Remember the configuration.
@@ -43,7 +43,11 @@ class JoinOrders:
         return [self._order(epoch, backend, rank, chosen) for rank in range(len(chosen))]
 
     def find_ring_obstacle(self, chosen: Sequence[RankProcess]) -> str:
-        """Return why these processes cannot use the ring backend; "" if they can."""
+        """Return why these processes cannot use the ring backend; "" if they can.
+
+        Args:
+            chosen: the processes, by rank.
+        """
         if any(member.hello.launched for member in chosen):
             return "Another launcher started some of the ranks, without the ring backend."
         try:

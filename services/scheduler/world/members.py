@@ -10,18 +10,20 @@ from shared.messages import RankHello, RankReady, RankStatus
 
 @dataclasses.dataclass(slots=True)
 class RankProcess:
-    """One rank process."""
+    """A process that said hello and serves, or may come to serve, as one rank of an epoch."""
 
     peer: PeerId
     hello: RankHello
     rank: int | None = None
+    """Its rank in the current epoch; None: it waits for one."""
     state: Literal["joining", "loading", "ready"] = "joining"
     loaded: float = 0.0
+    """Part of the model that it has loaded, 0 to 1."""
     ready: RankReady | None = None
     memory_bytes: int = 0
 
     def status(self) -> RankStatus:
-        """Return the status of a process that has a rank."""
+        """Return this process's entry in the status report; it must have a rank."""
         return RankStatus(
             rank=self.rank or 0,
             state=self.state,
@@ -46,6 +48,9 @@ def assign_ranks(idle: Iterable[RankProcess], size: int) -> list[RankProcess] | 
     Args:
         idle: processes without a rank, in order of arrival.
         size: number of ranks.
+
+    Returns:
+        The processes in rank order, or None.
     """
     chosen: dict[int, RankProcess] = {}
     free: list[RankProcess] = []

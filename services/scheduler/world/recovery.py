@@ -43,7 +43,7 @@ _DETAIL_CHARS = 4_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FailedEpoch:
-    """An epoch that has failed."""
+    """An epoch that ended before it was ready, or with running sequences but without a token."""
 
     epoch: Epoch
     cause: str
@@ -51,6 +51,7 @@ class FailedEpoch:
     was_ready: bool
     """All its ranks had loaded."""
     kind: FailureKind = ""
+    """Kind of its failure, as far as it is known."""
     ring_obstacle: str = ""
     """Why its processes cannot use the ring backend; "" if they can."""
 
@@ -84,7 +85,12 @@ class Recovery:
         self._kv_bytes_max: int | None = None
 
     def abandon_start(self, failure: AbandonCause, detail: str) -> None:
-        """Start no further epoch; only the first call has an effect."""
+        """Rule out all further epochs until the scheduler is restarted; only the first call counts.
+
+        Args:
+            failure: kind of the cause, for the status.
+            detail: a sentence for the operator.
+        """
         if not self.failure:
             self.failure = failure
             self.detail = detail[:_DETAIL_CHARS]
@@ -100,13 +106,21 @@ class Recovery:
         self._last = None
 
     def explain(self) -> str:
-        """Return a sentence on why the last epoch has failed; "" if it has not."""
+        """Return a sentence on why the last epoch has failed; "" if it has not.
+
+        It begins with a space, since it follows another sentence.
+        """
         if self._last is None:
             return ""
         return f" The last epoch has failed: {self._last.cause}"[: _DETAIL_CHARS - 100]
 
     def epoch_failed(self, failed: FailedEpoch, now_s: float) -> None:
-        """Record a failed epoch, which may change the backend or end all starts."""
+        """Record a failed epoch, which may change the backend or rule out further epochs.
+
+        Args:
+            failed: the epoch.
+            now_s: when it ended; only failures within a window of time are counted together.
+        """
         self._last = failed
         if failed.kind not in ("unreachable", "unavailable"):
             self._count(failed, now_s)
@@ -123,6 +137,10 @@ class Recovery:
         """Record the cause given by another rank of the epoch that failed last.
 
         A rank whose collectives fail often reports before the rank that knows the cause.
+
+        Args:
+            message: that rank's report.
+            kind: the kind of failure that it reports; "" has no effect.
         """
         failed = self._last
         if failed is None or failed.epoch != message.epoch or failed.kind or not kind:
@@ -165,13 +183,21 @@ class Recovery:
             )
 
     def reduce_kv_budget(self, kv_bytes: int) -> None:
-        """Reduce the KV budget of later epochs, because a rank ran out of device memory."""
+        """Reduce the KV budget of later epochs, because a rank ran out of device memory.
+
+        Args:
+            kv_bytes: the budget with which it ran out, in bytes per rank; a fifth is taken off.
+        """
         self.memory_exhausted += 1
         self._kv_bytes_max = int(_KV_SHARE * kv_bytes)
         self._log("warning", "kv_budget_reduced", was_bytes=kv_bytes, bytes_max=self._kv_bytes_max)
 
     def limit_budget(self, budget: RowBudget) -> RowBudget:
-        """Return a KV budget, limited by earlier epochs that ran out of memory."""
+        """Return a KV budget, limited by earlier epochs that ran out of memory.
+
+        Args:
+            budget: what the ranks of this epoch report.
+        """
         if self._kv_bytes_max is None or budget.bytes_max <= self._kv_bytes_max:
             return budget
         return dataclasses.replace(budget, bytes_max=self._kv_bytes_max)

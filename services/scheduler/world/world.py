@@ -29,7 +29,7 @@ from shared.messages import (
 
 
 class WorldState(Enum):
-    """State of the world."""
+    """Whether the world waits for ranks, loads the model, serves, or starts no more epochs."""
 
     GATHERING = "gathering"
     LOADING = "loading"
@@ -39,7 +39,7 @@ class WorldState(Enum):
 
 
 class World:
-    """Ranks by peer; at most one epoch at a time."""
+    """The rank processes and the current epoch, of which there is at most one at a time."""
 
     def __init__(
         self, config: Config, jaccl_devices: str, actions: list[Action], hostfile: str = ""
@@ -115,7 +115,7 @@ class World:
         return None
 
     def handle_loading(self, peer: PeerId, message: RankLoading) -> None:
-        """Record a rank's progress in joining and loading."""
+        """Record a rank's progress in joining and loading, for status and deadlines."""
         member = self._members.get(peer)
         if member is not None and member.rank is not None and member.state != "ready":
             member.state = "loading" if message.stage != "joining" else "joining"
@@ -153,7 +153,13 @@ class World:
         return None
 
     def handle_lost(self, peer: PeerId, cause: str, now_s: float) -> bool:
-        """Remove a rank process whose link is lost; return whether this ends the epoch."""
+        """Remove a rank process whose link is lost; return whether this ends the epoch.
+
+        Args:
+            peer: the rank process.
+            cause: why the transport considers the link lost.
+            now_s: when that was found.
+        """
         member = self._members.pop(peer, None)
         is_ranked = member is not None and member.rank is not None
         if member is not None and is_ranked:
@@ -189,7 +195,7 @@ class World:
         return peer in self._members or self.dismissed.has(peer)
 
     def overdue_reason(self, now_s: float) -> str | None:
-        """Return why loading has taken too long, or None."""
+        """Return a sentence on why loading has taken too long, or None if it has not."""
         self._now_s = now_s
         if self.state is not WorldState.LOADING:
             return None
@@ -226,7 +232,13 @@ class World:
             self._try_to_begin_epoch(now_s)
 
     def dismiss_ranks(self, cause: str, now_s: float, *, has_failed_canary: bool = False) -> None:
-        """Tell all ranks of the epoch to leave, without beginning another epoch."""
+        """Tell all ranks of the epoch to leave, without beginning another epoch.
+
+        Args:
+            cause: why the epoch ends, one sentence for the ranks.
+            now_s: the time.
+            has_failed_canary: the epoch ends because of wrong results in the canary.
+        """
         self._now_s = now_s
         peers = self.peers
         if peers:
@@ -244,7 +256,12 @@ class World:
         self.state = WorldState.GATHERING
 
     def extend_deadlines(self, seconds: float, now_s: float) -> None:
-        """Extend deadlines by the seconds in which the scheduler could not read messages."""
+        """Extend deadlines by the seconds in which the scheduler could not read messages.
+
+        Args:
+            seconds: how long it could not.
+            now_s: the time, which bounds the new beginning of the deadlines.
+        """
         self._started_at_s = min(now_s, self._started_at_s + seconds)
 
     def reports(self) -> list[RankReady]:
@@ -252,7 +269,10 @@ class World:
         return [member.ready for member in self._ranked() if member.ready is not None]
 
     def kv_budget(self) -> RowBudget:
-        """Return the KV budget of the rank with the least memory, limited by earlier epochs."""
+        """Return the KV budget of the rank with the least memory, limited by earlier epochs.
+
+        An epoch that ran out of device memory reduces the budget of all later ones.
+        """
         budget = self.recovery.limit_budget(smallest_budget(self.reports()))
         self._kv_bytes = budget.bytes_max
         return budget

@@ -27,7 +27,7 @@ class BlockFormat:
     ranks: int
 
     def block_bytes(self, tokens: int) -> int:
-        """Return the bytes of a block of `tokens` tokens."""
+        """Return the bytes per rank of a block of `tokens` tokens."""
         return tokens * self.bytes_per_token
 
 

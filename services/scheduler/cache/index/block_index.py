@@ -26,7 +26,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Recency(Generic[T]):
-    """Items of two classes in order of use. Items of the last class go after all others."""
+    """Items in order of use, in two classes; those of the last class go after all others."""
 
     def __init__(self) -> None:
         self._classes: tuple[OrderedDict[T, None], OrderedDict[T, None]]
@@ -41,19 +41,38 @@ class Recency(Generic[T]):
         return item in self._classes[0] or item in self._classes[1]
 
     def of_class(self, *, last: bool) -> Iterator[T]:
-        """Iterate over one class, least recently used first."""
+        """Iterate over one class, least recently used first.
+
+        Args:
+            last: the class whose items go after all others.
+        """
         return iter(self._classes[last])
 
     def add(self, item: T, *, last: bool) -> None:
-        """Add an item as the most recently used one."""
+        """Add an item as the most recently used one.
+
+        Args:
+            item: the item, which neither class has.
+            last: add it to the class whose items go after all others.
+        """
         self._classes[last][item] = None
 
     def remove(self, item: T, *, last: bool) -> None:
-        """Remove an item."""
+        """Remove an item.
+
+        Args:
+            item: the item.
+            last: it is in the class whose items go after all others.
+        """
         del self._classes[last][item]
 
     def touch(self, item: T, *, last: bool) -> None:
-        """Make an item the most recently used one."""
+        """Make an item the most recently used one of its class.
+
+        Args:
+            item: the item.
+            last: it is in the class whose items go after all others.
+        """
         self._classes[last].move_to_end(item)
 
     def clear(self) -> None:
@@ -180,7 +199,13 @@ class BlockIndex:
         return node
 
     def add(self, parent: Node, block_hash: bytes, tokens: bytes, size_bytes: int) -> Node | None:
-        """Return a child of `parent`, added as a ghost if it is not known.
+        """Return a child of `parent`, added without a copy (a ghost) if it is not known.
+
+        Args:
+            parent: the block before it, or a root.
+            block_hash: hash of the block.
+            tokens: its packed token ids.
+            size_bytes: its bytes on the rank where it is largest.
 
         Returns:
             None when the index is full, or the hash belongs to other tokens.
@@ -202,14 +227,25 @@ class BlockIndex:
         return node
 
     def checkpoint(self, node: Node, size_bytes: int) -> Entry:
-        """Return the checkpoint at the end of a block, created if it is not known."""
+        """Return the checkpoint at the end of a block, created if it is not known.
+
+        Args:
+            node: the block.
+            size_bytes: bytes of a new checkpoint on the rank where it is largest.
+        """
         if node.checkpoint is None:
             name = checkpoint_hash(node.hash)
             node.checkpoint = Entry(name, node, size_bytes, is_checkpoint=True)
         return node.checkpoint
 
     def set_resident(self, entry: Entry, *, resident: bool) -> None:
-        """Record that all ranks hold an entry, or that no rank does. `touch` its node afterwards.
+        """Record that all ranks hold an entry, or that no rank does.
+
+        The caller then marks its block as used, with `touch`.
+
+        Args:
+            entry: the block or checkpoint.
+            resident: True if all ranks hold it.
 
         Raises:
             InvariantBroken: the entry is in that state already.
@@ -258,7 +294,7 @@ class BlockIndex:
             at = at.parent
 
     def forget(self, node: Node) -> None:
-        """Remove a ghost without children.
+        """Remove a block that has neither a copy nor children from the index.
 
         Raises:
             InvariantBroken: the block is in use.
@@ -283,7 +319,7 @@ class BlockIndex:
             node.open_restores = 0
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all blocks, because their namespace is no longer used."""
         self.recency.clear()
         self._nodes.clear()
         self._roots.clear()
@@ -354,5 +390,5 @@ class BlockIndex:
 
 
 def tokens_of(node: Node) -> bytes:
-    """Return the sort key of children."""
+    """Return a block's packed token ids, by which the children of a block are sorted."""
     return node.tokens

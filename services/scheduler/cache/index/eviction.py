@@ -32,7 +32,15 @@ def choose_victims(
 
 
 def least_valuable_stored(index: BlockIndex, count: int) -> list[Entry]:
-    """Return up to `count` stored entries that stores evict first, children before parents."""
+    """Return stored blocks and checkpoints that full stores should evict first.
+
+    Args:
+        index: all known blocks; those of system prompts are left out.
+        count: most entries to return.
+
+    Returns:
+        The entries, least recently used first, each block before the block it follows.
+    """
     oldest = itertools.islice(index, _STORED_NODES_EXAMINED)
     found = (one for node in oldest if not node.is_system for one in reversed([*node.entries]))
     return list(itertools.islice((one for one in found if one.is_stored), count))

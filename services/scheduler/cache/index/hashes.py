@@ -35,7 +35,12 @@ def namespace_of(fingerprint: str, layouts: Sequence[str], block_tokens: int) ->
 
 
 def root_hash(namespace: str, salt: str) -> bytes:
-    """Return the hash before the first block of one tenant."""
+    """Return the hash that stands before the first block of a tenant's sequences.
+
+    Args:
+        namespace: as from `namespace_of`.
+        salt: the tenant's cache salt; tenants with different salts share no blocks.
+    """
     # A namespace has a fixed length, so two different pairs never give the same bytes.
     return _hash(namespace.encode() + salt.encode("utf-8", "surrogatepass"))
 
@@ -57,12 +62,12 @@ def checkpoint_hash(block: bytes) -> bytes:
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Return token ids as little-endian int32."""
+    """Return token ids as bytes, four per id (little-endian int32)."""
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
 class Chain:
-    """The whole blocks of one growing sequence, each hashed once."""
+    """The hashes of the whole blocks of one growing sequence, each computed once."""
 
     def __init__(self, root: bytes, block_tokens: int, tokens: list[int]) -> None:
         """Start without blocks.
@@ -89,7 +94,7 @@ class Chain:
         return len(self.hashes)
 
     def hash_before(self, number: int) -> bytes:
-        """Return the hash before block `number`."""
+        """Return the hash of the block before block `number`; for block 0 the root hash."""
         return self.hashes[number - 1] if number else self.root
 
 

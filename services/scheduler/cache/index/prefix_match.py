@@ -103,15 +103,26 @@ def _most_similar(parent: Node, wanted: bytes) -> tuple[Node | None, int]:
 
 
 def nearest_from(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> list[Node]:
-    """Return the children sorted at or after `wanted`; the nearest first."""
+    """Return the children of a block that are sorted at or after some tokens, nearest first.
+
+    Args:
+        parent: the block.
+        wanted: the packed token ids.
+        count: most children to return.
+    """
     place = bisect.bisect_left(parent.children, wanted, key=tokens_of)
     return parent.children[place : place + count]
 
 
 def nearest_before(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> list[Node]:
-    """Return the children sorted before `wanted`; the nearest first.
+    """Return the children of a block that are sorted before some tokens, nearest first.
 
     They include the children whose tokens are a prefix of `wanted`.
+
+    Args:
+        parent: the block.
+        wanted: the packed token ids.
+        count: most children to return.
     """
     place = bisect.bisect_left(parent.children, wanted, key=tokens_of)
     return parent.children[max(0, place - count) : place][::-1]
@@ -134,7 +145,7 @@ def _last_checkpoint(path: list[Node], tokens_max: int) -> Entry | None:
 
 
 def shared_length(one: bytes, other: bytes) -> int:
-    """Return the number of leading tokens that two packed lists share."""
+    """Return the number of leading token ids that two packed lists share."""
     low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
     if one[: high * TOKEN_BYTES] == other[: high * TOKEN_BYTES]:
         return high

@@ -64,11 +64,16 @@ class SequenceBlocks:
 
     @property
     def system_tokens(self) -> int:
-        """Length of its system prompt."""
+        """Length of its system prompt in tokens."""
         return self.request.system_tokens
 
     def reset(self, epoch: int, chain: Chain) -> None:
-        """Start waiting in an epoch, without anything from earlier epochs or admissions."""
+        """Start waiting in an epoch, without anything from earlier epochs or admissions.
+
+        Args:
+            epoch: number of the epoch.
+            chain: hashes of its whole blocks in the namespace of the epoch.
+        """
         self.epoch, self.chain = epoch, chain
         self.ready_at_versions, self.resident_tokens, self.awaited_hash = (-1, -1), 0, None
         self.restore_id, self.restores_requested, self.queue_until_s = None, 0, 0.0
@@ -76,7 +81,7 @@ class SequenceBlocks:
         self.reset_row()
 
     def reset_row(self) -> None:
-        """Forget everything about its row."""
+        """Forget which blocks and snapshots of its row were kept or are planned."""
         self.next_boundary = UNREACHABLE_TOKENS
         self.resident_path.clear()
         self.settled_blocks = 0

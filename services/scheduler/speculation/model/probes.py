@@ -1,4 +1,4 @@
-"""Probes of drafts that are slower than none. Owns when they are tried again, by a budget of time.
+"""Probes of drafts slower than none. Owns when they are tried again, by a budget of time. Pure.
 
 A probe costs its time beyond that of plain steps for the same expected tokens, so drafts that are
 hardly slower are tried often and bad ones rarely. The total cost stays below a fixed part of the
