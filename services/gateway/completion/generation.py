@@ -200,7 +200,7 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request, with the error or the ends that tasks wait for."""
+    """All choices of one HTTP request. Wakes waiting tasks when they begin, end or fail."""
 
     def __init__(self, name: str, prompts: list[Prompt], sink: TextSink) -> None:
         """Begin without choices; the caller sets `choices`.

@@ -153,7 +153,7 @@ class OpenRequests:
                 self._abort(choice, "abort")
 
     def fail_all(self, message: str) -> None:
-        """Fail every open request with a 503 and this message, also those not yet submitted."""
+        """Fail all submitted requests with a 503 and this message; end the wait of all others."""
         self._status.cancel_waits()
         for choice in list(self._choices.values()):
             choice.generation.fail(errors.unavailable(message, 5.0))

@@ -242,7 +242,7 @@ class BodyCollector:
         """Do nothing: the body is made when all choices have ended."""
 
     async def wait(self, generation: Generation) -> None:
-        """Wait until the generation has ended, and shortly for the scheduler's final counts.
+        """Wait until the generation has ended, and up to `CONFIRM_WAIT_S` for its token counts.
 
         Raises:
             ApiError: when the generation failed.

@@ -116,7 +116,7 @@ class AdmissionControl:
             self.unanswered -= admitted.is_read
 
     def check_capacity(self, count: int, open_count: int) -> None:
-        """Refuse `count` more requests beside `open_count` open ones when that is too many.
+        """Refuse `count` more requests if they and the `open_count` open ones exceed the limit.
 
         Raises:
             ApiError: 503 while draining; 429 when too many requests are open.

@@ -26,7 +26,7 @@ _log = Log("gateway.access")
 
 
 class Authenticator:
-    """Check of API keys: refuses requests without a valid one, except on open paths."""
+    """Check of API keys: refuses requests without a valid one, except for `open_paths`."""
 
     def __init__(self, config: GatewayConfig, keys: ApiKeys, clock: Clock) -> None:
         self._keys = keys

@@ -132,7 +132,7 @@ class GatewayMetrics(Collector):
         self._ends[finish_reason] = self._ends.get(finish_reason, 0) + 1
 
     def count_rejection(self, cause: str) -> None:
-        """Count a request rejected by the scheduler, or for it by this gateway, by cause."""
+        """Count a rejected request by cause, also when the gateway repeats a rejection itself."""
         self._rejections[cause] = self._rejections.get(cause, 0) + 1
 
     def count_response(self, status: int) -> None:

@@ -35,7 +35,7 @@ class Link(Protocol):
 
 
 class Timer(Protocol):
-    """Handle that a `CallLater` returns."""
+    """Handle of a timer that a `CallLater` has set."""
 
     def cancel(self) -> None:
         """Cancel the callback."""

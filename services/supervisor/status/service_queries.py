@@ -108,7 +108,7 @@ class StatusWatch:
 
 
 class StoreWatch:
-    """Link to this host's cache store that asks each of its processes once whether it is on."""
+    """Link to this host's cache store that asks each of its processes once for its state."""
 
     def __init__(self, config: Config) -> None:
         self._link: Dialer[FromStore] = Dialer(
@@ -116,7 +116,10 @@ class StoreWatch:
         )
 
     def has_reported_on(self) -> bool:
-        """Tell whether the store has reported since the last call that it is on. Never waits."""
+        """Tell whether the store has reported since the last call that it is on (keeps blocks).
+
+        Never waits.
+        """
         is_on = False
         for event in self._link.poll(0.0):
             match event:
