@@ -140,7 +140,7 @@ PRESETS = {
 
 
 def preset_folder(preset: str) -> Path:
-    """Return the folder in the user's cache that keeps a preset's model, whether made or not."""
+    """Return the folder of a preset's model in the user's cache; it may not exist yet."""
     caches = platformdirs.user_cache_path("lockstep")
     return caches / "bench" / f"random-{preset}-v{FORMAT}"
 

@@ -71,7 +71,7 @@ def repeats_for(repeats: int, length: int) -> int:
 
 
 def add_ratios(case: Case) -> None:
-    """Add to a case the ratios that its repeats allow.
+    """Add ratios between contenders to a case, repeat by repeat.
 
     They divide the time to first token with a hit by that without, the stack's by the peer's, and
     the rate at which restores read by that of plain file reads.

@@ -86,10 +86,7 @@ def _run_round(
 
 
 def spilling_notes(case: Case) -> list[str]:
-    """Return the reasons for which a case is no comparison of spilling with not spilling.
-
-    These are a repeat in which the spilling stack wrote no bytes, and bytes that the other stack
-    wrote.
+    """Return a note if the stack with SSD wrote no blocks, and one if the other wrote any.
 
     Args:
         case: the repeats of both contenders.

@@ -15,7 +15,7 @@ from services.commands.bench.serving.peers import PeerServer
 
 
 class CachePlan(Struct, frozen=True, kw_only=True):
-    """Parameters of the cache benchmark."""
+    """Parameters of one run of `lockstep bench cache`, from its command line."""
 
     model: Path
     ranks: int

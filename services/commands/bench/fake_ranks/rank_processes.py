@@ -16,7 +16,7 @@ from services.commands.bench.measuring.processes import MeasuredProcess, free_po
 
 
 class RankProcesses:
-    """The rank processes of one world."""
+    """The child processes of one world of ranks; each order goes to all, and all answer it."""
 
     def __init__(
         self,

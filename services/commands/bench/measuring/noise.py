@@ -63,7 +63,7 @@ def measure_with_retries(
 
 
 def add_noise_note(report: Report) -> None:
-    """Note in the report how many measurements had more than FOREIGN_CORES_MAX foreign cores."""
+    """Add a note if other processes used over FOREIGN_CORES_MAX cores in any measurement."""
     found = [
         value
         for case in report.cases

@@ -97,7 +97,13 @@ class MeasuredProcess:
         return self.process.pid
 
     def request(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one JSON line and return the JSON line that answers it.
+        """Send an order and wait for its answer.
+
+        Args:
+            order: is written as one JSON line to the process's standard input.
+
+        Returns:
+            The object of the next JSON line on its standard output.
 
         Raises:
             UnavailableError: when the process has ended.
@@ -106,7 +112,7 @@ class MeasuredProcess:
         return self.receive()
 
     def send(self, order: Mapping[str, Any]) -> None:
-        """Send one JSON line.
+        """Write an order as one JSON line to the process's standard input.
 
         Raises:
             UnavailableError: when the process has ended.
@@ -119,7 +125,7 @@ class MeasuredProcess:
             raise self.failure("has ended") from None
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next JSON line of the process and return it.
+        """Wait for the next JSON line on the process's standard output; return its object.
 
         Raises:
             UnavailableError: when the process ends before it writes a line.
@@ -175,7 +181,7 @@ class MeasuredProcess:
 
 
 def get_json(port: int, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
-    """Send a GET to a server on this machine.
+    """Send a GET to a server on this machine; return the status and the parsed JSON body.
 
     Args:
         port: its port on 127.0.0.1.

@@ -33,7 +33,10 @@ _TABLE_WIDTH = 10_000
 
 
 class Series(Struct, kw_only=True):
-    """All repeats of one contender's measurement under the conditions of one case."""
+    """All repeats of one contender's measurement under the conditions of one case.
+
+    A contender is one of the programs or configurations that a benchmark compares.
+    """
 
     name: str
     metrics: dict[str, list[float]] = {}

@@ -175,13 +175,13 @@ def failure_reason(port: int) -> str:
 
 
 def find_counters(status: Any) -> dict[str, float]:
-    """Return the scheduler's counters from a status document, at any depth.
+    """Return the scheduler's counters that a status document contains.
 
     Args:
         status: parsed JSON of the status endpoint, or any part of it.
 
     Returns:
-        Counter -> value, from the first object named "counters"; {} without such an object.
+        Counter -> value, from the first object named "counters" at any depth, or {}.
     """
     if isinstance(status, dict):
         counters = status.get("counters")

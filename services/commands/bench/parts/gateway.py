@@ -55,7 +55,7 @@ GATEWAY = "gateway"
 
 
 class GatewayPlan(Struct, frozen=True, kw_only=True):
-    """Parameters of the gateway benchmark."""
+    """Parameters of one run of `lockstep bench gateway`, from its command line."""
 
     model: Path
     streams: list[int]
@@ -113,7 +113,7 @@ class FakeScheduler:
         self._link.close(wait_s=0.5)
 
     def serve(self, seconds: float) -> list[tuple[PeerId, SubmitRequest]]:
-        """Answer the gateway for `seconds` or until requests arrive; return those, accepted."""
+        """Answer the gateway until a request arrives or `seconds` pass; return (peer, request)s."""
         submitted: list[tuple[PeerId, SubmitRequest]] = []
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s and not submitted:
@@ -195,7 +195,7 @@ class FakeScheduler:
 
 
 def measure(plan: GatewayPlan) -> Report:
-    """Measure tokens/s and CPU time of one gateway for each number of streams and each window.
+    """Measure tokens/s of one gateway for each number of streams and of steps in flight.
 
     Raises:
         UnavailableError: when the gateway does not start or loses tokens.

@@ -48,7 +48,7 @@ _PROGRAM = [sys.executable, "-m", "services.commands.bench.fake_ranks.split_rank
 
 
 class SplitsPlan(Struct, frozen=True, kw_only=True):
-    """Parameters of the splits benchmark."""
+    """Parameters of one run of `lockstep bench splits`, from its command line."""
 
     model: Path
     ranks: int

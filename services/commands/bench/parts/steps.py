@@ -55,7 +55,7 @@ _KEEP_ALIVE_S = 1.0
 
 
 class StepsPlan(Struct, frozen=True, kw_only=True):
-    """Parameters of the steps benchmark."""
+    """Parameters of one run of `lockstep bench steps`, from its command line."""
 
     step_ms: list[float]
     """Durations of a device's step."""

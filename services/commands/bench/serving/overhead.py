@@ -57,7 +57,7 @@ CEILING, STACK = "batch_generator", "lockstep"
 
 
 class OverheadPlan(Struct, frozen=True, kw_only=True):
-    """Parameters of the overhead and peers benchmarks."""
+    """Parameters of one run of `lockstep bench overhead` or `peers`, from its command line."""
 
     model: Path
     ranks: int
@@ -77,7 +77,7 @@ class OverheadPlan(Struct, frozen=True, kw_only=True):
     """Ranks of BatchGenerator; with more than one they share the model as the stack's ranks do."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that both benchmarks show in their reports."""
+        """Return name -> value of the parameters that the reports of both benchmarks show."""
         return {
             "model": self.model.name,
             "new_tokens": self.new_tokens,

@@ -40,7 +40,7 @@ _ARRIVALS_TIMEOUT_S = 300.0
 
 
 class OverloadPlan(Struct, frozen=True, kw_only=True):
-    """Parameters of the overload benchmark."""
+    """Parameters of one run of `lockstep bench overload`, from its command line."""
 
     model: Path
     factors: list[int]

@@ -45,7 +45,7 @@ CHANGE = "now/before"
 
 
 class RanksPlan(Struct, frozen=True, kw_only=True):
-    """Parameters of the ranks benchmark."""
+    """Parameters of one run of `lockstep bench ranks`, from its command line."""
 
     model: Path
     ranks: int

@@ -52,7 +52,7 @@ METHODS = (NGRAM, "draft_model", "eagle")
 
 
 class SpeculationPlan(Struct, frozen=True, kw_only=True):
-    """Parameters of the speculation benchmark."""
+    """Parameters of one run of `lockstep bench speculation`, from its command line."""
 
     model: Path
     ranks: int
@@ -328,7 +328,7 @@ def load_order(
     work: Sequence[Sequence[Mapping[str, Any]]],
     method: str,
 ) -> dict[str, Any]:
-    """Return the JSON object that orders one measurement from the closed-loop client.
+    """Return the JSON object that orders one load, with one speculation method, from the client.
 
     Args:
         plan: the parameters of the benchmark.
