@@ -22,7 +22,7 @@ FIRST_ID, IDS = 32, 128
 
 
 class LongPrompt:
-    """Checks with one long prompt that is new to the cache."""
+    """Checks of the cache with one prompt of two and a half blocks that is new to it."""
 
     def __init__(self, cluster: VerifiedCluster) -> None:
         self._cluster = cluster
@@ -31,11 +31,21 @@ class LongPrompt:
         self._first: HttpAnswer | None = None
 
     def by_name(self) -> list[tuple[str, Callable[[], TimedCheck]]]:
-        """Return (name, check) in order."""
+        """Return the name and the function of each check but `restore`, in order."""
         return [(judging.STORED, self._store), (judging.REUSED, self._reuse)]
 
     def skip_reason(self, name: str) -> str:
-        """Return why a check must be skipped, or "". Raises: UnavailableError: no answer."""
+        """Return why a check must be skipped: no cache, no SSD, or too short a context.
+
+        Args:
+            name: name of the check.
+
+        Returns:
+            The reason; "" if the check can run.
+
+        Raises:
+            UnavailableError: when the scheduler does not answer.
+        """
         cache = self._cluster.config.cache
         if not cache.enabled:
             return "cache.enabled is off"

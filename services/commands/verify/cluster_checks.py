@@ -35,7 +35,12 @@ Check = Callable[[], TimedCheck]
 
 
 class VerifiedCluster:
-    """Cluster under check: its settings, gateway and scheduler."""
+    """The cluster that `lockstep verify` checks: its settings, gateway and scheduler.
+
+    Args:
+        config: settings of this host.
+        gateway: client of the gateway under check.
+    """
 
     def __init__(self, config: Config, gateway: Gateway) -> None:
         self.config = config
@@ -48,19 +53,23 @@ class VerifiedCluster:
         return ask_status(self.config)
 
     def fresh_salt(self) -> str:
-        """Return a cache salt that is new to the cluster."""
+        """Return a cache salt that no request has used, so that its request reuses no blocks."""
         self._salts += 1
         return f"verify-{self._salt}-{self._salts}"
 
     def complete(self, prompt: str) -> HttpAnswer:
-        """Complete a prompt greedily, without cached blocks. Raises: NoAnswer: no answer."""
+        """Complete a prompt greedily with TEXT_TOKENS tokens at most, without cached blocks.
+
+        Raises:
+            NoAnswer: when the gateway refuses the request or does not complete it.
+        """
         return self.gateway.complete(
             prompt=prompt, max_tokens=TEXT_TOKENS, cache_salt=self.fresh_salt()
         )
 
 
 class ClusterChecks:
-    """Checks in their order; later ones use results of earlier ones."""
+    """Checks of a cluster that end no process; later ones use results of earlier ones."""
 
     def __init__(self, cluster: VerifiedCluster) -> None:
         self._cluster = cluster
@@ -70,7 +79,7 @@ class ClusterChecks:
         """Tokens of requests that ran one after the other, so each needed a step."""
 
     def by_name(self) -> list[tuple[str, Check]]:
-        """Return (name, check) in order."""
+        """Return the name and the function of each check but `ready`, in the order to run them."""
         return [
             (judging.CANARY, self._canary),
             (judging.ONE, self._one),
@@ -81,7 +90,11 @@ class ClusterChecks:
         ]
 
     def ready(self) -> TimedCheck:
-        """Ask the gateway whether it is alive and ready."""
+        """Check that the gateway's /livez and /readyz are 200.
+
+        Raises:
+            NoAnswer: when the gateway does not answer.
+        """
         alive, _ = self._cluster.gateway.get("/livez")
         code, body = self._cluster.gateway.get("/readyz")
         reason = ""

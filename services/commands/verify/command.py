@@ -172,7 +172,15 @@ def _fast_synch(config: Config, cluster: VerifiedCluster) -> TimedCheck:
 
 
 def perform(name: str, check: Callable[[], TimedCheck]) -> TimedCheck:
-    """Run one check and time it; a service that does not answer makes it FAIL."""
+    """Run one check and time it.
+
+    Args:
+        name: name of the check, for the result if it raises.
+        check: runs it.
+
+    Returns:
+        Its result with its duration; a FAIL if gateway, scheduler or ranks do not answer.
+    """
     clock = SystemClock()
     began_s = clock.now()
     try:
@@ -183,7 +191,7 @@ def perform(name: str, check: Callable[[], TimedCheck]) -> TimedCheck:
 
 
 def summary(results: Sequence[TimedCheck]) -> str:
-    """Return the last line: the verdict on all checks, and how many have which."""
+    """Return the last line: PASS, or FAIL if any check FAILs, and the count of each verdict."""
     verdict = "FAIL" if has_failed(results) else "PASS"
     return f"{verdict}  {check_results.count_verdicts(results, _VERDICTS)}"
 

@@ -14,22 +14,22 @@ NEAR_TIE_NATS = 0.5
 
 
 class Divergence(Struct, frozen=True, kw_only=True):
-    """First difference of two completions."""
+    """First token in which two completions of one prompt differ."""
 
     place: int
-    """Index of the token."""
+    """Index of the token in the completion, from 0."""
     gap: float | None
     """Difference of the log probabilities of the two tokens there, in nats; None if the second
     token is not among the likeliest."""
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding alone can explain the difference."""
+        """Whether the gap is at most NEAR_TIE_NATS, so that rounding alone can explain it."""
         return self.gap is not None and self.gap <= NEAR_TIE_NATS
 
     @property
     def text(self) -> str:
-        """Description of the difference."""
+        """The difference in words, with the number of the token from 1."""
         if self.gap is None:
             return f"token {self.place + 1} is not among the 5 likeliest"
         return f"token {self.place + 1} was {self.gap:.2f} nats less likely"

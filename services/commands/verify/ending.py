@@ -39,7 +39,10 @@ def restart_ranks(config: Config, console: Console) -> None:
 
 
 def shut_down(config: Config) -> TimedCheck:
-    """Stop `lockstep up` as an operator does and measure how long everything takes to end."""
+    """Send SIGTERM to `lockstep up` and judge how long it and all roles of this host take to end.
+
+    Without a `lockstep up` on this host the result is SKIP.
+    """
     supervisor = supervisor_pid(config.run_dir)
     if supervisor is None:
         detail = (
@@ -64,10 +67,10 @@ def shut_down(config: Config) -> TimedCheck:
 
 
 def judge_shutdown(seconds: float, left: list[str]) -> TimedCheck:
-    """Judge a shutdown.
+    """Judge a shutdown: everything must have ended within SHUTDOWN_S.
 
     Args:
-        seconds: from the signal to the supervisor's end.
+        seconds: seconds from SIGTERM to the supervisor's end.
         left: roles that still ran then.
     """
     if not left and seconds <= SHUTDOWN_S:

@@ -19,11 +19,13 @@ Setting = Literal["auto", "on", "off"]
 def judge_fast_synch(
     setting: Setting, ranks: Sequence[RankStatus], host: str, path: Path, system: str
 ) -> TimedCheck:
-    """Judge the trial.
+    """Judge whether the file of proofs holds a proof for each rank of this host.
+
+    A start without `world.metal_fast_synch = "on"` is a FAIL, a host without Metal a SKIP.
 
     Args:
         setting: `world.metal_fast_synch` of this start.
-        ranks: of the world that serves.
+        ranks: status of each rank of the world that serves.
         host: this machine's name.
         path: file that holds this host's proofs.
         system: name of the platform, as in `sys.platform`.

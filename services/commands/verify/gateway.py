@@ -35,13 +35,13 @@ class HttpAnswer(Struct, frozen=True, kw_only=True):
     stored_tokens: int
     """Tokens of the prompt that were restored from SSD."""
     first_s: float
-    """Seconds from sending to the first event."""
+    """Seconds from sending to the first event of the stream."""
     seconds: float
     """Seconds from sending to the end mark."""
 
 
 class Gateway:
-    """One gateway, as a client sees it."""
+    """HTTP client of one gateway, which sends one request per connection."""
 
     def __init__(self, address: str, model: str, api_key: str, timeout_s: float) -> None:
         """Store the address; nothing is sent.
@@ -50,7 +50,7 @@ class Gateway:
             address: host:port.
             model: name of the model for clients.
             api_key: "" if the gateway needs none.
-            timeout_s: longest silence.
+            timeout_s: seconds without data after which a request fails.
         """
         self.address = address
         self._model = model
@@ -60,16 +60,20 @@ class Gateway:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Return status and body of a GET. Raises: NoAnswer: the gateway does not answer."""
+        """Send a GET request; return HTTP status and body.
+
+        Raises:
+            NoAnswer: when the gateway does not answer.
+        """
         with self._answer("GET", path, None) as response:
             return response.status, response.read()
 
     def complete(self, **fields: Any) -> HttpAnswer:
-        """Stream a completion to its end.
+        """Request a streamed completion, read it to its end, and return it.
 
         Args:
-            fields: of the request. By default it is greedy, without drafts, and with log
-                probabilities.
+            fields: fields of the request, in place of the default ones: greedy, without drafts,
+                and with log probabilities of 5 tokens per position.
 
         Raises:
             NoAnswer: when it is refused, ends with an error or ends early.
@@ -84,7 +88,17 @@ class Gateway:
 
     @contextlib.contextmanager
     def started(self, **fields: Any) -> Iterator[Iterator[bytes]]:
-        """Start a completion and yield its events; leaving the block closes the connection."""
+        """Start a streamed completion; leaving the block closes the connection.
+
+        Args:
+            fields: as for `complete`.
+
+        Yields:
+            The data of each event, as it arrives.
+
+        Raises:
+            NoAnswer: when the gateway does not answer, or refuses the request.
+        """
         with self._stream(fields) as events:
             yield events
 
@@ -124,10 +138,10 @@ class Gateway:
 
 
 def parse(events: list[bytes], first_s: float, seconds: float) -> HttpAnswer:
-    """Return the completion that a stream's events describe.
+    """Parse the events of a streamed completion.
 
     Args:
-        events: the data of each, the end mark included.
+        events: the data of each event, the end mark [DONE] included.
         first_s: seconds from sending to the first event.
         seconds: seconds from sending to the last event.
 

@@ -46,7 +46,7 @@ _STORE_REMEDY = (
 
 
 class TimedCheck(CheckResult, frozen=True, kw_only=True):
-    """Result of one check of a running Lockstep."""
+    """Result of one check of a running Lockstep, with its duration and notes."""
 
     seconds: float = 0.0
     """How long the check took."""
@@ -54,13 +54,19 @@ class TimedCheck(CheckResult, frozen=True, kw_only=True):
     """Further facts, one per line."""
 
     def cells(self) -> list[str]:
-        """Return the cells of this result's row."""
+        """Return the cells of this result's row: verdict, check, seconds, explanation."""
         seconds = f"{self.seconds:6.2f} s"
         return [self.verdict, self.check, seconds, self.explained(self.notes)]
 
 
 def ready(is_alive: bool, code: int, reason: str) -> TimedCheck:
-    """Judge the answers of /livez and /readyz."""
+    """Judge the gateway's answers: both /livez and /readyz must be 200.
+
+    Args:
+        is_alive: whether /livez was 200.
+        code: HTTP status of /readyz.
+        reason: reason in the body of /readyz; "" without one.
+    """
     if not is_alive:
         return TimedCheck(
             check=GATEWAY,
@@ -79,7 +85,14 @@ def ready(is_alive: bool, code: int, reason: str) -> TimedCheck:
 
 
 def canary(status: StatusReported, name: str = CANARY) -> TimedCheck:
-    """Judge the canary results that ranks had before they were ready."""
+    """Judge the canary results of all ranks: their digests must equal those of rank 0.
+
+    One rank, or `world.canary` off, gives SKIP.
+
+    Args:
+        status: status of the scheduler, with each rank's canary results.
+        name: name of the check.
+    """
     ranks = status.ranks
     if status.world_size == 1:
         return TimedCheck(
@@ -102,7 +115,10 @@ def canary(status: StatusReported, name: str = CANARY) -> TimedCheck:
 
 
 def one_request(answer: HttpAnswer) -> TimedCheck:
-    """Judge a streamed request."""
+    """Judge a streamed completion.
+
+    It must end with "stop" or "length", have a token, and not have more tokens than its usage says.
+    """
     problems = []
     if answer.finish_reason not in ENDS:
         problems.append(f"finish_reason is {answer.finish_reason}")
@@ -132,12 +148,13 @@ def one_request(answer: HttpAnswer) -> TimedCheck:
 
 
 def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> TimedCheck:
-    """Judge the same request, sent again.
+    """Judge a greedy request that was sent twice: both answers must be equal.
 
     Args:
         first: the first answer.
         second: the second one.
-        others: number of other clients' requests meanwhile, which change the batch's shape.
+        others: number of other clients' requests meanwhile, which change the batch's shape; if
+            there are any, the answers may differ from a near tie on.
     """
     name = AGAIN
     found = divergence(first, second)
@@ -151,7 +168,14 @@ def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> TimedCheck
 
 
 def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> TimedCheck:
-    """Judge several requests at once, compared with the same requests one by one."""
+    """Judge greedy requests that ran at once: each answer must equal that of the request alone.
+
+    Answers may differ from a near tie on, because a batch of another shape rounds differently.
+
+    Args:
+        alone: answers of the requests sent one by one.
+        at_once: answers of the same requests sent at once, in the same order.
+    """
     name = TOGETHER
     notes, is_wrong = [], False
     pairs = zip(alone, at_once, strict=True)
@@ -179,11 +203,11 @@ def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> Time
 
 
 def aborted(seconds: float | None, tokens: int) -> TimedCheck:
-    """Judge a request whose client has closed the connection.
+    """Judge a request whose client has closed the connection: its slot must be free in time.
 
     Args:
-        seconds: until its slot was free; None: not within the time limit.
-        tokens: number of tokens before the connection was closed.
+        seconds: seconds until its slot was free; None: not within ABORT_S.
+        tokens: number of events that the client had received.
     """
     name = ABORT
     if seconds is None:
@@ -199,15 +223,15 @@ def aborted(seconds: float | None, tokens: int) -> TimedCheck:
 
 
 def stored(written: int, lost: int, ranks: int, waited_s: float) -> TimedCheck:
-    """Judge the blocks of a long prompt.
+    """Judge the blocks of a long prompt: at least one must be stored and none lost.
 
     The scheduler counts a block as stored when every rank's store has committed it.
 
     Args:
-        written: number of blocks stored meanwhile.
-        lost: number of blocks that a rank's store has not stored.
+        written: number of blocks stored since the prompt was sent.
+        lost: number of blocks since then that a rank's store has not stored.
         ranks: number of ranks in the world.
-        waited_s: length of the wait.
+        waited_s: seconds from the answer to these counts.
     """
     name = STORED
     if written < 1 or lost:
@@ -220,7 +244,12 @@ def stored(written: int, lost: int, ranks: int, waited_s: float) -> TimedCheck:
 
 
 def reused(first: HttpAnswer, again: HttpAnswer) -> TimedCheck:
-    """Judge how much of a long prompt was reused when it was sent again."""
+    """Judge a long prompt that was sent twice: some of its tokens must come from the cache.
+
+    Args:
+        first: the first answer.
+        again: the second one, whose tokens from memory and SSD count.
+    """
     name = REUSED
     found = again.memory_tokens + again.stored_tokens
     detail = (
@@ -234,7 +263,10 @@ def reused(first: HttpAnswer, again: HttpAnswer) -> TimedCheck:
 
 
 def restored(again: HttpAnswer) -> TimedCheck:
-    """Judge how much of a long prompt was restored from SSD after a restart of the ranks."""
+    """Judge a long prompt that was sent again after all ranks restarted.
+
+    Some of its tokens must have been restored from SSD.
+    """
     name = RESTORED
     detail = f"{again.stored_tokens} of {again.prompt_tokens} tokens"
     if not again.stored_tokens:
@@ -245,9 +277,12 @@ def restored(again: HttpAnswer) -> TimedCheck:
 def took_part(before: StatusReported, after: StatusReported, tokens: int) -> TimedCheck:
     """Judge whether every rank took part in every step; a step counts if all receipts agree.
 
+    All ranks must be ready in the same epoch and have answered for a step, no receipt may differ,
+    and there must be at least one step per token.
+
     Args:
-        before: at the start.
-        after: now.
+        before: status of the scheduler before the first request.
+        after: its status now.
         tokens: number of tokens that were generated one by one; each needed a step.
     """
     name = RANKS
@@ -282,7 +317,7 @@ def took_part(before: StatusReported, after: StatusReported, tokens: int) -> Tim
 
 
 def counter_growth(before: StatusReported, after: StatusReported, name: str) -> int:
-    """Return by how much a counter has grown."""
+    """Return by how much the counter `name` has grown from the status `before` to `after`."""
     return int(after.counters.get(name, 0.0) - before.counters.get(name, 0.0))
 
 
