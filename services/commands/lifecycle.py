@@ -76,10 +76,10 @@ def drain(sources: SettingSources, *, off: bool, wait_s: float | None) -> int:
 
 
 def restart_role(config: Config, role: str, number: int | None, console: Console) -> int:
-    """End a role's process and wait until another has taken its place.
+    """End the processes of a role on this host, and wait until new ones have replaced them.
 
     Args:
-        config: says where the processes run, and how long they may take.
+        config: gives the run folder, the addresses and the deadlines of the processes.
         role: `gateway`, `scheduler`, `store`, `rank`, or `ranks` for all ranks of this host.
         number: number of the rank, for the role `rank`.
         console: shows progress.
@@ -116,12 +116,12 @@ def restart_role(config: Config, role: str, number: int | None, console: Console
 
 
 def order_drain(config: Config, *, is_on: bool, wait_s: float | None, console: Console) -> int:
-    """Make the scheduler refuse new requests, or accept them again.
+    """Make the scheduler refuse new requests and wait for running ones, or accept new ones again.
 
     Args:
-        config: says where the scheduler listens.
+        config: gives the address of the scheduler.
         is_on: False ends an earlier drain.
-        wait_s: how long to wait until no request is open; None: `scheduler.drain_s`.
+        wait_s: longest wait in seconds until no request is open; None: `scheduler.drain_s`.
         console: shows progress.
 
     Returns:

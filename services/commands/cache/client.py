@@ -33,23 +33,31 @@ A = TypeVar("A")
 
 
 class Store(Protocol):
-    """What answers questions about stored blocks."""
+    """Source of answers about this host's stored blocks: the running cache store or its files."""
 
     is_running: bool
-    """Whether a cache store serves them; otherwise this process has locked the directory."""
+    """True: a running cache store answers; False: this process has locked and read the files."""
 
     def ask(self, question: ToStore, answer: type[A]) -> A:
-        """Return the answer to a question, a message of the type `answer`.
+        """Send a question, or a request to delete, and return the answer.
+
+        Args:
+            question: the message to the store.
+            answer: type of the message that answers it.
 
         Raises:
-            UnavailableError: when no answer comes within the deadline.
+            UnavailableError: when no answer comes within 5 s, or the disk fails.
         """
         ...
 
 
 @contextlib.contextmanager
 def opened(config: Config) -> Iterator[Store | None]:
-    """Give access to this host's stored blocks; None: nothing is stored.
+    """Give access to this host's stored blocks while the block runs.
+
+    Yields:
+        The running cache store if there is one, else its directory, locked for this process;
+        None: neither exists, so nothing is stored.
 
     Raises:
         ConfigError: when the directory belongs to another user, or is not a directory.

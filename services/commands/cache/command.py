@@ -43,10 +43,11 @@ _namespace_option = click.option(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandOutput:
-    """Text and JSON value to print, of which one is chosen, and the exit code."""
+    """Result of a cache command in both forms of output, and its exit code."""
 
     text: str
     facts: dict[str, Any]
+    """The JSON document that `--json` prints in place of the text."""
     exit_code: int = limits.EXIT_OK
 
 
@@ -100,7 +101,7 @@ def run(config: Config, action: Action, namespace: str) -> CommandOutput:
 
     Args:
         config: names the directory and the store's address.
-        action: what to do; only `clear` deletes anything.
+        action: name of the subcommand; only `clear` deletes anything.
         namespace: a namespace or its first digits; "": all namespaces.
 
     Raises:

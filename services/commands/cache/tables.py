@@ -11,7 +11,12 @@ _AGES = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 def stats(report: StoreReported, *, is_running: bool) -> str:
-    """Return the state of a store as a few lines."""
+    """Return the state of a store as text: directory, size, records, counters, one per line.
+
+    Args:
+        report: the state.
+        is_running: whether a cache store runs; False: the directory was read without one.
+    """
     used = format_bytes(report.bytes_used)
     if is_running:
         state = "on" if report.on else f"off ({report.cause})"

@@ -29,17 +29,17 @@ class GroupedOption(click.Option):
 
 
 class Command(click.Command):
-    """Command whose help has option groups, and fails if it cannot be written."""
+    """Command whose `--help` groups its options by heading, and fails if it cannot be written."""
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Return the option `--help`, which prints through `print_line`."""
+        """Return the option `--help`, made to fail if the help cannot be written."""
         option = super().get_help_option(ctx)
         if option is not None:
             option.callback = _show_help
         return option
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write options under the headings of their groups."""
+        """Write the options, each under the heading of its `GroupedOption`, then subcommands."""
         groups: dict[str, list[tuple[str, str]]] = {FIRST_GROUP: []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -54,7 +54,7 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """Group of commands. Those given as `lazy` are imported when they are called."""
+    """Command with subcommands; the module of a lazy one is imported only when it is called."""
 
     command_class = Command
     group_class = type
@@ -62,7 +62,7 @@ class Group(Command, click.Group):
     def __init__(
         self, *args: Any, lazy: Mapping[str, tuple[str, str]] | None = None, **attributes: Any
     ) -> None:
-        """Note the commands.
+        """Store the lazy commands without importing them.
 
         Args:
             args: as for click.Group.
@@ -75,7 +75,7 @@ class Group(Command, click.Group):
         self._lazy = dict(lazy or {})
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the base passes it
-        """Return the names of all commands, in the order of their definition."""
+        """Return the names of all subcommands, lazy ones last, in the order of their definition."""
         return [*self.commands, *self._lazy]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -125,7 +125,7 @@ def seconds(text: str) -> float:
 
 
 def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--json` to a command, as its argument `as_json`."""
+    """Decorate a command's function so that it has the flag `--json`, passed as `as_json`."""
     add = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
     return add(function)
 
@@ -139,7 +139,7 @@ def run(root: click.Group, arguments: Sequence[str], completion: str | None = No
     """Run the command that a command line names.
 
     Args:
-        root: the console script.
+        root: the command of the console script, with all subcommands.
         arguments: the words after the program's name.
         completion: value of COMPLETION_VARIABLE; a request for completions runs no command.
 

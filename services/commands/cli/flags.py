@@ -20,7 +20,7 @@ from shared.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """Flag that overrides one setting."""
+    """Command-line flag that overrides one setting."""
 
     key: str
     """The setting, as `section.name`."""
@@ -30,7 +30,7 @@ class Flag:
     value: Any = None
     """What the setting becomes, for a flag without a value of its own."""
     is_exclusive: bool = False
-    """Whether it excludes other flags of its setting."""
+    """Whether it must not be given together with another flag of the same setting."""
 
 
 GROUPS: dict[str, dict[str, Flag]] = {
@@ -123,7 +123,7 @@ GROUPS: dict[str, dict[str, Flag]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingSources:
-    """Where a command line says that settings come from."""
+    """Configuration file, inventory and flags of a command line, from which settings are read."""
 
     config: str | None = None
     """Configuration file."""
@@ -134,7 +134,10 @@ class SettingSources:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Return the sources that a command's options name.
+        """Return the sources of settings that a command's options name.
+
+        Args:
+            options: name of each option's parameter -> its value, as click passes them.
 
         Raises:
             UsageError: when two flags exclude each other.
@@ -142,7 +145,7 @@ class SettingSources:
         return cls(options.get("config"), options.get("inventory"), overrides(options))
 
     def share(self) -> HostShare:
-        """Merge file, environment and flags into what this machine runs.
+        """Merge file, environment and flags; return roles and settings of this machine.
 
         Raises:
             ConfigError: when a setting is wrong.
@@ -152,7 +155,13 @@ class SettingSources:
 
 
 def overrides(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a command's options override, by key.
+    """Return the settings that a command's options override.
+
+    Args:
+        options: name of each option's parameter -> its value, as click passes them.
+
+    Returns:
+        Key of the setting, as `section.name` -> its value, not yet checked.
 
     Raises:
         UsageError: when two flags exclude each other.
@@ -175,9 +184,10 @@ def overrides(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_options(function: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Add `--config`, `--inventory` and every override to a command.
+    """Decorate a command's function so that it has the options for sources of settings.
 
-    The command gets all of them as one SettingSources, its first argument.
+    These are `--config`, `--inventory` and the flags in GROUPS. The function gets all of them as
+    one SettingSources, its first argument.
     """
     names = ["config", "inventory"]
     adders = [
@@ -192,7 +202,10 @@ def settings_options(function: Callable[..., int | None]) -> Callable[..., int |
 
 
 def source_options(function: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Add `--config`, `--inventory` and `--host` to a command, as one SettingSources."""
+    """Decorate a command's function so that it has `--config`, `--inventory` and `--host`.
+
+    The function gets them as one SettingSources, its first argument.
+    """
     adders = [
         file_option("--config", "TOML file with settings for every role."),
         file_option("--inventory", "TOML file of several hosts."),
@@ -202,7 +215,12 @@ def source_options(function: Callable[..., int | None]) -> Callable[..., int | N
 
 
 def file_option(name: str, summary: str) -> Callable[..., Any]:
-    """Return a decorator that adds an option whose value is a path, which shells complete."""
+    """Return a decorator that adds an option whose value is a path, which shells complete.
+
+    Args:
+        name: name of the option, with its dashes.
+        summary: its text in `--help`.
+    """
     return click.option(name, metavar="FILE", type=click.Path(), help=summary)
 
 

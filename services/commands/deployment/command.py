@@ -30,12 +30,15 @@ _root_option = click.option(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobOptions:
-    """Options that say which jobs are made."""
+    """Options of `lockstep launchd` and `lockstep systemd` that determine a host's jobs."""
 
     sources: SettingSources
     supervised: bool
+    """Whether one job runs `lockstep up`, instead of one job per role."""
     user: str
+    """User that runs the jobs; "": the calling user."""
     env: tuple[str, ...]
+    """Further environment variables, as NAME=VALUE."""
 
 
 def _job_options(function: Callable[..., None]) -> Callable[..., int | None]:
@@ -103,7 +106,11 @@ systemd_group = _make_group("systemd", "Run Lockstep from boot on Linux, as unit
 
 
 def make_jobs(options: JobOptions, environment: Mapping[str, str]) -> list[Job]:
-    """Return the jobs of this host.
+    """Return the jobs that keep this host's processes running.
+
+    Args:
+        options: options of the command.
+        environment: environment of this process; a setting in it is an error, as jobs lack it.
 
     Raises:
         ConfigError: when the settings do not suffice for jobs.
@@ -122,7 +129,12 @@ def make_jobs(options: JobOptions, environment: Mapping[str, str]) -> list[Job]:
 
 
 def render(kind: Kind, made: Sequence[Job]) -> str:
-    """Return the files of jobs, each below its path."""
+    """Return the contents of all files of the jobs as one text, each below its path.
+
+    Args:
+        kind: system that runs the jobs.
+        made: all jobs of this host.
+    """
     if kind == "systemd":
         files = {f"/{systemd.FOLDER}/{systemd.file_name(job)}": systemd.render(job) for job in made}
     else:

@@ -21,7 +21,10 @@ _WIDTH = 12
 
 
 def describe_machine(share: HostShare) -> str:
-    """Return the processes of a machine that runs everything."""
+    """Return the processes that `lockstep up` would start on a machine without inventory.
+
+    The text also names their addresses and the files that they read and write.
+    """
     title = f"this machine ({socket.gethostname()})"
     python = str(Path(installation.console_script()).parent / "python")
     return "\n".join([_HEAD, "", title, *_lines(share, python, is_here=True)])
@@ -33,7 +36,10 @@ def describe_hosts(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> str:
-    """Return the processes of all hosts of an inventory, on one of them or elsewhere.
+    """Return the processes that `lockstep up` would start on each host of an inventory.
+
+    The text also names their addresses and the files that they read and write. This machine need
+    not be one of the hosts.
 
     Args:
         file: the inventory.

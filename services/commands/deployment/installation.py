@@ -18,30 +18,36 @@ LOG_DIR = "/var/log/lockstep"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installation:
-    """Absolute paths on one host, and the user of its processes."""
+    """Paths of Lockstep on one host that its jobs need, and the user of its processes."""
 
     executable: str
+    """Console script."""
     settings: tuple[str, ...]
     """Options that name the settings, for every command."""
     work_dir: str
+    """Working folder of the processes."""
     log_dir: str
+    """Folder of their logs under launchd."""
     user: str
+    """User that runs them."""
 
     @property
     def python(self) -> str:
-        """Interpreter of the console script."""
+        """Path of the Python interpreter beside the console script."""
         return str(PurePosixPath(self.executable).parent / "python")
 
 
 def find_installation(
     share: HostShare, config_file: str | None, inventory_file: str | None, user: str = ""
 ) -> Installation:
-    """Return the installation on a host; paths missing in its `[[hosts]]` table are as here.
+    """Return paths and user of Lockstep on a host, from its `[[hosts]]` table in the inventory.
+
+    Paths that are missing there, or without an inventory, are those of this machine.
 
     Args:
         share: share of the host, with its name in the inventory.
-        config_file: the configuration, or None.
-        inventory_file: the inventory, or None.
+        config_file: path of the configuration file, or None.
+        inventory_file: path of the inventory, or None.
         user: user of processes unless the inventory names one; "": the calling user.
 
     Raises:
@@ -70,12 +76,19 @@ def find_installation(
 
 
 def console_script() -> str:
-    """Return the console script of this installation."""
+    """Return the path of the script `lockstep` beside the Python interpreter that runs this."""
     return str(Path(sys.executable).parent / "lockstep")
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuse environment variables that jobs would lack. Raises: ConfigError: one is set."""
+    """Refuse settings and API keys given as environment variables, because jobs would lack them.
+
+    Args:
+        environment: environment variables of this process.
+
+    Raises:
+        ConfigError: when one of them is set.
+    """
     if environment.get(API_KEYS_VARIABLE):
         raise ConfigError(
             f"{API_KEYS_VARIABLE} is set: jobs hold no secrets, so they would lack it. Set "

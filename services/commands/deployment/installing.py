@@ -19,17 +19,27 @@ _RETRY_S = 1.0
 
 @dataclasses.dataclass(slots=True)
 class Target:
-    """Machine on which jobs are installed."""
+    """Machine on which jobs are installed: its files, its commands, and a list of changes."""
 
     root: Path
     """`/`, or a folder used in its place."""
     call: Call
     sleep: Callable[[float], None] = time.sleep
+    """Waits for a number of seconds."""
     changes: list[str] = dataclasses.field(default_factory=list)
     """Changes so far, one sentence each."""
 
     def write(self, folder: str, name: str, text: str) -> None:
-        """Write a file that every user can read. Raises: ConfigError: it cannot be written."""
+        """Write a file that every user can read, and note the change.
+
+        Args:
+            folder: its folder, relative to the root; it is made if it is missing.
+            name: name of the file.
+            text: its content.
+
+        Raises:
+            ConfigError: when it cannot be written.
+        """
         path = self.root / folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +52,7 @@ class Target:
         self.changes.append(f"wrote {path}")
 
     def remove(self, path: Path) -> None:
-        """Remove a file. Raises: ConfigError: it cannot be removed."""
+        """Remove a file, if it exists, and note the change. Raises: ConfigError: it stays."""
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -50,11 +60,16 @@ class Target:
         self.changes.append(f"removed {path}")
 
     def found(self, folder: str, *patterns: str) -> list[Path]:
-        """Return the files of Lockstep in a folder."""
+        """Return the files in a folder whose names match a pattern, sorted.
+
+        Args:
+            folder: the folder, relative to the root.
+            patterns: shell patterns, of which a name must match one.
+        """
         return sorted({path for one in patterns for path in (self.root / folder).glob(one)})
 
     def run_checked(self, command: Sequence[str]) -> None:
-        """Run a command. Raises: UnavailableError: it fails."""
+        """Run a command. Raises: UnavailableError: its exit code is not 0."""
         code = self.call(command)
         if code:
             raise UnavailableError(f"`{shlex.join(command)}` failed with code {code}.")
@@ -72,7 +87,9 @@ def run_command(command: Sequence[str]) -> int:
 
 
 def install_launchd(target: Target, jobs: Sequence[Job]) -> None:
-    """Stop installed LaunchDaemons, write the new ones and start them.
+    """Stop Lockstep's LaunchDaemons, replace them by those of the given jobs, and start these.
+
+    LaunchDaemons of Lockstep without a job among them are removed.
 
     Raises:
         ConfigError: when a file cannot be written.
@@ -107,7 +124,7 @@ def uninstall_launchd(target: Target) -> None:
 
 
 def install_systemd(target: Target, jobs: Sequence[Job]) -> None:
-    """Write the units, stop and remove obsolete ones, and start the new ones.
+    """Write the units of the given jobs and restart them; stop and remove Lockstep's other units.
 
     Raises:
         ConfigError: when a file cannot be written.

@@ -23,31 +23,34 @@ _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """Process that the system keeps running."""
+    """Process that launchd or systemd starts at boot and keeps running."""
 
     name: str
     """`lockstep`, or the role: `gateway`, `scheduler`, `store`, `rank-0`."""
     summary: str
+    """Description of the job, in a few words."""
     command: tuple[str, ...]
+    """Program and arguments."""
     place: Installation
     environment: Mapping[str, str]
+    """Environment variables of the process."""
     end_s: int
-    """Time from SIGTERM to SIGKILL."""
+    """Seconds from SIGTERM to SIGKILL."""
     pause_s: int
-    """Pause between two starts."""
+    """Seconds between two starts."""
     after: tuple[str, ...]
     """Jobs that start before it and end after it, if the system supports an order."""
 
     @property
     def log_file(self) -> str:
-        """Path of its log, unless the system keeps one."""
+        """Path of its log file under launchd; systemd keeps the log in its journal."""
         return f"{self.place.log_dir}/{self.name}.log"
 
 
 def make_host_jobs(
     share: HostShare, place: Installation, variables: Mapping[str, str], *, supervised: bool
 ) -> list[Job]:
-    """Return the jobs of one host.
+    """Return the jobs that keep the processes of one host running.
 
     Args:
         share: roles and settings of the host.

@@ -18,17 +18,17 @@ _PRIVATE = 0o077
 
 
 def label(job: Job) -> str:
-    """Return the label of a job."""
+    """Return the name by which launchd knows a job, such as org.lockstep.gateway."""
     return PREFIX + job.name
 
 
 def file_name(job: Job) -> str:
-    """Return the name of a job's file."""
+    """Return the name of a job's property list, such as org.lockstep.gateway.plist."""
     return f"{label(job)}.plist"
 
 
 def properties(job: Job) -> dict[str, Any]:
-    """Return the content of a job's file as properties."""
+    """Return the properties of a job by their names in launchd.plist(5)."""
     return {
         "Label": label(job),
         "ProgramArguments": list(job.command),
@@ -51,12 +51,12 @@ def properties(job: Job) -> dict[str, Any]:
 
 
 def render(job: Job) -> str:
-    """Return the content of a job's file."""
+    """Return the content of a job's property list, as XML."""
     return plistlib.dumps(properties(job), sort_keys=False).decode()
 
 
 def rotation(jobs: Sequence[Job]) -> str:
-    """Return a file for newsyslog(8) that keeps five logs of 10 MB each per job.
+    """Return the content of a file for newsyslog(8) that keeps five logs of 10 MB each per job.
 
     launchd opens a log once per process, so a running process continues to write to the renamed
     file. It is not compressed, which would lose lines.
@@ -76,12 +76,19 @@ def prepare(job: Job) -> list[list[str]]:
 
 
 def stop(name: str) -> list[str]:
-    """Return the command that stops and unloads a job; it fails if the job is not loaded."""
+    """Return the command that stops and unloads a job; it fails if the job is not loaded.
+
+    Args:
+        name: label of the job, or the name of its file.
+    """
     return ["/bin/launchctl", "bootout", f"system/{name.removesuffix('.plist')}"]
 
 
 def start(job: Job) -> list[list[str]]:
-    """Return the commands that enable and start a job; the last fails while it still stops."""
+    """Return the two commands that enable and start a job.
+
+    The second fails while an earlier process of the job is still ending.
+    """
     return [
         ["/bin/launchctl", "enable", f"system/{label(job)}"],
         ["/bin/launchctl", "bootstrap", "system", f"/{FOLDER}/{file_name(job)}"],

@@ -14,7 +14,7 @@ _SYSTEMCTL = "/usr/bin/systemctl"
 
 
 def unit_name(name: str) -> str:
-    """Return the unit of the job with this name."""
+    """Return the name of the unit of the job `name`, such as lockstep-gateway.service."""
     return (
         f"{SUPERVISED_JOB}.service"
         if name == SUPERVISED_JOB
@@ -23,7 +23,7 @@ def unit_name(name: str) -> str:
 
 
 def file_name(job: Job) -> str:
-    """Return the name of a job's unit file."""
+    """Return the name of a job's unit file, which is the name of its unit."""
     return unit_name(job.name)
 
 
@@ -70,7 +70,7 @@ def stop(names: Sequence[str]) -> list[str]:
 
 
 def reload() -> list[str]:
-    """Return the command that makes systemd read the files."""
+    """Return the command that makes systemd read all unit files again."""
     return [_SYSTEMCTL, "daemon-reload"]
 
 

@@ -78,7 +78,14 @@ def remove_command(sources: SettingSources, *, name: str) -> None:
 
 
 def new(folder: Path, *, force: bool = False) -> str:
-    """Make this host's key pair and allow it on this host.
+    """Make this host's key pair, and allow it on this host for all roles.
+
+    Args:
+        folder: folder of the keys.
+        force: whether an existing pair is replaced.
+
+    Returns:
+        A text with the public key, and how to allow it on other hosts.
 
     Raises:
         ConfigError: when a pair exists and `force` is not set, or the folder cannot be used.
@@ -102,7 +109,11 @@ def new(folder: Path, *, force: bool = False) -> str:
 
 
 def show(folder: Path, *, as_json: bool = False) -> str:
-    """Return this host's public key and the allowed peers, never the secret key.
+    """Return this host's public key and the keys that it allows, never its secret key.
+
+    Args:
+        folder: folder of the keys.
+        as_json: whether to return a JSON document instead of text.
 
     Raises:
         ConfigError: when there are no keys, or they cannot be used.
@@ -130,11 +141,21 @@ def show(folder: Path, *, as_json: bool = False) -> str:
 
 
 def allow(folder: Path, public_key: str, name: str, roles: Sequence[str]) -> str:
-    """Allow a key for `roles`, in addition to the roles that it has.
+    """Allow another host's key to connect to this host, in addition to the roles that it has.
+
+    Args:
+        folder: folder of this host's keys.
+        public_key: key of the other host.
+        name: name for it in the list of allowed keys.
+        roles: roles of processes with this key that may connect.
+
+    Returns:
+        A sentence that names all roles of the key.
 
     Raises:
         UsageError: when key, name or role is malformed.
-        ConfigError: when name or key is in another line, or the folder cannot be used.
+        ConfigError: when the key is allowed by another name, the name stands for another key, or
+            the folder cannot be used.
     """
     try:
         peer = keys.make_peer(public_key, name, roles)

@@ -64,7 +64,7 @@ class KVBytes:
     per_token: int
     """Bytes for each token of a row."""
     per_row: int
-    """Bytes for each row whatever its length: windows and recurrent state."""
+    """Bytes for each row of any length: windows and recurrent state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ModelKV:
 
     @property
     def known(self) -> bool:
-        """Whether the tensors show for every layer what it stores."""
+        """Whether the tensors show the KV and state of every layer."""
         return all(layer.known for layer in self.layers)
 
     def quantizable(self) -> bool:
