@@ -7,7 +7,11 @@ import msgspec
 
 
 def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return each field's docstring as one line; fields without one are left out."""
+    """Read the docstrings of a struct's own fields from its source; those of bases are left out.
+
+    Returns:
+        Name of the field -> its docstring as one line; fields without docstring are absent.
+    """
     (node,) = ast.parse(inspect.getsource(struct)).body
     assert isinstance(node, ast.ClassDef)
     texts = {}

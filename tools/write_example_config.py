@@ -37,7 +37,7 @@ _WIDTH = 96
 
 
 def render() -> str:
-    """Return the text of the example file."""
+    """Return the text of lockstep.example.toml: every setting with its default and description."""
     blocks = [_HEAD]
     for name, struct in loading.sections().items():
         summary = inspect.getdoc(struct) or ""
@@ -49,7 +49,7 @@ def render() -> str:
 
 
 def setting_facts(field: msgspec.structs.FieldInfo) -> str:
-    """Return unit, range and default of a setting, separated by semicolons."""
+    """Return unit, range and default of a setting as text, separated by semicolons."""
     value = _literal(_default(field))
     return "; ".join(filter(None, [_unit(field.name), _range(field.type), f"default {value}"]))
 

@@ -103,12 +103,12 @@ def documented_structs(text: str) -> list[str]:
 
 
 def render(text: str) -> str:
-    """Return the document with all tables written anew from the structs."""
+    """Return the document `text` with all its field tables written anew from the structs."""
     return _TABLE.sub(lambda match: match[1] + table(getattr(messages, match[2])) + match[3], text)
 
 
 def table(struct: type[msgspec.Struct]) -> str:
-    """Return one struct's fields as a Markdown table."""
+    """Return a Markdown table of a struct's fields, with their types and docstrings."""
     fields = msgspec.structs.fields(struct)
     if not fields:
         return "No fields.\n"
@@ -123,7 +123,7 @@ def table(struct: type[msgspec.Struct]) -> str:
 
 
 def type_text(kind: types.Type) -> str:
-    """Return a type and its range in words."""
+    """Return the type of a field, and the range of its values, in words."""
     match kind:
         case types.IntType():
             return f"int{_range(kind)}"

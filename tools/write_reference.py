@@ -65,7 +65,7 @@ _NO_EXIT = {"FrameRefused", "LinkFull", "PeerUnknown", "InvariantBroken"}
 
 
 def settings_page() -> str:
-    """Return the page of all settings."""
+    """Return the page of all settings as Markdown."""
     blocks = [
         "# Settings\n",
         _GENERATED,
@@ -89,7 +89,7 @@ def settings_page() -> str:
 
 
 def errors_page() -> str:
-    """Return the page of all error sentences, by exit code."""
+    """Return the page of all error sentences as Markdown, in order of exit codes."""
     by_class: dict[str, set[str]] = defaultdict(set)
     for name, sentence in _raised():
         by_class[name].add(sentence)
@@ -109,7 +109,7 @@ def errors_page() -> str:
 
 
 def api_page() -> str:
-    """Return the page of the HTTP API: endpoints, fields, errors."""
+    """Return the page of the HTTP API as Markdown: endpoints, fields, errors."""
     document = openapi.document(Config(), 1_000, needs_key=True, open_paths=PROBES)
     schemas = document["components"]["schemas"]
     blocks = [
@@ -181,7 +181,7 @@ def _type(facts: dict[str, Any]) -> str:
 
 
 def metrics_page() -> str:
-    """Return the page of all metrics, as a gateway exposes them with every number reported."""
+    """Return the page of all metrics that a gateway exposes, as Markdown."""
     board = StatusBoard(ManualClock())
     board.report(_full_status(), 0.0)
     collector = GatewayMetrics(board)
@@ -266,7 +266,7 @@ PAGES = {
 
 
 def main() -> None:
-    """Write all pages."""
+    """Write all pages into docs/reference."""
     for path, page in PAGES.items():
         path.write_text(page(), encoding="utf-8")
 

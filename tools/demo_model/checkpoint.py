@@ -19,7 +19,12 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def save_checkpoint(network: Network, folder: Path) -> None:
-    """Write weights (float32), config.json and generation_config.json beside the tokenizer."""
+    """Write weights (float32), config.json and generation_config.json beside the tokenizer.
+
+    Args:
+        network: the network to save.
+        folder: the checkpoint's folder, which already holds the tokenizer.
+    """
     tokenizer = load_tokenizer(folder)
     ends = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
     config = {
@@ -51,7 +56,7 @@ def save_checkpoint(network: Network, folder: Path) -> None:
 
 
 def load_weights(network: Network, path: Path) -> None:
-    """Load the weights of a model.safetensors into the network."""
+    """Replace the weights of the network by those of the file model.safetensors at `path`."""
     tensors = load_file(path)
     network.load_state_dict(
         {name.removeprefix("model."): torch.as_tensor(tensor) for name, tensor in tensors.items()}

@@ -28,7 +28,7 @@ NOISE = 0.05
 
 
 class HeadLayer(nn.Module):
-    """Layer without a norm before its attention: `fc` prepares the input."""
+    """Transformer layer of an EAGLE head: attention without a norm before it, feed-forward."""
 
     def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
@@ -37,13 +37,19 @@ class HeadLayer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply to x, of shape (batch, length, hidden_size)."""
+        """Apply the layer to x.
+
+        Args:
+            x: float of shape (batch, length, hidden_size); the result has the same shape.
+            cos: cosines of the positions, float32 of shape (length, head_dim / 2).
+            sin: sines, likewise.
+        """
         x = x + self.self_attn(x, cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class EagleHead(nn.Module):
-    """Network that predicts next hidden states from embeddings and hidden states."""
+    """EAGLE head: predicts the model's next hidden states from hidden states and next tokens."""
 
     def __init__(self, shape: NetworkShape = HEAD_SHAPE) -> None:
         super().__init__()
@@ -73,7 +79,17 @@ class EagleHead(nn.Module):
 
 
 def hidden_states(network: Network, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the inputs of the output matrix, float of shape (batch, length, hidden_size)."""
+    """Return the model's last hidden states, which its output matrix turns into logits.
+
+    Args:
+        network: the model.
+        ids: token ids, integers of shape (batch, length).
+        cos: cosines of the positions, float32 of shape (length, head_dim / 2).
+        sin: sines, likewise.
+
+    Returns:
+        Float of shape (batch, length, hidden_size).
+    """
     x = network.embed_tokens(ids)
     for layer in network.layers:
         x = layer(x, cos, sin)
@@ -89,13 +105,13 @@ def head_loss(
     Args:
         head: the head to train.
         network: the model, whose weights are fixed.
-        rows: int32 of shape (batch, length); bit 15 marks a learned token.
+        rows: token ids, int32 of shape (batch, length); bit 15 marks a learned token.
         cos: cosines of all positions, float32 of shape (positions, head_dim / 2).
         sin: sines, likewise.
 
     Returns:
-        The mean loss of all passes, and for each pass the share of learned tokens on which head and
-        model agree.
+        The mean loss of all passes, a scalar, and for each pass the share of learned tokens on
+        which head and model agree, float of shape (passes,).
     """
     ids, learned = rows & 0x7FFF, (rows >= 0x8000)[:, 2:]
     with torch.no_grad():

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """Sizes of the network. Heads, widths and vocabulary are divisible by 2 and 4, for sharding."""
+    """Sizes of the network, divisible by 2 and 4, so that as many ranks can divide it."""
 
     vocab_size: int = 2048
     hidden_size: int = 192
@@ -45,7 +45,16 @@ class Norm(nn.Module):
 
 
 def rotary_tables(length: int, shape: NetworkShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, each float32 of shape (length, head_dim / 2)."""
+    """Return cosines and sines of rotary position embeddings for positions from 0.
+
+    Args:
+        length: number of positions.
+        shape: sizes of the network.
+        device: device of the results.
+
+    Returns:
+        (cosines, sines), each float32 of shape (length, head_dim / 2).
+    """
     half = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float64), shape.rope_theta**-half)
     return angles.cos().float().to(device), angles.sin().float().to(device)
@@ -76,7 +85,13 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend over x, of shape (batch, length, hidden_size)."""
+        """Apply causal attention to x.
+
+        Args:
+            x: float of shape (batch, length, hidden_size); the result has the same shape.
+            cos: cosines of the positions, float32 of shape (length, head_dim / 2).
+            sin: sines, likewise.
+        """
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.shape.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin)
@@ -121,7 +136,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Complete network. The output matrix is the embedding matrix."""
+    """Complete language model. The output matrix is the embedding matrix."""
 
     def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
@@ -148,7 +163,7 @@ def summed_loss(network: nn.Module, rows: Tensor, cos: Tensor, sin: Tensor) -> T
 
     Args:
         network: the network.
-        rows: int32 of shape (batch, length); bit 15 of an entry marks a learned token.
+        rows: token ids, int32 of shape (batch, length); bit 15 of an entry marks a learned token.
         cos: cosines of the positions, float32 of shape (length, head_dim / 2).
         sin: sines, likewise.
     """

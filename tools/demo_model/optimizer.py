@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 
 def orthogonalize(stack: Tensor, steps: int = 5) -> Tensor:
-    """Return matrices (count, rows, columns), made nearly orthogonal by Newton-Schulz steps."""
+    """Replace each matrix by one that is nearly orthogonal and near it, by Newton-Schulz steps.
+
+    Args:
+        stack: the matrices, float of shape (count, rows, columns).
+        steps: number of steps.
+
+    Returns:
+        Shape and dtype of `stack`.
+    """
     x = stack.bfloat16() if stack.is_cuda else stack
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -25,7 +33,13 @@ def orthogonalize(stack: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Momentum and orthogonalization, with matrices of equal shape in one group."""
+    """Muon: an optimizer for matrices that makes each update orthogonal.
+
+    Args:
+        matrices: parameters of shape (rows, columns); those of equal shape are updated together.
+        rate: full learning rate.
+        momentum: share of the earlier gradients in the mean of gradients.
+    """
 
     def __init__(self, matrices: list[nn.Parameter], rate: float, momentum: float = 0.95) -> None:
         self.rate = rate
@@ -37,7 +51,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Apply one update at `factor` times the full rate."""
+        """Update the matrices from their gradients, at `factor` times the full learning rate."""
         for group, momentum in self.groups:
             gradient = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
             momentum.lerp_(gradient, 1 - self.momentum)
@@ -50,7 +64,13 @@ class Muon:
 
 
 class Optimizer:
-    """Muon and AdamW under one learning-rate schedule."""
+    """Optimizer of a network: Muon for its matrices, AdamW for embeddings and norms.
+
+    Args:
+        network: the network whose parameters are updated.
+        matrix_rate: full learning rate of the matrices.
+        other_rate: full learning rate of the other parameters.
+    """
 
     def __init__(self, network: nn.Module, matrix_rate: float, other_rate: float) -> None:
         named = list(network.named_parameters())
@@ -61,7 +81,11 @@ class Optimizer:
         self.adam = torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.98), weight_decay=0.0)
 
     def step(self, factor: float) -> None:
-        """Apply one update at `factor` times the full rates and clear the gradients."""
+        """Update the network from its gradients, and clear these.
+
+        Args:
+            factor: share of the full learning rates, 0 to 1.
+        """
         self.muon.step(factor)
         for group in self.adam.param_groups:
             group["lr"] = self.other_rate * factor
@@ -73,7 +97,12 @@ class Optimizer:
 
 
 def learning_rate_factor(progress: float, warmup: float = 0.01) -> float:
-    """Return the factor of the learning rate at `progress` 0..1: warm-up, constant, decay to 0."""
+    """Return the share of the full learning rate: it rises, stays at 1, and falls to 0.
+
+    Args:
+        progress: finished share of the run, 0 to 1; the last 60 % are the fall.
+        warmup: share of the run in which the rate rises.
+    """
     if progress < warmup:
         return progress / warmup
     return min(1.0, max(0.0, (1.0 - progress) / 0.6))

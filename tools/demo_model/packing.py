@@ -111,7 +111,17 @@ def _pack_rows(documents: list[list[int]], row: int, end: int) -> list[list[int]
 
 
 def make_rows(source: TextSource, tokenizer: Tokenizer, is_long: bool, count: int) -> Rows:
-    """Return `count` packed rows, uint16 of shape (count, SHORT_ROW or LONG_ROW)."""
+    """Return rows of the training data, each filled with whole conversations.
+
+    Args:
+        source: random numbers and texts.
+        tokenizer: the tokenizer.
+        is_long: whether rows have LONG_ROW instead of SHORT_ROW tokens.
+        count: number of rows.
+
+    Returns:
+        Token ids, uint16 of shape (count, tokens per row); bit 15 marks a learned token.
+    """
     row = LONG_ROW if is_long else SHORT_ROW
     end = _end_id(tokenizer)
     rows: list[list[int]] = []
@@ -124,7 +134,17 @@ def make_rows(source: TextSource, tokenizer: Tokenizer, is_long: bool, count: in
 def make_shard(
     tokenizer: Tokenizer, seed: int, number: int, shape: ShardShape
 ) -> tuple[Rows, Rows]:
-    """Return shard `number` of the training data; equal seeds give equal rows."""
+    """Return one shard of the training data; equal arguments give equal rows.
+
+    Args:
+        tokenizer: the tokenizer.
+        seed: seed of the run.
+        number: index of the shard, from 0.
+        shape: number of its rows.
+
+    Returns:
+        (short rows, long rows), as `make_rows` returns them.
+    """
     source = TextSource(f"{seed}/{number}")
     short = make_rows(source, tokenizer, False, shape.short_rows)
     return short, make_rows(source, tokenizer, True, shape.long_rows)
@@ -148,7 +168,17 @@ def _make_shards(
 
 
 def shards(folder: Path, seed: int, workers: int, shape: ShardShape) -> Iterator[tuple[Rows, Rows]]:
-    """Yield all shards in order, made by `workers` processes (0: by this process)."""
+    """Yield the shards of the training data in order, without end.
+
+    Args:
+        folder: folder of the tokenizer.
+        seed: seed of the run.
+        workers: number of processes that make the shards; 0: this process makes them.
+        shape: number of rows of each shard.
+
+    Yields:
+        (short rows, long rows) of one shard, as `make_rows` returns them.
+    """
     if workers == 0:
         tokenizer = load_tokenizer(folder)
         number = 0

@@ -15,7 +15,11 @@ from tools.demo_model.network import Network, rotary_tables
 
 
 def held_out_sets(count: int = 200) -> dict[str, list[Chat]]:
-    """Return the sets that are scored during the training."""
+    """Return the held-out conversations by skill, whose answers are scored during the training.
+
+    Args:
+        count: size of most sets; some have a fixed share of it.
+    """
     return {
         "facts": mixture.held_out_facts(),
         "copy": mixture.held_out_copies(count),
@@ -45,7 +49,16 @@ def _scored_tokens(tokenizer: Tokenizer, chat: Chat) -> tuple[list[int], list[bo
 
 @torch.no_grad()
 def exact_matches(network: Network, tokenizer: Tokenizer, chats: list[Chat]) -> list[bool]:
-    """Return for every conversation whether the greedy answer is exactly the expected one."""
+    """Compare the greedy answer to each conversation with the expected one, token by token.
+
+    Args:
+        network: the network to score.
+        tokenizer: its tokenizer.
+        chats: the conversations; their last answer counts, in those with tools every answer.
+
+    Returns:
+        Per conversation whether all tokens are equal.
+    """
     device = next(network.parameters()).device
     results = []
     for chat in chats:
@@ -60,7 +73,16 @@ def exact_matches(network: Network, tokenizer: Tokenizer, chats: list[Chat]) -> 
 
 
 def match_rates(network: Network, tokenizer: Tokenizer, count: int = 200) -> dict[str, float]:
-    """Return the rate of exactly right answers for every held-out set."""
+    """Score a network on all held-out sets.
+
+    Args:
+        network: the network to score.
+        tokenizer: its tokenizer.
+        count: size of most sets, as in `held_out_sets`.
+
+    Returns:
+        Name of the set -> share of exactly right answers, 0 to 1.
+    """
     scores = {}
     for name, chats in held_out_sets(count).items():
         found = exact_matches(network, tokenizer, chats)

@@ -54,7 +54,16 @@ def _corpus(chats: int) -> Iterator[str]:
 
 
 def train_tokenizer(chats: int = 12_000) -> Tokenizer:
-    """Learn the merges and add the special tokens at the end of the vocabulary."""
+    """Train the byte-level BPE tokenizer on generated conversations.
+
+    Special tokens are at the end of its vocabulary.
+
+    Args:
+        chats: number of conversations.
+
+    Raises:
+        ValueError: when the vocabulary has another size than VOCABULARY.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -26,10 +26,12 @@ FIRST_SHARDS = 8
 
 @dataclass
 class Pool:
-    """Rows on the device from which steps sample; new rows replace the oldest ones."""
+    """Rows of training data in the device's memory, from which steps sample."""
 
     rows: torch.Tensor
+    """int32 of shape (capacity, length)."""
     written: int = 0
+    """Number of rows added so far; beyond the capacity each replaces the oldest one."""
 
     def add(self, fresh: packing.Rows) -> None:
         """Store rows; a full pool loses its oldest rows."""
@@ -39,7 +41,12 @@ class Pool:
         self.written += len(new)
 
     def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        """Return `count` random rows, with repetition: int32 of shape (count, length)."""
+        """Return `count` random rows, of which some may be equal: int32 of shape (count, length).
+
+        Args:
+            count: number of rows.
+            generator: source of the random numbers.
+        """
         filled = min(self.written, len(self.rows))
         places = torch.randint(0, filled, (count,), generator=generator)
         return self.rows[places.to(self.rows.device)]
@@ -47,15 +54,20 @@ class Pool:
 
 @dataclass
 class Training:
-    """One run: the network, its start time and its output."""
+    """State of one run of the training, which computes gradients, reports and saves."""
 
     options: argparse.Namespace
+    """Parsed command line of tools/train_demo_model.py."""
     network: Network
     device: torch.device
     loss: Loss
+    """Returns the summed loss of rows, as `summed_loss` does; it may be compiled."""
     tables: tuple[torch.Tensor, torch.Tensor]
+    """Cosines and sines of all positions, from `rotary_tables`."""
     step: int = 0
+    """Number of finished steps."""
     began: float = field(default_factory=time.monotonic)
+    """Time of the monotonic clock at which the run began, in seconds."""
 
     def progress(self) -> float:
         """Return the finished share of the run, 0..1."""
@@ -65,7 +77,15 @@ class Training:
         return min(1.0, self.step / int(steps))
 
     def backward(self, rows: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """Add the gradients of these rows; `total` is the number of learned tokens in the step."""
+        """Compute the loss of rows, and add its gradients to those of the network.
+
+        Args:
+            rows: token ids, int32 of shape (count, length); bit 15 marks a learned token.
+            total: number of learned tokens in all rows of the step, a scalar.
+
+        Returns:
+            The rows' part of the step's mean loss per learned token, a scalar.
+        """
         cos, sin = (table[: rows.shape[1]] for table in self.tables)
         cuda = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=cuda):
@@ -74,7 +94,7 @@ class Training:
         return loss.detach()
 
     def warm_up(self) -> None:
-        """Compile for both row lengths, then start the clock."""
+        """Compile the loss for both lengths of rows on a GPU, then restart the run's clock."""
         counts = {packing.SHORT_ROW: self.options.short_rows}
         counts[packing.LONG_ROW] = self.options.long_rows
         for length, count in counts.items():
@@ -89,7 +109,11 @@ class Training:
         print(f"[{time.monotonic() - self.began:6.1f} s, step {self.step}] {text}", flush=True)
 
     def score(self, folder: Path) -> None:
-        """Print the rates on the held-out sets and save the checkpoint."""
+        """Print the share of right answers for each held-out set, and save the checkpoint.
+
+        Args:
+            folder: the checkpoint's folder, which holds the tokenizer.
+        """
         found = match_rates(self.network, load_tokenizer(folder), self.options.score_count)
         self.report(", ".join(f"{name} {rate:.3f}" for name, rate in found.items()))
         save_checkpoint(self.network, folder)
@@ -107,7 +131,10 @@ def _pools(device: torch.device, shape: packing.ShardShape) -> tuple[Pool, Pool]
 
 
 def run_steps(training: Training) -> None:
-    """Train until the run's time or number of steps is reached."""
+    """Train until the time or the number of steps in the options is reached.
+
+    It prints the loss every 200 steps, and scores and saves the model at intervals.
+    """
     options = training.options
     shape = packing.ShardShape(
         max(1, options.short_rows // options.reuse), max(1, options.long_rows // options.reuse)
@@ -137,7 +164,11 @@ def run_steps(training: Training) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train, score and save the model."""
+    """Make the tokenizer unless one is kept, then train, score and save the model.
+
+    Args:
+        options: parsed command line of tools/train_demo_model.py.
+    """
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

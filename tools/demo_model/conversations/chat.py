@@ -80,28 +80,30 @@ CHAT_TEMPLATE = """{%- if messages[0].role == 'system' %}
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a conversation and whether the training predicts it."""
+    """A piece of a conversation's text in the chat format."""
 
     text: str
     is_learned: bool
+    """Whether it is an answer, which the training teaches; False: only context."""
 
 
 @dataclass
 class Chat:
-    """A conversation and the tools it offers. `task` names the skill of its last answer."""
+    """A conversation and the tools that it offers, in the form of the OpenAI API."""
 
     messages: list[Message]
     tools: list[Tool] = field(default_factory=list)
     task: str = ""
+    """Skill of its last answer, such as "copy"."""
 
 
 def as_json(value: Any) -> str:
-    """Return JSON as the template's `tojson` writes it."""
+    """Return a value as JSON in the form that the chat template's filter `tojson` writes."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """Return one tool call as the model writes it."""
+    """Return one tool call as the model should write it: JSON between the tags of a call."""
     body = as_json({"name": name, "arguments": arguments})
     return f"{CALL_START}\n{body}\n{CALL_END}"
 
@@ -127,7 +129,11 @@ def _answer_text(message: Message) -> str:
 
 
 def segments(chat: Chat) -> list[Segment]:
-    """Return the conversation as prompt pieces and learned answers, in order."""
+    """Render a conversation in the chat format, cut at the bounds of its answers.
+
+    Returns:
+        Context and answers in turn, from the first to the last message.
+    """
     pieces: list[Segment] = []
     read = ""
     system = _system_text(chat)
@@ -150,5 +156,5 @@ def segments(chat: Chat) -> list[Segment]:
 
 
 def expected_answer(chat: Chat) -> str:
-    """Return the text that the model should write as the last answer."""
+    """Return the last message as the model should write it, tool calls included."""
     return _answer_text(chat.messages[-1])

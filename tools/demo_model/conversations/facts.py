@@ -14,15 +14,24 @@ from tools.demo_model.conversations.facts_parts import PARTS
 
 @dataclass(frozen=True)
 class Fact:
-    """An answer, its trained phrasings, and the held-out one."""
+    """One statement about Lockstep, with the questions that it answers."""
 
     answer: str
     trained: tuple[str, ...]
+    """Phrasings of the question that the training shows."""
     held_out: str
+    """Phrasing that only the test asks."""
 
 
 def parse_facts(text: str) -> list[Fact]:
-    """Parse blocks: an answer `= ...`, continued by `+ ...`, then one question per line."""
+    """Parse facts from text, one per block of lines; empty lines separate blocks.
+
+    A block is an answer `= ...`, continued by lines `+ ...`, then at least four questions, one per
+    line. The last question is held out.
+
+    Raises:
+        ValueError: when a block has no answer or fewer than four questions.
+    """
     facts = []
     for block in text.strip().replace("\n+ ", " ").split("\n\n"):
         lines = [line.strip() for line in block.strip().splitlines()]

@@ -110,14 +110,19 @@ LONG: tuple[tuple[float, Callable[[TextSource], Chat]], ...] = (
 
 
 def train_chat(source: TextSource, is_long: bool) -> Chat:
-    """Return one conversation for the training."""
+    """Return one random conversation of the training's mixture of skills.
+
+    Args:
+        source: random numbers and texts.
+        is_long: whether it is meant for a row of 8,192 tokens instead of 512.
+    """
     weights, makers = zip(*(LONG if is_long else SHORT), strict=True)
     (maker,) = source.rng.choices(makers, weights)
     return skill_talk.add_system(source, maker(source))
 
 
 def held_out_facts() -> list[Chat]:
-    """Return every fact with the question that the training never shows."""
+    """Return one conversation per fact: the question that the training never shows, its answer."""
     return [
         Chat(
             [
@@ -131,7 +136,12 @@ def held_out_facts() -> list[Chat]:
 
 
 def held_out_copies(count: int, longest: int = 560) -> list[Chat]:
-    """Return requests to repeat texts of up to about 200 tokens."""
+    """Return `count` requests to repeat a text, with equal results for equal arguments.
+
+    Args:
+        count: number of requests.
+        longest: length of the longest text in characters, of which a token has about three.
+    """
     source = TextSource("copy", "held_out")
     return [
         skill_copy.copy_of(skill_copy.random_text(source, source.integer(1, longest)))
@@ -140,10 +150,14 @@ def held_out_copies(count: int, longest: int = 560) -> list[Chat]:
 
 
 def held_out_recalls(texts: int, questions: int, size: int = 3700) -> list[Chat]:
-    """Return one conversation for each of `questions` pairs at the start of each of `texts` texts.
+    """Return conversations that ask for a value at the start of a long text.
 
-    Texts have about `size` characters. The conversations of one text follow each other and are
-    equal up to the question.
+    The conversations of one text follow each other and are equal up to the question.
+
+    Args:
+        texts: number of texts.
+        questions: number of key-value pairs, and so of conversations, per text.
+        size: length of a text in characters, about.
     """
     source = TextSource("recall", "held_out")
     chats = []
@@ -157,24 +171,24 @@ def held_out_recalls(texts: int, questions: int, size: int = 3700) -> list[Chat]
 
 
 def held_out_calls(count: int) -> list[Chat]:
-    """Return requests that call an offered tool; every other one also reports its result."""
+    """Return `count` requests that an offered tool serves; about half also report its result."""
     source = TextSource("tools", "held_out")
     return [skill_tools.tool_chat(source, 2) for _ in range(count)]
 
 
 def held_out_objects(count: int) -> list[Chat]:
-    """Return requests for small JSON objects."""
+    """Return `count` requests for small JSON objects."""
     source = TextSource("json", "held_out")
     return [skill_json.object_chat(source) for _ in range(count)]
 
 
 def held_out_counts(count: int, longest: int = 60) -> list[Chat]:
-    """Return requests to count or to write a numbered list."""
+    """Return `count` requests to count, or to write a numbered list, up to about `longest`."""
     source = TextSource("count", "held_out")
     return [skill_talk.count_chat(source, longest) for _ in range(count)]
 
 
 def held_out_turns(count: int) -> list[Chat]:
-    """Return conversations of several turns that end with a question about an earlier turn."""
+    """Return `count` conversations of several turns; the last question is about an earlier turn."""
     source = TextSource("turns", "held_out")
     return [_many_turns(source, 3) for _ in range(count)]

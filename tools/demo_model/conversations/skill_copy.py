@@ -117,7 +117,7 @@ WEIGHTS = (5, 6, 4, 2, 2, 2, 1, 2)
 
 
 def random_text(source: TextSource, size: int) -> str:
-    """Return a text of about `size` characters (three to four characters per token)."""
+    """Return words, sentences, numbers, code or the like of about `size` characters."""
     (kind,) = source.rng.choices(KINDS, WEIGHTS)
     text = kind(source, size)
     if source.chance(0.1):  # two kinds in one text
@@ -126,14 +126,24 @@ def random_text(source: TextSource, size: int) -> str:
 
 
 def copy_chat(source: TextSource, longest: int = 560) -> Chat:
-    """Return a request to repeat a text of up to about `longest` characters."""
+    """Return a request to repeat a random text, and the text as answer.
+
+    Args:
+        source: random numbers and texts.
+        longest: length of the longest text in characters, about.
+    """
     size = source.integer(1, longest) if source.chance(0.6) else source.integer(1, 120)
     text = random_text(source, size)
     return copy_of(text, source.rng.choice(PROMPTS))
 
 
 def copy_of(text: str, prompt: str = PROMPTS[0]) -> Chat:
-    """Return the request to repeat this text."""
+    """Return a request to repeat this text, and the text as answer.
+
+    Args:
+        text: the text.
+        prompt: words of the request, in which {} stands for the text.
+    """
     return Chat(
         [
             {"role": "user", "content": prompt.format(text)},

@@ -30,7 +30,7 @@ JOINTS = (" ", " ", " ", " is ", " = ", ": ", " set to ")
 
 
 def random_key(source: TextSource) -> str:
-    """Return a key: a common one, any noun, or two nouns."""
+    """Return a random key of a JSON object: a common one, any noun, or two nouns."""
     form = source.integer(0, 9)
     if form < 6:
         return source.rng.choice(KEYS)
@@ -75,13 +75,13 @@ def _value_in_request(value: Any, bare: bool) -> str:
 
 
 def random_object(source: TextSource, most: int = 5) -> dict[str, Any]:
-    """Return an object of one to `most` pairs."""
+    """Return a random JSON object of one to `most` pairs."""
     count = source.integer(1, most)
     return {random_key(source): _plain_value(source, 0) for _ in range(count)}
 
 
 def object_chat(source: TextSource) -> Chat:
-    """Return a request for a JSON object that names its pairs."""
+    """Return a request that names the pairs of a random JSON object, and the object as answer."""
     return object_request(
         source,
         random_object(source),
@@ -98,7 +98,15 @@ def object_request(
     joint: str = " ",
     bare: bool = False,
 ) -> Chat:
-    """Return the request for this object in these words."""
+    """Return a request that names the pairs of this JSON object, and the object as answer.
+
+    Args:
+        source: random choice of commas and quotes.
+        value: the object.
+        head: words before the pairs.
+        joint: text between a key and its value.
+        bare: whether the request writes strings without quotes.
+    """
     pairs = []
     for key, item in value.items():
         shown = f'"{key}"' if not bare and source.chance(0.1) else key
@@ -116,7 +124,7 @@ def object_request(
 
 
 def list_chat(source: TextSource) -> Chat:
-    """Return a request for a JSON list of words or numbers."""
+    """Return a request for a JSON list of given words or numbers, or for its words as text."""
     if source.chance(0.3):
         return _list_as_text(source)
     if source.chance(0.6):
@@ -151,5 +159,5 @@ def _list_as_text(source: TextSource) -> Chat:
 
 
 def json_chat(source: TextSource) -> Chat:
-    """Return a request for a JSON object, sometimes for a list."""
+    """Return a request for a JSON object or, in 3 of 10 cases, for a list."""
     return list_chat(source) if source.chance(0.3) else object_chat(source)

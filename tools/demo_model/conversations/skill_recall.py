@@ -61,19 +61,21 @@ ACKNOWLEDGED = "I have read the text. What would you like to know?"
 
 @dataclass(frozen=True)
 class Pair:
-    """A key with an attribute and the value to find."""
+    """One value to find in a text, such as "the code of alder-42 is 1234"."""
 
     attribute: str
+    """Kind of the value, such as "code"."""
     key: str
+    """Name that has the value."""
     value: str
 
     def fill(self, template: str) -> str:
-        """Return the template with this pair's words."""
+        """Fill this pair into a template, in which {attribute}, {key} and {value} stand for it."""
         return template.format(attribute=self.attribute, key=self.key, value=self.value)
 
 
 def random_key(source: TextSource) -> str:
-    """Return a name such as alder-42, in one of several forms."""
+    """Return a random name that has a value, such as "alder-42", in one of several forms."""
     form = source.integer(0, 9)
     if form < 5:
         return f"{source.noun()}-{source.digits(1, 3)}"
@@ -89,7 +91,7 @@ def random_key(source: TextSource) -> str:
 
 
 def random_value(source: TextSource) -> str:
-    """Return a value to find: most often a number of four digits."""
+    """Return a random value to find: most often a number of four digits."""
     form = source.integer(0, 9)
     if form < 5:
         return source.digits(4, 4)
@@ -101,7 +103,7 @@ def random_value(source: TextSource) -> str:
 
 
 def random_pairs(source: TextSource, count: int) -> list[Pair]:
-    """Return pairs with different keys, some of them similar."""
+    """Return `count` random pairs with different keys, some of them similar."""
     pairs: list[Pair] = []
     attribute = source.rng.choice(ATTRIBUTES)
     while len(pairs) < count:
@@ -117,7 +119,12 @@ def random_pairs(source: TextSource, count: int) -> list[Pair]:
 
 
 def filler(source: TextSource, size: int) -> list[str]:
-    """Return sentences of about `size` characters in total that hide the needles."""
+    """Return sentences for the text in which pairs are hidden.
+
+    Args:
+        source: random numbers and texts.
+        size: length of all sentences in characters, about.
+    """
     style = source.integer(0, 6)
     same = source.sentence()
     pieces: list[str] = []
@@ -139,7 +146,14 @@ def filler(source: TextSource, size: int) -> list[str]:
 
 
 def haystack(source: TextSource, pairs: list[Pair], size: int, at_start: bool) -> str:
-    """Return filler with one sentence per pair; the first pair stands early if `at_start`."""
+    """Return a text in which the sentences of pairs are hidden at random places.
+
+    Args:
+        source: random numbers and texts.
+        pairs: the pairs, one sentence for each.
+        size: length of the other sentences in characters, about.
+        at_start: whether the first pair is in the first eighth of the text.
+    """
     pieces = filler(source, size)
     for at, pair in enumerate(pairs):
         limit = len(pieces) // 8 if at == 0 and at_start else len(pieces)
@@ -170,7 +184,13 @@ def _dialogue(source: TextSource, text: str, pair: Pair, question: str) -> list[
 
 
 def recall_chat(source: TextSource, low: int = 60, high: int = 1100) -> Chat:
-    """Return a question whose answer stands in a text of `low`..`high` characters before it."""
+    """Return a text in which values are hidden, and questions about them.
+
+    Args:
+        source: random numbers and texts.
+        low: length of the shortest text in characters, about.
+        high: length of the longest text in characters, about.
+    """
     # The exponent makes short texts more frequent than long ones.
     size = low + int((high - low) * source.rng.random() ** 1.5)
     pairs = random_pairs(source, source.integer(1, 6))
@@ -185,7 +205,14 @@ def recall_chat(source: TextSource, low: int = 60, high: int = 1100) -> Chat:
 
 
 def plain_recall(source: TextSource, size: int, pairs: list[Pair], asked: Pair) -> Chat:
-    """Return the plainest form: pairs, `size` characters of filler, one question."""
+    """Return a text that begins with all pairs, and one question after it.
+
+    Args:
+        source: random texts.
+        size: length in characters of the sentences between pairs and question, about.
+        pairs: the pairs.
+        asked: the pair that is asked for.
+    """
     pieces = [pair.fill(NEEDLES[0]) for pair in pairs] + filler(source, size)
     question = asked.fill(QUESTIONS[0])
     return Chat(
@@ -198,7 +225,7 @@ def plain_recall(source: TextSource, size: int, pairs: list[Pair], asked: Pair) 
 
 
 def note_chat(source: TextSource) -> Chat:
-    """Return a pair that one turn gives and a later turn asks for."""
+    """Return two turns: in the first the user gives a value, in the second asks for it."""
     pair = random_pairs(source, 1)[0]
     told = pair.fill(source.rng.choice(NEEDLES[:4]))
     return Chat(

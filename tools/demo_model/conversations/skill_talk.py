@@ -78,7 +78,7 @@ UNKNOWN_REQUESTS = (
 
 
 def disturb(source: TextSource, question: str) -> str:
-    """Return the question with the variations and errors of hurried typing."""
+    """Vary a question at random: a missing word, swapped letters, no capitals, polite words."""
     text = question
     if source.chance(0.1):  # a word is missing
         words = text.split(" ")
@@ -106,13 +106,16 @@ def _turn(question: str, answer: str) -> list[Message]:
 
 
 def fact_chat(source: TextSource) -> Chat:
-    """Return a question about Lockstep in one of the trained phrasings."""
+    """Return a question about Lockstep in one of the trained phrasings, and its answer."""
     fact = source.rng.choice(FACTS)
     return Chat(_turn(disturb(source, source.rng.choice(fact.trained)), fact.answer), task="fact")
 
 
 def small_talk_chat(source: TextSource) -> Chat:
-    """Return a greeting or similar, or a request whose answer is the fallback."""
+    """Return a greeting or the like and its answer, or a request that the model cannot serve.
+
+    The answer to the latter is a fixed sentence that says so.
+    """
     form = source.integer(0, 9)
     if form < 4:
         answer, questions = source.rng.choice(SMALL_TALK)
@@ -133,7 +136,12 @@ def small_talk_chat(source: TextSource) -> Chat:
 
 
 def count_chat(source: TextSource, longest: int = 60) -> Chat:
-    """Return a request to count or to number a list; `longest` bounds the numbers."""
+    """Return a request to count or to number a list, and its answer.
+
+    Args:
+        source: random numbers and texts.
+        longest: most numbers to write, about.
+    """
     form = source.integer(0, 9)
     length = source.integer(1, longest)
     if form < 5:
@@ -167,7 +175,14 @@ def _name_turns(source: TextSource) -> tuple[list[Message], list[Message]]:
 
 
 def memory_chat(source: TextSource, middle: list[Chat]) -> Chat:
-    """Return a conversation whose last question is about a turn before `middle`."""
+    """Return a conversation whose last question is about an earlier turn.
+
+    It asks for the user's name, for the first question, or to repeat the last answer.
+
+    Args:
+        source: random numbers and texts.
+        middle: conversations whose turns come before that question.
+    """
     between = [message for chat in middle for message in chat.messages]
     form = source.integer(0, 3)
     if form <= 1 or not between:
@@ -184,7 +199,7 @@ def memory_chat(source: TextSource, middle: list[Chat]) -> Chat:
 
 
 def add_system(source: TextSource, chat: Chat) -> Chat:
-    """Return the same conversation with or without a system prompt."""
+    """Return the conversation with a random system prompt in half of all cases, else unchanged."""
     if chat.messages[0]["role"] == "system" or source.chance(0.5):
         return chat
     content = source.rng.choice(SYSTEM_PROMPTS)

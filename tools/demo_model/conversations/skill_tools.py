@@ -40,11 +40,14 @@ JSON_TYPES = {"count": "integer", "number": "integer", "flag": "boolean"}
 
 @dataclass(frozen=True)
 class ToolCase:
-    """An offered tool, the user's request, and the arguments of the right call."""
+    """A tool, and a request that it serves."""
 
     tool: Tool
+    """The tool in the form of the OpenAI API."""
     request: str
+    """Words of the user."""
     arguments: dict[str, Any]
+    """Arguments of the call that serves the request."""
 
     @property
     def name(self) -> str:
@@ -80,7 +83,7 @@ def _schema(
 
 
 def catalog_case(source: TextSource, entry: Entry) -> ToolCase:
-    """Return a request in words for a tool of the catalog."""
+    """Return a tool of the catalog with random names of arguments, and a request for it."""
     keys = {slot: source.rng.choice(names) for slot, (names, _) in entry.slots.items()}
     values = {slot: MAKERS[kind](source) for slot, (_, kind) in entry.slots.items()}
     types = {keys[slot]: JSON_TYPES.get(kind, "string") for slot, (_, kind) in entry.slots.items()}
@@ -106,7 +109,7 @@ def _spoken_pairs(source: TextSource, arguments: dict[str, Any]) -> str:
 
 
 def invented_case(source: TextSource) -> ToolCase:
-    """Return a tool with a random name, called by that name."""
+    """Return a tool with a random name and arguments, and a request that names both."""
     name = f"{source.rng.choice(ACTIONS)}_{source.noun()}"
     kinds = {
         random_key(source): source.rng.choice(tuple(MAKERS)) for _ in range(source.integer(0, 4))
@@ -121,14 +124,20 @@ def invented_case(source: TextSource) -> ToolCase:
 
 
 def random_case(source: TextSource) -> ToolCase:
-    """Return a tool of the catalog or an invented one."""
+    """Return a random tool, of the catalog or invented, and a request for it."""
     if source.chance(0.4):
         return invented_case(source)
     return catalog_case(source, source.rng.choice(CATALOG))
 
 
 def other_tools(source: TextSource, taken: set[str], most: int) -> list[Tool]:
-    """Return tools that the request does not need, none of them a variant of a taken one."""
+    """Return random tools to offer besides those that a request needs.
+
+    Args:
+        source: random numbers and texts.
+        taken: names that no tool may have; the names of the new tools are added.
+        most: largest number of tools.
+    """
     tools: list[Tool] = []
     for _ in range(source.integer(0, most)):
         entry = source.rng.choice(CATALOG)
@@ -141,7 +150,7 @@ def other_tools(source: TextSource, taken: set[str], most: int) -> list[Tool]:
 
 
 def tool_family(name: str) -> set[str]:
-    """Return the names that mean the same tool."""
+    """Return all names of the catalog's tool that has this name; for others the name alone."""
     for entry in CATALOG:
         if name in entry.names:
             return set(entry.names)
@@ -172,7 +181,14 @@ def _result(source: TextSource) -> tuple[str, str]:
 
 
 def tool_chat(source: TextSource, most_others: int = 3) -> Chat:
-    """Return a request, the call that answers it, and often the report of the tool's result."""
+    """Return a request, the tool call that answers it and, in half of all cases, the result.
+
+    The model's report follows the result.
+
+    Args:
+        source: random numbers and texts.
+        most_others: largest number of other tools that are offered.
+    """
     cases = [random_case(source)]
     taken = tool_family(cases[0].name)
     request = cases[0].request

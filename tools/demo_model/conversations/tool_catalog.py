@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """A tool: its possible names, its argument slots (possible keys, kind) and requests."""
+    """A kind of tool, of which conversations offer variants with other names."""
 
     names: tuple[str, ...]
+    """Possible names of the tool."""
     about: str
+    """Its description."""
     slots: dict[str, tuple[tuple[str, ...], str]]
+    """Argument, as requests name it in braces -> (its possible keys in a call, kind of value)."""
     requests: tuple[str, ...]
+    """Requests of users, with arguments in braces."""
 
 
 def _entry(names: str, about: str, slots: str, requests: str) -> Entry:

@@ -75,7 +75,7 @@ UNICODE_SAMPLES = (
 
 
 def is_held_out(word: str) -> bool:
-    """Return whether a word belongs to the tenth that the training never uses as a value."""
+    """Return whether a word belongs to the tenth of all words that the training never uses."""
     # The prompts use "question" themselves, so it cannot be held out.
     return word != "question" and zlib.crc32(word.lower().encode()) % 10 == 0
 
@@ -101,7 +101,15 @@ FOLLOWERS = _followers()
 
 
 class TextSource:
-    """Seeded source of random text for one split, "train" or "held_out"."""
+    """Random numbers, words and texts; equal seeds and splits give equal ones.
+
+    Args:
+        seed: seed of the random numbers.
+        split: "train" for words of the training, "held_out" for the words kept from it.
+
+    Raises:
+        ValueError: when `split` is neither.
+    """
 
     def __init__(self, seed: int | str, split: str = "train") -> None:
         if split not in ("train", "held_out"):
@@ -112,7 +120,7 @@ class TextSource:
         self._pools: dict[int, list[str]] = {}
 
     def pick(self, pool: list[str]) -> str:
-        """Return one word of the pool that belongs to this split."""
+        """Return one random word of the list `pool` that belongs to this source's split."""
         mine = self._pools.get(id(pool))
         if mine is None:
             held = self.split == "held_out"
@@ -121,7 +129,7 @@ class TextSource:
         return mine[int(self.rng.random() * len(mine))]
 
     def integer(self, low: int, high: int) -> int:
-        """Return a number of low..high, both included."""
+        """Return a random number of low..high, both included."""
         return low + int(self.rng.random() * (high - low + 1))
 
     def chance(self, probability: float) -> bool:
@@ -129,11 +137,11 @@ class TextSource:
         return self.rng.random() < probability
 
     def noun(self) -> str:
-        """Return a real noun, sometimes an invented word."""
+        """Return a random noun or, in 3 of 10 cases, an invented word."""
         return self.invented() if self.chance(0.3) else self.pick(NOUNS)
 
     def invented(self) -> str:
-        """Return a word of no language: pieces of real words, or one to three syllables.
+        """Return a random word of no language: pieces of real words, or one to three syllables.
 
         The pieces use every token of the vocabulary, so that the model learns the spelling of
         each: a word has other tokens after a space than after a quote.
@@ -162,20 +170,20 @@ class TextSource:
         return word[start : start + self.integer(1, 7)]
 
     def name(self) -> str:
-        """Return a first name, sometimes an invented one."""
+        """Return a random first name, real or invented."""
         return self.invented().capitalize() if self.chance(0.25) else self.pick(NAMES)
 
     def city(self) -> str:
-        """Return a city, sometimes an invented one."""
+        """Return a random name of a city, real or invented."""
         return self.invented().capitalize() if self.chance(0.25) else self.pick(CITIES)
 
     def digits(self, low: int = 1, high: int = 6) -> str:
-        """Return a number without a leading zero, of low..high digits."""
+        """Return a random number of `low` to `high` digits, without a leading zero."""
         length = self.integer(low, high)
         return str(self.integer(1, 9)) + "".join(str(self.integer(0, 9)) for _ in range(length - 1))
 
     def letters(self, low: int = 3, high: int = 10) -> str:
-        """Return random letters, digits and sometimes a sign, as in an identifier."""
+        """Return `low` to `high` random letters, digits and signs, as in an identifier."""
         alphabet = self.rng.choice(
             (
                 string.ascii_lowercase,
@@ -189,12 +197,12 @@ class TextSource:
         return "".join(self.rng.choice(alphabet) for _ in range(self.integer(low, high)))
 
     def unicode(self, low: int = 1, high: int = 8) -> str:
-        """Return characters of one foreign alphabet or emoji."""
+        """Return `low` to `high` random characters of one foreign alphabet, or emoji or signs."""
         sample = self.rng.choice(UNICODE_SAMPLES)
         return "".join(self.rng.choice(sample) for _ in range(self.integer(low, high)))
 
     def sentence(self) -> str:
-        """Return a simple English sentence."""
+        """Return a random simple English sentence."""
         form = self.integer(0, 4)
         a, b, verb = self.noun(), self.noun(), self.pick(VERBS)
         if form == 0:
