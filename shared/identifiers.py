@@ -15,7 +15,7 @@ Slot = NewType("Slot", int)
 """Row of a sequence in the running batch, the same on every rank."""
 
 PeerId = NewType("PeerId", bytes)
-"""Routing identity of a process on a link."""
+"""Routing identity of a process on a link, such as `rank-3-1f00d5eed` (role, number, random)."""
 
 Incarnation = NewType("Incarnation", int)
 """Random number of a process, so that a restarted process is recognised."""

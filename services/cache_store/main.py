@@ -40,7 +40,7 @@ ended it."""
 
 
 class Shell:
-    """The cache store's process: listener, core and directory."""
+    """Feeds messages, disk results and ticks to the core, and performs the core's actions."""
 
     def __init__(self, config: Config, directory: Directory) -> None:
         """Bind the store's address. `run` then serves it.

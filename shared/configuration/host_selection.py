@@ -94,7 +94,7 @@ def check_rank_is_here(share: HostShare, rank: int) -> None:
         rank: number of the rank; -1: any rank, which is accepted.
 
     Raises:
-        UsageError: when the rank is another host's.
+        UsageError: when the rank belongs to a different host.
     """
     here = share.roles.ranks
     if share.name and rank >= 0 and rank not in here:

@@ -47,7 +47,7 @@ class HostEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """IP address for the ranks' collectives (ring, nccl). Use the Thunderbolt or another private
     network, because MLX's collectives are not authenticated."""
     ssh: Annotated[str, Meta(max_length=255, pattern=r"^([A-Za-z0-9_.@:-]+)?$")] = ""
-    """Destination for `ssh`."""
+    """Destination for `ssh`, for example user@host. "": `address`."""
     roles: list[HostRole] = []
     """Roles of this host in addition to ranks."""
     ranks: list[RankNumber] | Annotated[int, Meta(ge=0, le=limits.RANKS_MAX)] = []
@@ -57,11 +57,13 @@ class HostEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Memory of this host, for plans made on another machine. 0: unknown."""
     user: UserName = ""
-    """User as which launchd or systemd run Lockstep. "": the user matching renders or installs."""
+    """User as which launchd or systemd run Lockstep. "": the user who calls
+    `lockstep launchd` or `lockstep systemd`."""
     executable: FolderName = ""
-    """Path of the console script `lockstep`. "": its path on the machine that renders."""
+    """Path of the console script `lockstep`. "": its path on the machine that runs
+    `lockstep launchd` or `lockstep systemd`."""
     inventory: FolderName = ""
-    """Path of this file on this host. "": its path on the machine that renders."""
+    """Path of this file on this host. "": its path on the machine that runs these."""
     work_dir: FolderName = ""
     """Working folder. "": the folder of this file."""
     log_dir: FolderName = ""

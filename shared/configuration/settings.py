@@ -48,7 +48,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP server."""
+    """The HTTP server: its address, API keys, and limits of requests."""
 
     host: Annotated[str, Meta(min_length=1, max_length=255)] = "127.0.0.1"
     """Address on which the gateway listens. An address that other machines can reach requires API
@@ -167,7 +167,7 @@ class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device."""
+    """A rank's use of its device: memory and precision of KV, CPU cores, matrix library."""
 
     kv_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Memory for KV rows. 0: 60 % of the device memory that is free after loading."""

@@ -188,7 +188,7 @@ class RequestFailed(
 
 
 class RankStatus(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """The scheduler's knowledge of one rank."""
+    """State, process and device of one rank, as far as the scheduler knows them."""
 
     rank: Count
     state: Literal["missing", "joining", "loading", "ready", "lost"]

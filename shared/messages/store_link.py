@@ -162,7 +162,7 @@ class ListBlocks(
 
 
 class StoredFolder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """The records of one rank in one namespace."""
+    """Number, bytes and last use of the stored records of one rank in one namespace."""
 
     namespace: Namespace
     rank: Count

@@ -21,7 +21,7 @@ HEADER_BYTES_MAX = 512 * 1024 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One safetensors file."""
+    """One safetensors file with weights, of which only the header is read."""
 
     path: Path
     size_bytes: int
@@ -81,14 +81,14 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def context_tokens_max(config: dict[str, Any], configured: int = 0) -> int:
-    """Return the longest sequence in tokens.
+    """Return the longest prompt plus completion in tokens.
 
     Args:
         config: the model's config.json.
-        configured: the setting; 0: the model's own limit.
+        configured: model.context_tokens_max; 0: the limit in the model's config.
 
     Raises:
-        ConfigError: when neither is known.
+        ConfigError: when it is 0 and the config has no limit.
     """
     if configured:
         return configured
@@ -101,7 +101,7 @@ def context_tokens_max(config: dict[str, Any], configured: int = 0) -> int:
 
 
 def quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the quantization settings of the weights; {} when they are not quantized."""
+    """Return quantization settings such as {"group_size": 64, "bits": 4}; {} without them."""
     for facts in (config, text_config(config)):
         for key in ("quantization", "quantization_config"):
             if isinstance(facts.get(key), dict):

@@ -43,7 +43,7 @@ class ProcessFile:
     """The locked file by which commands find this process under its role."""
 
     def __init__(self, folder: Path, role: str, *, by_pid: bool = False) -> None:
-        """Create and lock the file.
+        """Create and lock this process's file, with its process id as content.
 
         Args:
             folder: the run folder, which exists.

@@ -47,7 +47,7 @@ class AllowList:
         return self._peers.values()
 
     def has_changed(self, now_s: float) -> bool:
-        """Read the file again if it has changed, and tell whether it has.
+        """Read the file again if it has changed; return True if the list was replaced.
 
         A missing or malformed file is logged as an error and the previous list stays in force, so
         that a typing error ends no session.
@@ -105,7 +105,7 @@ class RefusalLog:
 
 
 class AccessControl:
-    """Decisions of one listener about keys and identities, and the key of each session."""
+    """Decides for one listener which keys may connect, and as which peers they may speak."""
 
     def __init__(
         self, folder: Path, roles: Iterable[str], address: str, clock: Clock, log: Log

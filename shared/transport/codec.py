@@ -54,6 +54,7 @@ class Decoder(Generic[M]):
     """Decodes and validates the messages of one union, for example `Decoder(ToRank)`."""
 
     def __init__(self, union: Any) -> None:
+        """Prepare the decoding of a union of message classes."""
         self._union = union
         # For a union `msgspec.convert` inspects the types at each call, which takes 4 to 9
         # microseconds. For one class it caches them.

@@ -71,6 +71,7 @@ class Session:
     """
 
     def __init__(self, own: Incarnation, peer: Incarnation, now_s: float) -> None:
+        """Begin a session between two incarnations, this process's own and the peer's."""
         self.own = own
         self.peer = peer
         self.last_received_s = now_s
@@ -196,14 +197,14 @@ class Session:
         return frame.sender == self.peer and frame.receiver == self.own
 
     def loss_cause(self, now_s: float) -> str:
-        """Return why the peer is lost (silence, or its process ended), "" if it is not."""
+        """Return "silent for 10 s" or "gone" (no connection) for a lost peer, "" for others."""
         if self.is_silent(now_s):
             return f"silent for {limits.PEER_SILENCE_S:.0f} s"
         # A killed process sends no goodbye, but its connection closes.
         return "gone" if self.is_unreachable(now_s) else ""
 
     def is_unreachable(self, now_s: float) -> bool:
-        """Tell whether there has been no connection to the peer for `UNREACHABLE_AFTER_S`."""
+        """Tell whether sends have found no connection for `UNREACHABLE_AFTER_S`, at least three."""
         if self._failed_sends < UNREACHABLE_AFTER_SENDS:
             return False
         return now_s - self._unreachable_since_s >= UNREACHABLE_AFTER_S

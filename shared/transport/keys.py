@@ -31,7 +31,7 @@ LISTENING_ROLES: Mapping[str, str] = {
     "store": "a cache store, to its rank workers and commands",
 }
 ROLES: Mapping[str, str] = {**DIALLING_ROLES, **LISTENING_ROLES}
-"""What a key may speak as, and to which listener."""
+"""Role -> the process that speaks in it, and its peers."""
 
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -16,6 +16,7 @@ class Received(Generic[M]):
 
     peer: PeerId
     epoch: int
+    """Epoch in the frame's header; 0 on links without epochs."""
     message: M
 
 

@@ -141,6 +141,7 @@ class LinkSocket:
     """The ZeroMQ socket of one end of a link, which `wake` can interrupt while it waits."""
 
     def __init__(self, kind: int, address: str, access: AccessControl | None) -> None:
+        """Open a ROUTER or DEALER socket (`kind`). With `access` only admitted peers connect."""
         self.address = address
         """The requested address; once bound, the actual one."""
         self.is_drained = False
@@ -222,7 +223,7 @@ class LinkSocket:
         self._socket.connect(self.address)
 
     def handshake_failures(self) -> list[tuple[str, bool]]:
-        """Return failed handshakes since the last call: the cause, and whether ZeroMQ gave up."""
+        """Return failed handshakes since the last call, as (cause, whether ZeroMQ gave up)."""
         failures: list[tuple[str, bool]] = []
         while self._monitor is not None:
             try:
@@ -342,7 +343,7 @@ class LinkSocket:
 
 
 class SocketPoller:
-    """Waits for several sockets of one thread."""
+    """Waits for frames and wakes of several sockets, all of one thread."""
 
     def __init__(self, sockets: list[LinkSocket]) -> None:
         self._poller = zmq.Poller()

@@ -27,7 +27,7 @@ class BadRecord:
 
 @dataclasses.dataclass(slots=True)
 class CheckReport:
-    """The result of a check."""
+    """The intact and the bad records that `check_directory` has found."""
 
     records: int = 0
     """Number of intact records."""

@@ -39,7 +39,7 @@ class ScanResult:
     partials: list[str] = dataclasses.field(default_factory=list)
     """Paths of partial files that ranks have left."""
     quarantined: list[tuple[str, int]] = dataclasses.field(default_factory=list)
-    """Name and bytes, oldest first."""
+    """Name and bytes of each quarantined file, oldest first."""
     foreign: list[str] = dataclasses.field(default_factory=list)
     """Paths of files and folders that do not belong to the store; a folder counts as one."""
 

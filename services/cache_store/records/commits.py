@@ -26,6 +26,7 @@ class Commits:
     def __init__(
         self, files: StoredFiles, actions: list[Action], counters: dict[str, float]
     ) -> None:
+        """Start without commits; `actions` and `counters` are the core's and are added to."""
         self._files = files
         self._actions = actions
         self._counters = counters

@@ -14,6 +14,7 @@ class Sessions:
     """The connected peers and the folder that each opened last."""
 
     def __init__(self, actions: list[Action]) -> None:
+        """Start without peers; `actions` are the core's, to which file operations are appended."""
         self._actions = actions
         self._folders: dict[PeerId, FolderKey | None] = {}
         self._sweeps: dict[FolderKey, float] = {}

@@ -32,7 +32,7 @@ Removal = Literal["delete", "quarantine"]
 
 
 class FilePins:
-    """Files that peers may be reading: located and not released, by peer and query."""
+    """The files that peers may be reading, because a query has located and not released them."""
 
     def __init__(self) -> None:
         self._by_peer: dict[PeerId, dict[int, frozenset[FileKey]]] = {}
@@ -87,7 +87,7 @@ class FilePins:
 
 
 class StoredFiles:
-    """All record files and quarantined files of the directory."""
+    """All record and quarantined files of the directory: finds, pins, evicts and removes them."""
 
     def __init__(self, actions: list[Action], counters: dict[str, float]) -> None:
         """Start without files.

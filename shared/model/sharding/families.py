@@ -21,7 +21,7 @@ _HELPER_MODULES = {"base", "cache", "pipeline", "switch_layers"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Capabilities of the models of one type."""
+    """The ways in which mlx-lm can split models of one type."""
 
     shards: bool
     """mlx-lm can split the matrices: the model class has a `shard` method."""
