@@ -23,6 +23,7 @@ class Collectives:
         """MLX group for `model.shard`; None with one rank."""
         self.rank = rank
         self.world_size = world_size
+        """Number of ranks."""
 
     def sum_ids(self, ids: mx.array) -> mx.array:
         """Sum ids over all ranks, as part of the graph.

@@ -39,10 +39,10 @@ Order = JoinWorld | StepPlan
 
 
 class SchedulerLink:
-    """The link to the scheduler. `orders`, `send` and `exit` are for the main thread.
+    """The thread that receives a rank's orders from the scheduler and sends its messages.
 
-    Plans wait in `orders` for the main thread. Restore orders go to `on_restore` and run beside the
-    steps.
+    `orders`, `send` and `exit` are for the main thread. Plans wait in `orders` for the main thread.
+    Restore orders go to `on_restore` and run beside the steps.
     """
 
     def __init__(

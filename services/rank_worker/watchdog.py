@@ -29,7 +29,7 @@ def _exit_with_traceback(exit_code: int) -> None:
 
 
 class Watchdog:
-    """Ends the process when a step takes longer than its plan allows."""
+    """A thread that ends the process when a step takes longer than its plan allows."""
 
     def __init__(
         self,

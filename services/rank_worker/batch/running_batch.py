@@ -83,7 +83,7 @@ class SequenceBatch:
         return sorted(self._sequence_ids.items())
 
     def find(self, sequence_id: int) -> RunningSequence:
-        """Return a sequence.
+        """Return the running sequence with this id.
 
         Raises:
             InvariantBroken: it is not in the batch.
@@ -110,11 +110,15 @@ class SequenceBatch:
         return sequence
 
     def slot_of(self, sequence_id: int) -> int:
-        """Return the slot of a sequence; raises as `find`."""
+        """Return the slot of a sequence; raises InvariantBroken if it is not in the batch."""
         return self.find(sequence_id).slot
 
     def slot_of_verified(self, sequence_id: int) -> int:
-        """Return the slot of a sequence; raises as `find_verified`."""
+        """Return the slot of a sequence.
+
+        Raises:
+            InvariantBroken: it is not in the batch, or drafts of it wait for a plan to accept them.
+        """
         return self.find_verified(sequence_id).slot
 
     def add(self, sequence: RunningSequence, row_count: int) -> None:
@@ -138,14 +142,21 @@ class SequenceBatch:
         self._sequences[sequence_id] = sequence
 
     def remove(self, sequence_id: int) -> RunningSequence:
-        """Remove a sequence and return it; raises as `find`."""
+        """Remove a sequence and return it; raises InvariantBroken if it is not in the batch."""
         sequence = self.find(sequence_id)
         del self._sequence_ids[sequence.slot]
         del self._sequences[sequence_id]
         return sequence
 
     def move(self, sequence_id: int, slot: int) -> int:
-        """Move a sequence to a free slot with a lower number and return its old slot.
+        """Move a sequence to a free slot with a lower number.
+
+        Args:
+            sequence_id: the sequence.
+            slot: its new slot.
+
+        Returns:
+            Its old slot.
 
         Raises:
             InvariantBroken: it is not in the batch, or the slot is occupied or not lower.

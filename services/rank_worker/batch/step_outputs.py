@@ -21,7 +21,8 @@ class StepSample:
     """Tokens sampled in one step. A sequence with k drafts has k + 1 rows, others have one."""
 
     sampled: SampledTokens
-    """One token per row, with its highest logit and log probabilities."""
+    """One token per row, with each row's highest logit; log probabilities where a row asks for
+    them."""
     drafts: StepDrafts
     """The drafts that the step verifies."""
     sequence_ids: list[int]

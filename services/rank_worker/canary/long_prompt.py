@@ -98,9 +98,12 @@ def prompt_lengths(length_max: int) -> list[int]:
 
 
 def longest_prompt_within(row_tokens_max: int) -> int:
-    """Return the longest prompt whose row has at most `row_tokens_max` tokens; rows grow in steps.
+    """Return the longest prompt, in tokens, whose row fits into memory; rows grow in steps.
 
     Never less than the first length, because the warm-up has used two rows of that length.
+
+    Args:
+        row_tokens_max: longest row that fits, in tokens.
     """
     return max(PROMPT_TOKENS[0], row_tokens_max // ROW_GROWTH_TOKENS * ROW_GROWTH_TOKENS - 1)
 

@@ -113,7 +113,12 @@ def summand(rank: int, world_size: int, repetition: int) -> Summand:
 
 
 def expected_sum(world_size: int, repetition: int) -> npt.NDArray[np.int32]:
-    """Return the sum of all ranks' `summand` patterns, int32 [period]; arguments as there."""
+    """Return the sum of all ranks' `summand` patterns, int32 [period].
+
+    Args:
+        world_size: number of ranks.
+        repetition: number of the repetition, from 0 on; it shifts the pattern.
+    """
     parts = [summand(rank, world_size, repetition) for rank in range(world_size)]
     total: npt.NDArray[np.int32] = np.sum(parts, axis=0, dtype=np.int32)
     return total

@@ -16,10 +16,11 @@ DeviceKind = Literal["cpu", "metal", "cuda"]
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """The device that MLX computes on by default."""
+    """Kind, name and memory of the device that MLX computes on by default."""
 
     kind: DeviceKind
     name: str
+    """MLX's name of the device or its architecture."""
     memory_bytes: int
     """Memory that the rank may use, including weights."""
 

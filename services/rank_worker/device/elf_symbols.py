@@ -22,8 +22,12 @@ class UnsupportedLibraryError(ValueError):
 def remove_prefix(library: bytes, prefix: bytes) -> bytes:
     """Return a copy of a shared library with `prefix` removed from its exported names.
 
+    Args:
+        library: content of the library's file.
+        prefix: beginning of the names to change; other names stay.
+
     Raises:
-        UnsupportedLibraryError: when the library has another format.
+        UnsupportedLibraryError: when the library is not a 64-bit little-endian ELF file.
     """
     image = bytearray(library)
     try:

@@ -21,7 +21,7 @@ class ExecutionProfile:
     """Prefill forwards are padded to few widths, because CUDA prepares attention for each new pair
     of lengths, which delays all rows by 45 to 90 ms."""
     freed_bytes_max: int = 0
-    """Limit for freed buffers that MLX keeps for reuse."""
+    """Limit for freed buffers that MLX keeps for reuse, in bytes."""
 
 
 def execution_profile(device: Device, backend: Backend, free_bytes: int) -> ExecutionProfile:

@@ -21,7 +21,10 @@ from shared.messages import StepPlan
 
 
 class DecodeExecutor:
-    """Builds the decodes of a step. They are started with the sampling."""
+    """Builds the decodes of a step: forwards of one token, or a token and its drafts, per row.
+
+    Their computation starts later, with the sampling.
+    """
 
     def __init__(
         self,

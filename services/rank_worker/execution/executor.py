@@ -52,7 +52,10 @@ _CPU_PROFILE = ExecutionProfile()
 
 
 class Executor:
-    """Execution state of one rank in one epoch."""
+    """Executes the step plans of one epoch on one rank.
+
+    Owns the rows, blocks and sampling settings of all running sequences.
+    """
 
     def __init__(
         self,
@@ -299,6 +302,9 @@ class Executor:
 
     def finish(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step and return its tokens and receipt. Steps finish in the order of launch.
+
+        Args:
+            launched: the oldest step that is not finished.
 
         Raises:
             InvariantBroken: the logits of a row are not finite.

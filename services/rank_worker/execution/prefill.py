@@ -21,7 +21,7 @@ from shared.messages import PrefillChunk
 
 
 class PrefillExecutor:
-    """Runs the prefill chunks of a step. Each forward is started as soon as it is built."""
+    """Builds the prefills of a step and starts each forward as soon as it is built."""
 
     def __init__(
         self,

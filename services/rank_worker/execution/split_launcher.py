@@ -26,7 +26,7 @@ the host takes to start the other."""
 
 
 class SplitLauncher:
-    """Starts the forwards over one store in the order in which they are built."""
+    """Starts forwards in the order in which they are built, on GPUs in two parts each."""
 
     def __init__(self, store: KVStore, *, in_parts: bool) -> None:
         """Set up a launcher for a device that has no work.

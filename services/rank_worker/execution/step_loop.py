@@ -34,7 +34,10 @@ class PreparedStep:
 
 
 class StepLoop:
-    """Executes plans in order: two on the device, or on a CPU one and the graph of the next."""
+    """Takes step plans from the scheduler link in order, executes them and reports their results.
+
+    Two steps are on the device at a time, or on a CPU one, while the graph of the next is built.
+    """
 
     def __init__(
         self,

@@ -24,11 +24,12 @@ EMBEDDING_NAMES = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_
 
 
 class Forward:
-    """Forward passes of a model of any family.
+    """Builds forwards of a model of any family, with logits only where they are needed.
 
     Almost every family in mlx-lm computes `head(self.model(tokens, cache))`, with a head that works
     on each position separately. Reducing the result of `self.model` to the needed positions makes
     the family's own code compute the head (with its scaling and soft caps) only for these.
+
     For families that are built differently, the last token runs in a forward of its own.
     """
 

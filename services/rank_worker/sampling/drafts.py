@@ -33,7 +33,7 @@ class StepDrafts:
 
     @classmethod
     def from_plan(cls, plan: StepPlan) -> "StepDrafts":
-        """Return the drafts that a plan holds."""
+        """Return the drafts that a plan holds for its decodes; none if ranks propose them."""
         by_sequence = dict(zip(plan.decodes, plan.drafts, strict=False))
         counts = {one: len(drafts) for one, drafts in by_sequence.items() if drafts}
         return cls(counts, [draft for drafts in plan.drafts for draft in drafts])

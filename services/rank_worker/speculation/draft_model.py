@@ -61,15 +61,15 @@ class DraftModelProposer(RankProposer):
         return self._store.length(slot)
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Allocate `row_count` rows of `row_tokens` tokens."""
+        """Set the number of the draft model's rows and the capacity of each in tokens."""
         self._store.resize(row_count, row_tokens)
 
     def free(self, sequence: RunningSequence) -> None:
-        """Empty the row of a sequence that leaves the batch."""
+        """Empty the draft model's row of a sequence that leaves the batch."""
         self._store.free(sequence.slot)
 
     def move(self, slot: int, target: int) -> None:
-        """Move a row to the free slot `target`."""
+        """Move the draft model's row in `slot` to the free slot `target`."""
         self._store.move(slot, target)
 
     def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
@@ -145,7 +145,19 @@ class DraftModelProposer(RankProposer):
     ) -> StepDrafts:
         """Build one forward of the draft model per draft, over the rows that get one.
 
-        Arguments, result and errors are those of `RankProposer.propose`.
+        Args:
+            sequences: those that decode, in slot order.
+            lengths: tokens in the model's row of each.
+            counts: drafts of each; 0: the draft model only reads the last token; -1: its row is
+                left alone.
+            forwards: gets the marker of the last forward.
+
+        Returns:
+            As many drafts as `counts` says, equal on all ranks.
+
+        Raises:
+            InvariantBroken: the draft model's row of a sequence has another length than the
+                model's.
         """
         for sequence, length, count in zip(sequences, lengths, counts, strict=True):
             held = self._store.length(sequence.slot)

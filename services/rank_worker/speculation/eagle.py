@@ -39,7 +39,7 @@ ROW_PADDING_TOKENS = PENDING_STATES_MAX + limits.DRAFT_TOKENS_MAX + 1
 
 @dataclasses.dataclass(slots=True)
 class PendingHidden:
-    """Hidden states of one step that are not yet appended to a row of the head."""
+    """Hidden states of one sequence from one step, until they are appended to the head's row."""
 
     hidden: mx.array
     """[B, L, H], computed by the forward of that step."""
@@ -109,12 +109,12 @@ class EagleProposer(RankProposer):
         self._store.resize(row_count, row_tokens + ROW_PADDING_TOKENS if row_tokens else 0)
 
     def free(self, sequence: RunningSequence) -> None:
-        """Empty the row of a sequence that leaves the batch."""
+        """Empty the head's row of a sequence that leaves the batch; drop its kept hidden states."""
         self._store.free(sequence.slot)
         self._pending.pop(sequence.sequence_id, None)
 
     def move(self, slot: int, target: int) -> None:
-        """Move a row to the free slot `target`."""
+        """Move the head's row in `slot` to the free slot `target`."""
         self._store.move(slot, target)
 
     def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
@@ -175,7 +175,17 @@ class EagleProposer(RankProposer):
     ) -> StepDrafts:
         """Append the kept hidden states to the head's rows, then draft from the head's outputs.
 
-        Arguments, result and errors are those of `RankProposer.propose`.
+        Args:
+            sequences: those that decode, in slot order.
+            lengths: tokens in the model's row of each.
+            counts: drafts of each; 0: only append the kept states; -1: leave the row alone.
+            forwards: gets the marker of the last forward.
+
+        Returns:
+            As many drafts as `counts` says, equal on all ranks.
+
+        Raises:
+            InvariantBroken: a sequence that gets drafts has no kept hidden states.
         """
         builder = DraftBuilder(sequences, lengths, counts)
         caught_up = [row for row, count in enumerate(counts) if count >= 0]

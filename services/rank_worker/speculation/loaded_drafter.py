@@ -23,6 +23,7 @@ class LoadedDrafter:
     model: nn.Module
     """An `EagleHead` for the method `eagle`."""
     fingerprint: str = ""
+    """Digest of the drafter's files, which must be equal on all ranks."""
 
 
 def open_proposer(

@@ -38,7 +38,7 @@ def refuse_restores(adopted: AdoptedRestore) -> list[RestoredItem]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PendingSpill:
-    """A block or checkpoint that a plan spills, while its bytes are computed."""
+    """A block or checkpoint that a plan spills, until its bytes are in host memory."""
 
     block_hash: bytes
     resident: ResidentItem
@@ -182,7 +182,11 @@ class BlockExecutor:
             self._resident.evict(block_hash)
 
     def begin_row(self, slot: int, admitted: AdmittedSequence) -> None:
-        """Fill the row of an admitted sequence from the resident blocks that it reuses.
+        """Fill the row of an admitted sequence from the resident blocks that it reuses, if any.
+
+        Args:
+            slot: the sequence's row, which is empty.
+            admitted: names the blocks, the number of reused tokens and the checkpoint.
 
         Raises:
             InvariantBroken: when a block is not resident, or they do not match the sequence.

@@ -10,7 +10,7 @@ from shared.errors import InvariantBroken
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResidentItem:
-    """One block or checkpoint. Immutable and shared by reference."""
+    """A block or checkpoint in this rank's memory. Immutable, so rows and spills may share it."""
 
     kind: ItemKind
     tokens: int

@@ -96,7 +96,7 @@ class BatchCacheStore:
         return False
 
     def free(self, slot: int) -> None:
-        """Empty a row."""
+        """Empty a row, so that its slot can be reused."""
         self._lengths[slot] = 0
         self._single.pop(slot, None)
         if slot in self._batch_slots:
@@ -106,7 +106,7 @@ class BatchCacheStore:
             self._batch, self._batch_slots = [], []
 
     def move(self, slot: int, target: int) -> None:
-        """Change the slot of a row; nothing is copied."""
+        """Give the row in `slot` the free slot `target`; nothing is copied."""
         self._lengths[target] = self._lengths[slot]
         self._lengths[slot] = 0
         if slot in self._single:
@@ -136,7 +136,7 @@ class BatchCacheStore:
     def prefill_padded(
         self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
     ) -> list[Any]:
-        """Raise InvariantBroken, because recurrent state would process the padding."""
+        """Raise InvariantBroken: these rows cannot be padded, as state would process padding."""
         del columns
         raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be padded")
 
@@ -183,7 +183,13 @@ class BatchCacheStore:
         return self.layout.pack(parts)
 
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
-        """Copy `count` consecutive blocks of `tokens` tokens, from token `start` on, one by one.
+        """Copy consecutive blocks of a row, one by one.
+
+        Args:
+            slot: the row.
+            start: first token of the first block.
+            tokens: tokens per block.
+            count: number of blocks.
 
         Returns:
             `count` arrays, uint8 [bytes] each.
@@ -213,7 +219,14 @@ class BatchCacheStore:
     ) -> None:
         """Build the caches of an empty row as a prefill of `length` tokens would leave them.
 
-        Arguments and errors are those of `KVStore.fill_row`.
+        Args:
+            slot: the row.
+            length: number of tokens in the row afterwards.
+            blocks: (payload, uint8 [bytes], tokens in it), from the first token on.
+            state: the state at `length` tokens; None when rows need none.
+
+        Raises:
+            InvariantBroken: when the row is not empty, or blocks and state do not match.
         """
         held = sum(tokens for _, tokens in blocks)
         fits = length == held == state.tokens if state is not None else length <= held

@@ -167,10 +167,15 @@ class KVStore(Protocol):
         ...
 
     def read_block(self, slot: int, start: int, stop: int) -> mx.array:
-        """Copy the KV of tokens [start, stop) of a row.
+        """Copy the KV of tokens [start, stop) of a row into one block.
 
         The caller must evaluate the result before it builds the next forward. Until then it refers
         to the row's arrays, which the forward would have to copy instead of writing in place.
+
+        Args:
+            slot: the row.
+            start: first token.
+            stop: the token after the last one.
 
         Returns:
             uint8 [layout.block_bytes(stop - start)].
@@ -181,9 +186,15 @@ class KVStore(Protocol):
         ...
 
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
-        """Copy `count` consecutive blocks of `tokens` tokens from `start` on, like `read_block`.
+        """Copy consecutive blocks of a row, like `read_block`.
 
         May wait for the copies, and so for all forwards built before.
+
+        Args:
+            slot: the row.
+            start: first token of the first block.
+            tokens: tokens per block.
+            count: number of blocks.
 
         Returns:
             `count` arrays, uint8 [layout.block_bytes(tokens)].

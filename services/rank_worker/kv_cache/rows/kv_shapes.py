@@ -62,7 +62,13 @@ PROBE_TOKENS = 2
 
 
 def read_shape(model: nn.Module) -> ModelShape:
-    """Return a model's shapes from a forward that is built but not computed; runs no collective."""
+    """Return vocabulary size and caches of a model from a forward that is built, not computed.
+
+    Runs no collective.
+
+    Args:
+        model: the model, or this rank's shard; its parameters may be lazy.
+    """
     caches = make_prompt_cache(model)
     logits = model(mx.zeros((1, PROBE_TOKENS), dtype=mx.int32), cache=caches)
     return ModelShape(vocab_size=logits.shape[-1], caches=caches)
@@ -81,7 +87,13 @@ def layer_shape(cache: Any) -> LayerShape:
 
 
 def cache_bytes(cache: Any) -> tuple[int, int]:
-    """Return a cache's (bytes per token, bytes per row that do not depend on its length).
+    """Return the memory that one layer's cache takes, without computing anything.
+
+    Args:
+        cache: a cache of mlx-lm after one forward.
+
+    Returns:
+        (bytes per token, bytes per row that do not depend on its length).
 
     Raises:
         ConfigError: when the cache is of a kind that cannot be batched.

@@ -98,7 +98,7 @@ class RowStore:
         return row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
 
     def free(self, slot: int) -> None:
-        """Empty a row."""
+        """Empty a row, so that its slot can be reused; only its length changes."""
         self._lengths[slot] = 0
 
     def move(self, slot: int, target: int) -> None:
@@ -141,7 +141,16 @@ class RowStore:
     ) -> list[Any]:
         """Lengthen several empty rows and return the caches for one right-padded forward.
 
-        Arguments and errors are those of `KVStore.prefill_padded`.
+        Args:
+            slots: empty rows, each once.
+            counts: number of tokens of each.
+            columns: width of the input in tokens; 0: the largest of `counts`.
+
+        Returns:
+            One cache per layer.
+
+        Raises:
+            InvariantBroken: when a row is not empty or has no room.
         """
         if any(self._lengths[slot] for slot in slots):
             raise InvariantBroken(f"slots {list(slots)} are not all empty")
@@ -151,7 +160,15 @@ class RowStore:
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
         """Lengthen rows by `count` tokens each and return the caches for their forward.
 
-        Arguments and errors are those of `KVStore.decode`.
+        Args:
+            slots: rows in rising order. Other rows are not changed.
+            count: tokens per row: 1, or k + 1 to verify k drafts.
+
+        Returns:
+            The caches and the slot of each row of the forward.
+
+        Raises:
+            InvariantBroken: when a row has no room.
         """
         before = list(self._lengths)
         self._lengthen(slots, [count] * len(slots))
@@ -165,7 +182,11 @@ class RowStore:
         return BatchView(caches, list(rows), None if len(slots) == len(rows) else list(slots))
 
     def roll_back(self, slot: int, length: int) -> None:
-        """Shorten a row to `length` tokens."""
+        """Shorten a row to `length` tokens; only the length changes, nothing is copied.
+
+        Raises:
+            InvariantBroken: when the row is shorter.
+        """
         if not 0 <= length <= self._lengths[slot]:
             raise InvariantBroken(
                 f"slot {slot} holds {self._lengths[slot]} tokens and cannot be cut to {length}"
@@ -217,7 +238,16 @@ class RowStore:
     ) -> None:
         """Fill an empty row from blocks, with one slice update per layer and run of blocks.
 
-        Arguments and errors are those of `KVStore.fill_row`; `state` must be None.
+        Args:
+            slot: the row.
+            length: number of tokens in the row afterwards.
+            blocks: (payload, uint8 [bytes], tokens in it), from the first token on; `length` tokens
+                or more.
+            state: must be None, because rows of plain keys and values need no checkpoint.
+
+        Raises:
+            InvariantBroken: when the row is not empty, the blocks are too short, or there is a
+                state.
         """
         held = sum(tokens for _, tokens in blocks)
         if self._lengths[slot] or state is not None or length > held:

@@ -10,7 +10,7 @@ from shared.messages import Message
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierSettings:
-    """The settings of one rank's stored tier."""
+    """Store address, identity of the rank and memory bound of one rank's spills and restores."""
 
     store_address: str
     """Address of this host's cache store."""

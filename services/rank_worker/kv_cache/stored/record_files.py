@@ -35,7 +35,7 @@ _PARTS_PER_WRITE = 1_024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamespaceFolder:
-    """The folder that the store assigned to one rank in one namespace."""
+    """The folder with one rank's record files in one namespace, as the store assigned it."""
 
     namespace: str
     rank: int
@@ -66,7 +66,7 @@ class NoMemory(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadRecord:
-    """A record that was read and checked."""
+    """A block or checkpoint read from a record file, whose identity and checksum were right."""
 
     tokens: int
     """The number of tokens in its header."""
@@ -141,7 +141,10 @@ def _write_all(descriptor: int, parts: list[memoryview]) -> None:
 
 
 class RecordReader:
-    """Reads records of one folder. The last file stays open, as neighbouring blocks share it."""
+    """Reads blocks and checkpoints from the record files of one folder.
+
+    The last file stays open, as neighbouring blocks share it.
+    """
 
     def __init__(
         self, folder: NamespaceFolder, allocate: Allocate, block_bytes: BlockBytes | None = None

@@ -204,7 +204,11 @@ class RestoreTask:
             return count
 
     def restored_items(self, count: int) -> list[RestoredItem]:
-        """Return the payloads of the first `count` items, at most what `finish` returned."""
+        """Return the blocks read for the first `count` items, then the checkpoint after them.
+
+        Args:
+            count: number of items, at most what `finish` returned.
+        """
         restored: list[RestoredItem] = []
         for index, item in enumerate(self.items[:count]):
             if item.block is not None:

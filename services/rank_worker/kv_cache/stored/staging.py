@@ -28,13 +28,22 @@ class Staging:
         self._lock = threading.Lock()
 
     def put(self, restore: RestoreTask, count: int) -> None:
-        """Hold the first `count` items (at least 1) until they are taken or forgotten."""
+        """Hold the first items of an answered restore until they are taken or forgotten.
+
+        Args:
+            restore: the restore.
+            count: number of items to hold, at least 1.
+        """
         size_bytes = sum(item.payload.nbytes for item in restore.restored_items(count))
         with self._lock:
             self._staged[restore.order.restore_id] = _Staged(restore, count, size_bytes)
 
     def take(self, restore_id: int, count: int) -> list[RestoredItem]:
-        """Remove a restore and return the payloads of its first `count` items (at least 1).
+        """Remove a restore and return the blocks and checkpoint of its first items.
+
+        Args:
+            restore_id: id of the restore.
+            count: number of items that a plan adopts, at least 1.
 
         Raises:
             InvariantBroken: this rank has fewer items, or not the checkpoint after them.

@@ -43,7 +43,7 @@ IDLE_S = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpillRequest:
-    """Posted by the main thread: a plan's spill order and the payloads."""
+    """A plan's spill order with its payloads, which the main thread posts to the store link."""
 
     order: SpillOrder
     items: list[SpillItem]
@@ -51,7 +51,7 @@ class SpillRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForgetRestore:
-    """Posted by the main thread: no plan adopts this restore."""
+    """Message of the main thread to the store link: no plan will adopt this restore."""
 
     restore_id: int
 

@@ -24,7 +24,7 @@ from shared.messages import (
 
 
 class StoredTier:
-    """Spills and restores of one rank in one epoch.
+    """Writes spilled blocks of one rank to SSD and restores stored ones, through the cache store.
 
     Every hash of a spill order is reported once (BlocksSpilled). Every restore is answered once, at
     its deadline at the latest (BlocksRestored). Disk and store errors only change these reports.

@@ -112,7 +112,12 @@ def cast_dtype(settings: ModelConfig) -> mx.Dtype | None:
 
 
 def cast_parameters(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast a model's floating-point parameters in place, except those that it keeps in float32."""
+    """Cast a model's floating-point parameters in place.
+
+    Args:
+        model: the model; parameters that it keeps in float32 by itself stay so.
+        dtype: the new dtype.
+    """
     keeps = getattr(model, "cast_predicate", None)
 
     def cast(path: str, value: Any) -> Any:

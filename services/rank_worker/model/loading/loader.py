@@ -47,7 +47,9 @@ class LoadedModel:
 
     model: nn.Module
     fingerprint: str
+    """Digest of the model's files, settings and split; part of the namespace of stored blocks."""
     context_tokens_max: int
+    """Longest sequence in tokens."""
     shard_bytes: int = 0
     """Bytes of weights on this rank."""
     bytes_read: int = 0

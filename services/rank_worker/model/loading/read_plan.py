@@ -37,7 +37,11 @@ class FileRead(NamedTuple):
 
 
 def plan_reads(array: SlicedArray) -> Iterator[FileRead]:
-    """Yield reads that together fill the array's memory, row-major and contiguous."""
+    """Yield the reads of weight files that together fill an array's memory.
+
+    Args:
+        array: the array; its memory is row-major and contiguous.
+    """
     memory = row_major_strides(array.shape, array.item_bytes)
     for part in array.slices:
         target = sum(a * b for a, b in zip(part.start, memory, strict=True))

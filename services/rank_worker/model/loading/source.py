@@ -19,8 +19,10 @@ class ModelSource:
 
     folder: Path
     config: dict[str, Any]
+    """Content of config.json."""
     files: list[WeightFile]
     context_tokens_max: int
+    """Longest sequence in tokens."""
 
 
 def find_source(

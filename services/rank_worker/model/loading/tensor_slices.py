@@ -33,6 +33,7 @@ class SlicedArray(NamedTuple):
 
     shape: Shape
     item_bytes: int
+    """Bytes of one item."""
     slices: tuple[TensorSlice, ...]
 
 
@@ -132,7 +133,12 @@ def broadcast(array: SlicedArray, shape: Shape) -> SlicedArray:
 
 
 def expand_dims(array: SlicedArray, axes: Sequence[int]) -> SlicedArray:
-    """Insert axes of size 1 at these positions of the result, like `numpy.expand_dims`."""
+    """Insert axes of size 1 into an array, like `numpy.expand_dims`.
+
+    Args:
+        array: the array.
+        axes: positions of the new axes in the result.
+    """
     slices = array.slices
     shape = array.shape
     for axis in sorted(axes):
@@ -173,6 +179,10 @@ def reshape(array: SlicedArray, shape: Shape) -> SlicedArray | None:
 
 def reinterpret(array: SlicedArray, item_bytes: int) -> SlicedArray | None:
     """Return the array's bytes as items of another size along the last axis, like `numpy.view`.
+
+    Args:
+        array: the array.
+        item_bytes: bytes of each new item.
 
     Returns:
         None when the bytes of a larger item are not adjacent in the stored tensor.

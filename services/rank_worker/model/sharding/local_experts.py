@@ -101,7 +101,7 @@ def is_switch(module: Any) -> bool:
 
 
 class LocalExperts:
-    """Computes an expert layer on a rank that holds some of its experts; see the module."""
+    """Computes this rank's experts of a layer, with zeros for the experts of other ranks."""
 
     def __init__(
         self, original: type[nn.Module], first: int, count: int, expert_weights: int
