@@ -16,10 +16,11 @@ class GatewayConnected:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """A gateway is lost, and with it the clients of its requests."""
+    """The link to a gateway is lost, and with it the clients of its requests."""
 
     gateway: PeerId
     cause: str
+    """Why the transport considers the link lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,10 +40,11 @@ class RankConnected:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankLost:
-    """A rank process is lost or does not answer."""
+    """The link to a rank process is lost, or it does not answer."""
 
     peer: PeerId
     cause: str
+    """Why the transport considers the link lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class SendToRanks:
     peers: tuple[PeerId, ...]
     message: ToRank
     epoch: int
+    """Epoch of the message, which the transport sends with it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class SaveEvidence:
     """Write facts about differing receipts to a file, for an investigation."""
 
     name: str
+    """Part of the file's name."""
     facts: dict[str, Any]
 
 

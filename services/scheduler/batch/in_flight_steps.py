@@ -39,7 +39,12 @@ class InFlightSteps:
         return len(self._steps)
 
     def add(self, planned: PlannedStep, now_s: float) -> None:
-        """Add a plan that is being sent."""
+        """Add a plan that is being sent.
+
+        Args:
+            planned: the plan.
+            now_s: when it is sent; its deadline counts from then if no other plan is in flight.
+        """
         if not self._steps:
             self._progress_at_s = now_s
         self._steps.append(InFlightStep(planned, now_s))
@@ -57,7 +62,16 @@ class InFlightSteps:
         return any(step.receipts.get(rank) == receipt for step in self._steps)
 
     def add_receipt(self, rank: int, receipt: StepFinished) -> str | None:
-        """Add a rank's receipt to its step; return why it is invalid, or None."""
+        """Add a rank's receipt to its step.
+
+        Args:
+            rank: the rank that sent it.
+            receipt: the receipt.
+
+        Returns:
+            A sentence if it names another rank, is a second one for its step, or its step was never
+            planned, else None.
+        """
         if receipt.rank != rank:
             return f"Rank {rank} answered as rank {receipt.rank}."
         for step in self._steps:
@@ -69,7 +83,12 @@ class InFlightSteps:
         return f"Rank {rank} sent a receipt for step {receipt.step_id}, which was never planned."
 
     def pop_finished(self, world_size: int, now_s: float) -> InFlightStep | None:
-        """Remove and return the oldest step if it has all receipts, else None."""
+        """Remove and return the oldest step if it has all receipts, else None.
+
+        Args:
+            world_size: number of ranks, each of which sends one receipt.
+            now_s: the time; the deadline of the next step counts from then.
+        """
         if not self._steps or len(self._steps[0].receipts) < world_size:
             return None
         self._progress_at_s = now_s

@@ -45,7 +45,7 @@ class PlannedStep:
 
     @property
     def has_drafts(self) -> bool:
-        """Tell whether a sample may be more than one token."""
+        """Tell whether any row has drafts, so that a sample may be more than one token."""
         return bool(self.plan.draft_counts or self.plan.drafts)
 
     def drafts_of(self, sample: int) -> int:

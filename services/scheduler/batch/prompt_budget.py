@@ -14,9 +14,10 @@ _PRICE_MAX = 4.0
 class PromptBudget:
     """Tokens that a step may still prefill, priced at the position of its first chunk.
 
-    A token deeper in a prompt takes longer and costs more of the budget, and never less than 1.
-    A forward has a fixed cost, so no chunk is smaller than a scrap: a remainder of that size is
-    added to the chunk before it, and a beginning of that size waits for the next step.
+    A token deeper in a prompt takes longer and costs more of the budget, and never less than one
+    token. A forward has a fixed cost, so no chunk is smaller than a scrap, an eighth of the step's
+    tokens: a remainder of that size is added to the chunk before it, and a beginning of that size
+    waits for the next step.
     """
 
     def __init__(self, tokens: int, position: int, timing: StepTiming) -> None:

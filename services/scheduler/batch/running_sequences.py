@@ -32,7 +32,7 @@ class RunningSequences:
 
     @property
     def has_departed(self) -> bool:
-        """Tell whether a sequence has left since the last plan, so its row can still be kept."""
+        """Tell whether a sequence has left since the last plan; its blocks can still be kept."""
         return bool(self._departed)
 
     def admit(self, sequence: Sequence, now_s: float) -> Slot:

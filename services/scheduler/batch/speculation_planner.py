@@ -210,7 +210,7 @@ class SpeculationPlanner:
             )
 
     def take_rolled_back(self) -> list[RolledBack]:
-        """Return and clear the rows to roll back with the next plan."""
+        """Return and clear the rows to roll back with the next plan, each with its new length."""
         taken, self._rolled_back = self._rolled_back, []
         return taken
 

@@ -14,7 +14,10 @@ _StepKind = tuple[str, int, int]
 
 
 class StepDeadlines:
-    """Deadlines of one epoch. A new epoch starts new processes, which must warm up again."""
+    """Decides how long each step of an epoch may take before the world counts as lost.
+
+    A new epoch starts new processes, which must warm up again.
+    """
 
     def __init__(self, timing: StepTiming) -> None:
         self._timing = timing

@@ -34,7 +34,7 @@ class Reuse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """The result of a lookup for a waiting sequence."""
+    """Result of a lookup: whether a waiting sequence is admitted, waits, or needs a restore."""
 
     decision: RestoreDecision
     match: Match | None = None
@@ -160,7 +160,10 @@ class Admission:
         return decision
 
     def admit(self, blocks: SequenceBlocks) -> Reuse:
-        """Admit a sequence with the plan being built; return what its row reuses."""
+        """Admit a sequence with the plan being built; return what its row reuses.
+
+        Its blocks are held for that plan, and other sequences can wait for those it will compute.
+        """
         match = self._match(blocks)
         tokens = match.tokens
         if (

@@ -66,12 +66,12 @@ class PlannedBlockOrders:
         self.evicted[entry_hash] = None
 
     def keep_block(self, kept: KeptBlock) -> None:
-        """Order that a block is kept, or cancel its eviction."""
+        """Order ranks to keep a block; if its eviction is ordered, only cancel that."""
         if not self._cancel_eviction(kept.hash):
             self.keep_blocks.append(kept)
 
     def keep_checkpoint(self, kept: KeptCheckpoint) -> None:
-        """Order that a checkpoint is kept, or cancel its eviction."""
+        """Order ranks to keep a checkpoint; if its eviction is ordered, only cancel that."""
         if not self._cancel_eviction(kept.hash):
             self.keep_checkpoints.append(kept)
 
@@ -216,7 +216,7 @@ class CacheState:
         return True
 
     def shrink_to(self, bytes_max: int) -> bool:
-        """Evict until blocks use at most `bytes_max`, so that rows can grow.
+        """Evict until blocks use at most `bytes_max` per rank, so that rows can grow.
 
         Returns:
             False, and nothing is evicted, when the plan being built needs too many blocks.
@@ -233,7 +233,7 @@ class CacheState:
         return True
 
     def evict(self, entries: list[Entry]) -> None:
-        """Order all ranks to evict entries, and release the references to them."""
+        """Order all ranks to evict blocks and checkpoints, and release them for every holder."""
         for entry in entries:
             self.pins.release_entry(entry)
             self.index.set_resident(entry, resident=False)
@@ -305,7 +305,11 @@ class CacheState:
         }
 
     def check_invariants(self) -> None:
-        """Check references, index and memory (I9). Raises: InvariantBroken: they disagree."""
+        """Compare references with holders, the index's sums with its blocks, and memory (I9).
+
+        Raises:
+            InvariantBroken: they disagree, or resident blocks exceed their limit.
+        """
         self.pins.check_invariants(self.index.all_entries())
         self.index.check_invariants()
         if self.is_on and self.index.resident_bytes > self.limit_bytes:

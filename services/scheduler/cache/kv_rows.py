@@ -81,7 +81,7 @@ def smallest_budget(reports: Sequence[RankReady]) -> RowBudget:
 
 
 class SharedMemory(Protocol):
-    """Memory in the rows' budget that can be freed for them."""
+    """Memory in the rows' budget that can be freed for them, such as that of cache blocks."""
 
     @property
     def held_bytes(self) -> int:

@@ -112,7 +112,10 @@ class BlockCache:
         )
 
     def admit(self, blocks: SequenceBlocks) -> Reuse:
-        """Admit a sequence with the plan being built; return what its row reuses."""
+        """Admit a sequence with the plan being built; return what its row reuses.
+
+        Its blocks are held for that plan, and other sequences can wait for those it will compute.
+        """
         if not self._state.is_on:
             blocks.cached = blocks.cached or CachedPrefix(miss="off")
             self._state.counters["cache_miss_tokens_off_total"] += len(blocks.tokens)

@@ -53,7 +53,7 @@ class BlockPins:
             entry.firm_references -= holder[0] == "plan"
 
     def release_plan(self) -> None:
-        """Remove the references of the plan that was built."""
+        """Remove all references that belong to the plan being built, which is complete."""
         for holder in [one for one in self._held if one[0] == "plan"]:
             self.release(holder)
 
@@ -65,7 +65,7 @@ class BlockPins:
             self.release(holder)
 
     def clear(self) -> None:
-        """Forget all holders after an epoch. The counts of the entries are reset elsewhere."""
+        """Forget all holders after an epoch; `BlockIndex.end_epoch` resets the entries' counts."""
         self._held.clear()
 
     def check_invariants(self, entries: list[Entry]) -> None:

@@ -49,7 +49,7 @@ class DismissedRanks:
         self._entries.append(_Entry(member.peer, member.hello, now_s))
 
     def has(self, peer: PeerId) -> bool:
-        """Tell whether this peer was dismissed recently."""
+        """Tell whether this peer was dismissed and may still run."""
         return any(entry.peer == peer for entry in self._entries)
 
     def note_link_lost(self, peer: PeerId, cause: str) -> None:
@@ -63,7 +63,11 @@ class DismissedRanks:
             self._retain(lambda entry: entry.peer != peer)
 
     def forget_replaced(self, hello: RankHello) -> None:
-        """Forget processes that a new one proves to have ended: it has their rank or process id."""
+        """Forget processes that a new one on their host proves to have ended.
+
+        Args:
+            hello: the new process's message; it has their rank or process id.
+        """
         self._retain(
             lambda entry: (
                 entry.hello.host != hello.host

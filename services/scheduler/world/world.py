@@ -94,8 +94,14 @@ class World:
     def handle_hello(self, peer: PeerId, message: RankHello, now_s: float) -> str | None:
         """Add a rank process; with enough of them an epoch begins.
 
+        Args:
+            peer: the process.
+            message: its hello.
+            now_s: when it arrived.
+
         Returns:
-            Why the current epoch must end, or None.
+            None, or why the current epoch must end: the process replaces one of its ranks or is one
+            of them over a new connection, or the processes cannot form a world.
         """
         known = self._members.get(peer)
         if known is not None and known.rank is not None:
@@ -122,9 +128,14 @@ class World:
             member.loaded = message.loaded
 
     def handle_ready(self, peer: PeerId, message: RankReady) -> str | None:
-        """Record that a rank has loaded; return why the epoch must end, or None.
+        """Record that a rank has loaded; `state` becomes READY with the last rank.
 
-        `state` becomes READY with the last rank.
+        Args:
+            peer: the rank process.
+            message: its report.
+
+        Returns:
+            None, or why the epoch must end: its ranks differ in model, settings or canary results.
         """
         member = self._members.get(peer)
         if self.state is not WorldState.LOADING or member is None or member.rank is None:
@@ -191,7 +202,7 @@ class World:
         return is_ranked or (bool(self.recovery.failure) and self.state is not WorldState.FAILED)
 
     def knows(self, peer: PeerId) -> bool:
-        """Tell whether a peer is a rank process, or was dismissed recently."""
+        """Tell whether a peer is a rank process, or was dismissed and may still run."""
         return peer in self._members or self.dismissed.has(peer)
 
     def overdue_reason(self, now_s: float) -> str | None:
@@ -291,7 +302,7 @@ class World:
         return next((report.model_fingerprint for report in self.reports()), "")
 
     def note_memory(self, peer: PeerId, memory_bytes: int) -> None:
-        """Record a rank's memory use."""
+        """Record a rank's memory use in bytes, for the status."""
         member = self._members.get(peer)
         if member is not None:
             member.memory_bytes = memory_bytes

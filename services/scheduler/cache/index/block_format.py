@@ -13,7 +13,10 @@ from shared.messages import RankReady
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """The block format of all ranks. Bytes are those of the rank where they are largest."""
+    """Namespace, length and bytes of the blocks of one epoch, equal for all ranks.
+
+    Bytes are those of the rank where they are largest.
+    """
 
     namespace: str
     block_tokens: int

@@ -26,7 +26,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Recency(Generic[T]):
-    """Items in order of use, in two classes; those of the last class go after all others."""
+    """Items in order of use, in two classes: those added with `last` go after all others."""
 
     def __init__(self) -> None:
         self._classes: tuple[OrderedDict[T, None], OrderedDict[T, None]]
@@ -41,38 +41,19 @@ class Recency(Generic[T]):
         return item in self._classes[0] or item in self._classes[1]
 
     def of_class(self, *, last: bool) -> Iterator[T]:
-        """Iterate over one class, least recently used first.
-
-        Args:
-            last: the class whose items go after all others.
-        """
+        """Iterate over the class that `last` names, least recently used first."""
         return iter(self._classes[last])
 
     def add(self, item: T, *, last: bool) -> None:
-        """Add an item as the most recently used one.
-
-        Args:
-            item: the item, which neither class has.
-            last: add it to the class whose items go after all others.
-        """
+        """Add an item as the most recently used one of the class that `last` names."""
         self._classes[last][item] = None
 
     def remove(self, item: T, *, last: bool) -> None:
-        """Remove an item.
-
-        Args:
-            item: the item.
-            last: it is in the class whose items go after all others.
-        """
+        """Remove an item from the class that `last` names."""
         del self._classes[last][item]
 
     def touch(self, item: T, *, last: bool) -> None:
-        """Make an item the most recently used one of its class.
-
-        Args:
-            item: the item.
-            last: it is in the class whose items go after all others.
-        """
+        """Make an item the most recently used one of the class that `last` names."""
         self._classes[last].move_to_end(item)
 
     def clear(self) -> None:
@@ -106,7 +87,7 @@ class Entry:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """One known block."""
+    """One known block: its tokens, the block before it and those that have followed it."""
 
     hash: bytes
     parent: "Node | None"
@@ -146,7 +127,7 @@ class Node:
 
     @property
     def is_forgettable(self) -> bool:
-        """Whether only the memory of its tokens would be lost with it."""
+        """Whether it can leave the index: no copy, no block after it, no open restore."""
         return not (
             self.children
             or self.open_restores
@@ -180,11 +161,14 @@ class BlockIndex:
         return iter(self._known)
 
     def find_root(self, root_hash: bytes) -> Node | None:
-        """Return the root with this hash; None when no block follows it."""
+        """Return the start of a tenant's sequences, by its hash; None when no block follows it."""
         return self._roots.get(root_hash)
 
     def root(self, root_hash: bytes) -> Node:
-        """Return the root with this hash. A new one is remembered when a block follows it."""
+        """Return the start of a tenant's sequences, by its hash.
+
+        A new one is remembered when a block follows it.
+        """
         root = self._roots.get(root_hash)
         if root is None:
             root = Node(root_hash, None, b"", 0)
@@ -268,7 +252,7 @@ class BlockIndex:
             self.recency.remove(entry, last=node.is_system)
 
     def set_system(self, node: Node) -> None:
-        """Mark a block as part of a system prompt, to be evicted after all other blocks."""
+        """Mark a block as part of a system prompt, so that it is evicted after all other blocks."""
         if node.is_system:
             return
         node.is_system = True
@@ -333,7 +317,11 @@ class BlockIndex:
         return [node.block for node in self._known] + checkpoints
 
     def check_invariants(self) -> None:
-        """Check links, sums and orders (I9). Raises: InvariantBroken: they contradict the nodes."""
+        """Compare the links between blocks, the sums and the orders of use with all blocks (I9).
+
+        Raises:
+            InvariantBroken: they contradict each other.
+        """
         held = [one for one in self.all_entries() if one.is_resident]
         blocks = [one for one in held if not one.is_checkpoint]
         system = [one for one in held if one.node.is_system]

@@ -13,7 +13,7 @@ _NEIGHBOURS_MAX = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """The leading tokens of a sequence that blocks hold."""
+    """How many tokens at the start of a sequence resident blocks hold, and known ones had."""
 
     path: list[Node]
     """Resident blocks from the first token on; the last one may be used in part."""

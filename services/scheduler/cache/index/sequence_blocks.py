@@ -37,6 +37,7 @@ class SequenceBlocks:
     restore_id: int | None = None
     """The restore that it waits for."""
     restores_requested: int = 0
+    """Restores requested since it began to wait."""
     queue_until_s: float = 0.0
     """How long it waits until fewer restores are open; 0: it does not wait for that."""
     restored_range: tuple[int, int] = (0, 0)

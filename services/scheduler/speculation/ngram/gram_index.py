@@ -76,7 +76,7 @@ class GramIndex:
         return max(0, len(self._tokens) - self._next)
 
     def add(self, count: int) -> int:
-        """Index up to `count` more occurrences; return how many were indexed."""
+        """Index up to `count` more n-grams of the text; return how many were indexed."""
         size, begin, tokens = self._size, self._next, self._tokens
         stop = min(begin + count, len(tokens))
         if stop <= begin:
