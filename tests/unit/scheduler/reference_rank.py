@@ -238,7 +238,7 @@ class ReferenceRank:
         """Number of restores that were answered and neither adopted nor forgotten."""
         return len(self._staged)
 
-    # --- blocks ------------------------------------------------------------------------------
+    # --- blocks -----------------------------------------------------------------------------------
 
     def _hold(self, name: bytes, block: Block) -> None:
         assert name not in self.blocks, "kept or adopted twice"
@@ -310,7 +310,7 @@ class ReferenceRank:
         assert kv[:reused] == expected, "the KV belongs to another text"
         self.rows[entry.sequence_id] = _Row(entry.slot, list(entry.tokens), kv[:reused])
 
-    # --- steps -------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def _move(self, plan: StepPlan) -> None:
         for move in plan.moves:

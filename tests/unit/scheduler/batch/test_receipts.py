@@ -37,7 +37,7 @@ def _wrong_receipts(one: StepFinished) -> dict[str, StepFinished]:
         "too many tokens": change(one, tokens=[[1, 2]]),
         "no token": change(one, tokens=[[]]),
         "a token of no vocabulary": change(one, tokens=[[2**31 - 1]]),
-        "log probabilities of nobody": change(one, logprobs=[[], []]),
+        "log probabilities without tokens": change(one, logprobs=[[], []]),
     }
 
 
@@ -49,7 +49,7 @@ WRONG_RECEIPTS = (
     "too many tokens",
     "no token",
     "a token of no vocabulary",
-    "log probabilities of nobody",
+    "log probabilities without tokens",
 )
 
 

@@ -216,7 +216,7 @@ def test_clock_jump_extends_loading_deadline(make_world: MakeWorld) -> None:
     ]
 
 
-# --- the queue -------------------------------------------------------------------------------
+# --- the queue ------------------------------------------------------------------------------------
 
 
 def failure_of(world: InMemoryWorld, name: str) -> RequestFailed:

@@ -70,7 +70,7 @@ def test_namespace_depends_on_every_part() -> None:
 
 
 def test_salts_share_no_hash() -> None:
-    """Two tenants have no block hash in common, whatever characters their salts contain."""
+    """Two tenants have no block hash in common, for salts with any characters."""
     salts = ["", "a", "b", "ab", "a\0b", "/../x", "\ud800", "x" * 256]
     names = [set(hash_chain(list(range(64)), salt).hashes) for salt in salts]
     assert all(not (one & other) for one, other in itertools.combinations(names, 2))

@@ -1,9 +1,9 @@
-"""Speculation replayed over texts and cost models: scheduler and device in turn.
+"""Replays of speculation over known texts and cost models of devices.
 
-Texts are known in advance, and a draft is accepted when it is what the text goes on with, as on the
-ranks, where drafts never change which tokens come. Of drafts that ranks propose themselves a text
-says which ones come true. Devices are modelled by the milliseconds of a step, of a draft forward,
-of the round trip, and of the building of a graph, which only a step before it hides.
+Texts are known in advance. A draft is accepted when the text continues with it, as on ranks, where
+drafts never change the tokens. For drafts that ranks propose, the text says which ones are right. A
+device is modelled by the milliseconds of a step, of a draft forward, of the round trip, and of
+building a graph, which only a step before it hides.
 """
 
 import dataclasses
@@ -25,22 +25,23 @@ PLANS_IN_FLIGHT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Milliseconds of a step: fixed, per token; of a draft forward; and around it."""
+    """Cost model of a device in milliseconds: a step's fixed time and time per token, a draft
+    forward, and the times around a step."""
 
     fixed_ms: float
     token_ms: float
     draft_ms: float = 0.0
-    """A draft forward, whatever its rows."""
+    """A draft forward, for any number of rows."""
     draft_token_ms: float = 0.0
     round_trip_ms: float = 0.5
     build_ms: float = 1.0
     noise: float = 0.0
-    """Steps vary by up to so much of their time."""
+    """Step times vary by up to this fraction."""
 
-    def step_ms(self, planned: PlannedDrafts, rows: int, chance: random.Random) -> float:
-        """Return how long it computes a plan.
+    def step_ms(self, planned: PlannedDrafts, rows: int, rng: random.Random) -> float:
+        """Return the milliseconds of a plan.
 
-        Rows are padded to the longest drafts, or those with drafts have a forward of their own.
+        Rows are padded to the longest drafts, or rows with drafts have a forward of their own.
         """
         counts = planned.counts or [len(drafts) for drafts in planned.drafts] or [0] * rows
         longest = max(0, *counts)
@@ -52,43 +53,43 @@ class Device:
             following = sum(count >= 0 for count in counts)
             taken += (1 + longest) * (self.draft_ms + self.draft_token_ms * following)
         taken += sum(self.draft_ms + self.draft_token_ms * read for read in planned.reads if read)
-        return taken * (1.0 + self.noise * (2.0 * chance.random() - 1.0))
+        return taken * (1.0 + self.noise * (2.0 * rng.random() - 1.0))
 
 
 @dataclasses.dataclass(eq=False)
 class ReplayedText:
-    """One sequence: what is known, what will come, and what a draft model would guess of that."""
+    """One sequence: known tokens, future tokens, and which of them a draft model guesses."""
 
     tokens: list[int]
-    rest: list[int]
-    guessed: list[bool] = dataclasses.field(default_factory=list)
+    future_tokens: list[int]
+    hits: list[bool] = dataclasses.field(default_factory=list)
     draft_state: DraftState | None = None
-    done: int = 0
-    lag: int = 0
-    verifying: bool = False
-    row: int = 0
+    tokens_done: int = 0
+    tokens_in_flight: int = 0
+    is_verifying: bool = False
+    row_tokens: int = 0
     """Tokens of its row."""
-    draft_row: int = 0
+    draft_row_tokens: int = 0
 
     @property
-    def left(self) -> int:
-        """Tokens that are not known yet."""
-        return len(self.rest) - self.done
+    def tokens_left(self) -> int:
+        """Number of tokens that are not known yet."""
+        return len(self.future_tokens) - self.tokens_done
 
-    def accepts(self, drafts: list[int], count: int) -> int:
-        """Return how many drafts come true: of those known here, or of so many of a model."""
-        rest, done = self.rest, self.done
+    def count_accepted(self, drafts: list[int], count: int) -> int:
+        """Return how many drafts are right: given ones, or `count` drafts of a model."""
+        future_tokens, tokens_done = self.future_tokens, self.tokens_done
         accepted = 0
-        while accepted < len(drafts) and drafts[accepted] == rest[done + accepted]:
+        while accepted < len(drafts) and drafts[accepted] == future_tokens[tokens_done + accepted]:
             accepted += 1
-        while accepted < count and self.guessed[done + accepted]:
+        while accepted < count and self.hits[tokens_done + accepted]:
             accepted += 1
         return accepted
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayedPlan:
-    """A plan on its way."""
+    """A plan in flight."""
 
     texts: list[ReplayedText]
     planned: PlannedDrafts
@@ -99,99 +100,105 @@ class ReplayedPlan:
 
 
 class Replay:
-    """Two plans in flight, but one while somebody is verified, or speculation holds one back."""
+    """Runs a speculator with two plans in flight, or one while drafts are verified or a plan is
+    held."""
 
     def __init__(self, device: Device, texts: list[ReplayedText], speculator: Speculator) -> None:
         self.device, self.texts, self.speculator = device, texts, speculator
-        self.flights: deque[ReplayedPlan] = deque()
+        self.plans_in_flight: deque[ReplayedPlan] = deque()
         self.now_ms = self.device_end_ms = 0.0
         self.decisions: list[int] = []
-        """By plan, the most drafts of a row."""
+        """Largest number of drafts of a row, by plan."""
         self.reads: list[int] = []
-        """By plan, tokens that draft rows read."""
-        self.chance = random.Random(1)
+        """Tokens that draft rows read, by plan."""
+        self.rng = random.Random(1)
 
     def run(self) -> float:
-        """Return tokens per millisecond."""
-        tokens = sum(text.left for text in self.texts)
+        """Run to the end of all texts; return tokens per millisecond."""
+        tokens = sum(text.tokens_left for text in self.texts)
         self._send()
-        while self.flights:
-            self._receive(self.flights.popleft())
+        while self.plans_in_flight:
+            self._receive(self.plans_in_flight.popleft())
             self._send()
-        assert not any(text.left for text in self.texts), "a plan was held for ever"
+        assert not any(text.tokens_left for text in self.texts), "a plan was held forever"
         return tokens / self.now_ms
 
     @property
     def drafted_share(self) -> float:
-        """Part of the plans that had drafts."""
+        """Share of the plans that had drafts."""
         return sum(map(bool, self.decisions)) / len(self.decisions)
 
     def _send(self) -> None:
-        while len(self.flights) < PLANS_IN_FLIGHT:
-            if any(text.verifying for text in self.texts):
+        while len(self.plans_in_flight) < PLANS_IN_FLIGHT:
+            if any(text.is_verifying for text in self.texts):
                 return
-            texts = [text for text in self.texts if text.left > text.lag]
+            texts = [text for text in self.texts if text.tokens_left > text.tokens_in_flight]
             if not texts:
                 return
             planned = self.speculator.choose([_row(text) for text in texts])
             if planned.waits_for_results:
-                assert self.flights, "nothing is in flight, so nothing would end the wait"
+                assert self.plans_in_flight, "a plan waits for results, but no plan is in flight"
                 return
             self._launch(texts, planned)
 
     def _launch(self, texts: list[ReplayedText], planned: PlannedDrafts) -> None:
         was_held = self.speculator.record_plan(planned, sum(planned.reads))
         for text, drafts, count, read in _by_row(texts, planned):
-            assert not (drafts and text.lag), "drafts follow tokens that are not known"
-            text.draft_row += read
-            assert text.draft_row <= text.row
+            assert not (drafts and text.tokens_in_flight), "drafts need known tokens"
+            text.draft_row_tokens += read
+            assert text.draft_row_tokens <= text.row_tokens
             if count >= 0:
-                assert not _row(text).unread_tokens, "a draft row that is not level"
-                text.draft_row = text.row + 1 + count
+                assert not _row(text).unread_tokens, "the draft row lacks tokens"
+                text.draft_row_tokens = text.row_tokens + 1 + count
             proposed = max(len(drafts), count)
-            assert proposed < text.left - text.lag
-            text.row += 1 + max(0, proposed)
-            text.lag += 1
-            text.verifying = proposed > 0
+            assert proposed < text.tokens_left - text.tokens_in_flight
+            text.row_tokens += 1 + max(0, proposed)
+            text.tokens_in_flight += 1
+            text.is_verifying = proposed > 0
         device = self.device
         arrives = self.now_ms + device.round_trip_ms / 2
         built = arrives + device.build_ms
         began = max(arrives, self.device_end_ms)
         idle_ms = began - self.device_end_ms
-        taken_ms = device.step_ms(planned, len(texts), self.chance)
+        taken_ms = device.step_ms(planned, len(texts), self.rng)
         self.device_end_ms = max(built, began) + taken_ms
         busy_ms = self.device_end_ms - began
         receipt_at_ms = self.device_end_ms + device.round_trip_ms / 2
-        self.flights.append(ReplayedPlan(texts, planned, was_held, busy_ms, idle_ms, receipt_at_ms))
+        self.plans_in_flight.append(
+            ReplayedPlan(texts, planned, was_held, busy_ms, idle_ms, receipt_at_ms)
+        )
         self.decisions.append(planned.decode_work(len(texts)).width - 1)
         self.reads.append(sum(planned.reads))
 
-    def _receive(self, flight: ReplayedPlan) -> None:
-        self.now_ms = flight.receipt_at_ms
-        planned = flight.planned
-        shape = planned.decode_work(len(flight.texts))
+    def _receive(self, plan: ReplayedPlan) -> None:
+        self.now_ms = plan.receipt_at_ms
+        planned = plan.planned
+        shape = planned.decode_work(len(plan.texts))
         reads = [read for read in planned.reads if read]
         self.speculator.record_step(
-            shape, flight.busy_ms, flight.idle_ms, was_held=flight.was_held, reads=reads
+            shape, plan.busy_ms, plan.idle_ms, was_held=plan.was_held, reads=reads
         )
-        for text, drafts, count, _ in _by_row(flight.texts, planned):
+        for text, drafts, count, _ in _by_row(plan.texts, planned):
             proposed = max(0, len(drafts), count)
-            emitted = 1 + text.accepts(drafts, count)
-            text.tokens += text.rest[text.done : text.done + emitted]
-            text.done += emitted
-            text.lag -= 1
+            emitted = 1 + text.count_accepted(drafts, count)
+            text.tokens += text.future_tokens[text.tokens_done : text.tokens_done + emitted]
+            text.tokens_done += emitted
+            text.tokens_in_flight -= 1
             if proposed:
-                text.verifying = False
-                text.row += emitted - proposed - 1
-                text.draft_row = min(text.draft_row, text.row)
+                text.is_verifying = False
+                text.row_tokens += emitted - proposed - 1
+                text.draft_row_tokens = min(text.draft_row_tokens, text.row_tokens)
                 assert text.draft_state is not None
                 self.speculator.record_verification(text.draft_state, proposed, emitted, emitted)
 
 
 def _row(text: ReplayedText) -> DecodingRow:
-    lacks = text.draft_state is not None and text.draft_state.method == "draft_model"
+    has_draft_row = text.draft_state is not None and text.draft_state.method == "draft_model"
     return DecodingRow(
-        text.draft_state, text.lag, text.left, text.row - text.draft_row if lacks else 0
+        text.draft_state,
+        text.tokens_in_flight,
+        text.tokens_left,
+        text.row_tokens - text.draft_row_tokens if has_draft_row else 0,
     )
 
 
@@ -205,18 +212,18 @@ def _by_row(
 
 
 def draw_draft_hits(quality: float, count: int, seed: int) -> list[bool]:
-    """Return which of so many tokens a draft model guesses that guesses so much."""
-    chance = random.Random(seed)
-    return [chance.random() < quality for _ in range(count)]
+    """Draw which of `count` tokens a draft model of this quality guesses."""
+    rng = random.Random(seed)
+    return [rng.random() < quality for _ in range(count)]
 
 
-def text_with_hits(guessed: list[bool], prompt: int = 0) -> ReplayedText:
-    """Return a text of which so much is guessed; `prompt`: tokens that its draft row lacks."""
-    return ReplayedText([], [0] * len(guessed), list(guessed), row=prompt)
+def text_with_hits(hits: list[bool], prompt: int = 0) -> ReplayedText:
+    """Return a text with the given guesses; `prompt`: tokens that its draft row lacks at first."""
+    return ReplayedText([], [0] * len(hits), list(hits), row_tokens=prompt)
 
 
 def make_speculator(method: Method, tokens_max: int = 5, *, adaptive: bool = True) -> Speculator:
-    """Return one for a server that is set up for this method."""
+    """Return a speculator of a server with this method."""
     return Speculator(
         SpeculationConfig(
             method=method,
@@ -227,33 +234,34 @@ def make_speculator(method: Method, tokens_max: int = 5, *, adaptive: bool = Tru
     )
 
 
-def make_replay(device: Device, texts: list[ReplayedText], one: Speculator) -> Replay:
-    """Return a replay of these texts, not run."""
+def make_replay(device: Device, texts: list[ReplayedText], speculator: Speculator) -> Replay:
+    """Return a replay of these texts that has not started."""
     for text in texts:
-        text.draft_state = one.new_draft_state(text.tokens, Speculation())
-    return Replay(device, texts, one)
+        text.draft_state = speculator.new_draft_state(text.tokens, Speculation())
+    return Replay(device, texts, speculator)
 
 
 def measure_speedup(
     device: Device,
     make: Callable[[int], ReplayedText],
     rows: int,
-    one: Speculator,
+    speculator: Speculator,
     *,
     rounds: int = 1,
 ) -> tuple[float, Replay]:
-    """Return tokens per millisecond against the same without drafts; of the last of some rounds.
+    """Return tokens per millisecond relative to a run without drafts, and the replay of the last
+    round.
 
     Args:
-        device: what steps cost.
-        make: makes a text of a seed; those of the last round are as those without drafts.
-        rows: texts at once.
-        one: what decides; it keeps what it learns from round to round.
-        rounds: so often that many texts.
+        device: cost model of the steps.
+        make: makes a text from a seed; texts of the last round equal those without drafts.
+        rows: number of texts at once.
+        one: the speculator, which keeps its measurements between rounds.
+        rounds: number of runs over the same texts.
     """
     off = Speculator(SpeculationConfig())
     plain = make_replay(device, [make(seed) for seed in range(rows)], off).run()
     for _ in range(rounds):
-        drafted = make_replay(device, [make(seed) for seed in range(rows)], one)
+        drafted = make_replay(device, [make(seed) for seed in range(rows)], speculator)
         rate = drafted.run()
     return rate / plain, drafted

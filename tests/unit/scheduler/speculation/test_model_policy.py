@@ -1,4 +1,4 @@
-"""What is learnt of drafts that ranks propose: rates by position, costs and reading."""
+"""Measurements of drafts that ranks propose: rates by position, costs and reading."""
 
 import pytest
 
@@ -13,29 +13,31 @@ from shared import limits
 from shared.configuration.settings import SchedulerConfig
 
 
-def learn(costs: StepCosts, shape: DecodeWork, period_ms: float, times: int = 20) -> None:
+def record_steps(costs: StepCosts, work: DecodeWork, period_ms: float, times: int = 20) -> None:
+    """Record `times` steps of one kind that took `period_ms` each."""
     for _ in range(times):
-        costs.record_step(shape, period_ms, 0.0, was_held=False)
+        costs.record_step(work, period_ms, 0.0, was_held=False)
 
 
-def gains(one: PositionAcceptance, count: int = 5) -> list[float]:
+def position_gains(one: PositionAcceptance, count: int = 5) -> list[float]:
+    """Return the expected tokens of each draft position."""
     found = [0.0] * count
     one.add_chances(found, 0, 0)
     return found
 
 
-def test_rates_are_of_positions() -> None:
-    """Drafts that come true only once per run are worth one, however good the first is."""
+def test_acceptance_rates_are_by_position() -> None:
+    """When only the first draft of each run is right, the second has a low chance."""
     one = PositionAcceptance(PositionRates())
     for _ in range(60):
         one.record_verification(4, 1)
-    first, second, *_ = gains(one)
+    first, second, *_ = position_gains(one)
     assert first > 0.9
     assert second < 0.15
 
 
-def test_what_was_not_reached_shows_nothing() -> None:
-    """Behind the first rejected draft nobody knows what would have come."""
+def test_positions_after_rejection_are_not_counted() -> None:
+    """Behind the first rejected draft, no rate changes."""
     common = PositionRates()
     before = list(common.by_class)
     PositionAcceptance(common).record_verification(5, 0)
@@ -43,69 +45,69 @@ def test_what_was_not_reached_shows_nothing() -> None:
     assert common.by_class[1:] == before[1:]
 
 
-def test_new_sequences_begin_with_what_all_have_shown() -> None:
-    """A draft model that guesses nothing is found out once, not by each sequence again."""
+def test_new_sequence_starts_with_common_rates() -> None:
+    """A draft model that guesses nothing is detected once and not by each sequence again."""
     common = PositionRates()
     for _ in range(10):
         one = PositionAcceptance(common)
         for _ in range(4):
             one.record_verification(3, 0)
-    assert gains(PositionAcceptance(common))[0] < 0.2
+    assert position_gains(PositionAcceptance(common))[0] < 0.2
 
 
-def test_a_good_text_is_good_at_all_positions() -> None:
-    """A sequence whose first drafts fare better than others' is given longer runs at once."""
+def test_good_first_drafts_raise_later_positions() -> None:
+    """A sequence whose first drafts are better than others' gets longer runs at once."""
     common = PositionRates()
     for number in range(200):
         PositionAcceptance(common).record_verification(5, number % 5)
     one = PositionAcceptance(common)
-    before = gains(one)[2]
+    before = position_gains(one)[2]
     for _ in range(6):
         one.record_verification(1, 1)
-    assert gains(one)[2] > 1.1 * before
+    assert position_gains(one)[2] > 1.1 * before
 
 
-def test_old_news_fades() -> None:
-    """Before a probe a sequence's own past counts for half."""
+def test_fade_moves_rates_towards_common_rates() -> None:
+    """Before a probe the sequence's own past counts for half."""
     common = PositionRates()
     one = PositionAcceptance(common)
     for _ in range(20):
         one.record_verification(1, 0)
-    low = gains(one)[0]
+    low = position_gains(one)[0]
     for _ in range(30):
         PositionAcceptance(common).record_verification(1, 1)
     for _ in range(3):
         one.fade()
-    assert gains(one)[0] > low + 0.1
+    assert position_gains(one)[0] > low + 0.1
 
 
-def test_costs_are_kept_apart_by_method() -> None:
-    """What n-grams' drafts cost says nothing of a model's; plain steps are the same."""
+def test_costs_are_separate_by_method() -> None:
+    """The cost of n-gram drafts says nothing about a model's; plain steps are shared."""
     costs = StepCosts()
-    learn(costs, DecodeWork(4, 1, 0), 10.0)
-    learn(costs, DecodeWork(4, 6, 4, "ngram"), 11.0)
-    learn(costs, DecodeWork(4, 6, 4, "draft_model"), 30.0)
+    record_steps(costs, DecodeWork(4, 1, 0), 10.0)
+    record_steps(costs, DecodeWork(4, 6, 4, "ngram"), 11.0)
+    record_steps(costs, DecodeWork(4, 6, 4, "draft_model"), 30.0)
     ngram, model = (costs.periods_ms(4, 4, method) for method in ("ngram", "draft_model"))
     assert ngram[0] == model[0] == pytest.approx(10.0)
     assert ngram[5] == pytest.approx(11.0, rel=0.05)
     assert model[5] == pytest.approx(30.0, rel=0.05)
 
 
-def test_a_measured_width_tells_of_the_others() -> None:
-    """Each draft costs a forward, and so does the one more that reads the last of them."""
+def test_one_measured_width_predicts_the_others() -> None:
+    """Each draft costs a forward, and so does the one that reads the last draft."""
     costs = StepCosts()
-    learn(costs, DecodeWork(1, 1, 0), 10.0)
-    learn(costs, DecodeWork(1, 6, 1, "draft_model"), 22.5)
+    record_steps(costs, DecodeWork(1, 1, 0), 10.0)
+    record_steps(costs, DecodeWork(1, 6, 1, "draft_model"), 22.5)
     periods = costs.periods_ms(1, 1, "draft_model")
     assert periods[1] == pytest.approx(10.5 + 2 * 2.0, rel=0.1)
     assert periods[8] == pytest.approx(10.5 + 9 * 2.0, rel=0.1)
     assert costs.draft_ms(1, "draft_model") == pytest.approx(2.0, rel=0.1)
 
 
-def test_the_wait_after_a_verification_is_no_drafts_cost() -> None:
-    """Where ranks are far away it is the wait that drafts cost, whatever their number."""
+def test_idle_time_after_verification_does_not_depend_on_drafts() -> None:
+    """With distant ranks the wait is a cost of any number of drafts."""
     costs = StepCosts()
-    learn(costs, DecodeWork(1, 1, 0), 10.0)
+    record_steps(costs, DecodeWork(1, 1, 0), 10.0)
     for number in range(20):
         costs.record_step(
             DecodeWork(1, 4, 1, "eagle"), 12.0, 20.0 if number else 0.0, was_held=False
@@ -116,8 +118,8 @@ def test_the_wait_after_a_verification_is_no_drafts_cost() -> None:
     assert periods[10] < 42.0
 
 
-def test_pieces_follow_what_reading_takes() -> None:
-    """They grow twofold at the most, shrink at once, and never hold a step up for long."""
+def test_read_chunks_follow_measured_time() -> None:
+    """Chunks of a draft row at most double, shrink at once, and stay within the stall limit."""
     config = SchedulerConfig(decode_stall_ms=100.0, step_tokens_max=1_000)
     reading = ReadingCost(config)
     first = reading.tokens_max
@@ -127,7 +129,7 @@ def test_pieces_follow_what_reading_takes() -> None:
         reading.record_step(reading.tokens_max, 1, 0.01 * reading.tokens_max)
     assert reading.tokens_max == 1_000, "a step's budget of tokens holds"
     reading.record_step(1_000, 1, 200.0)
-    assert reading.tokens_max == 250, "half of what may stall"
+    assert reading.tokens_max == 250, "half of the allowed stall"
     assert ReadingCost(SchedulerConfig(step_tokens_max=16)).tokens_max == 16
     reading = ReadingCost(SchedulerConfig(decode_stall_ms=60_000.0))
     for _ in range(10):
@@ -135,16 +137,16 @@ def test_pieces_follow_what_reading_takes() -> None:
     assert reading.tokens_max == limits.FORWARD_TOKENS_MAX, "a forward's budget holds"
 
 
-def test_a_small_piece_does_not_say_how_large_one_may_be() -> None:
-    """The rest of a prompt takes little time and does not make pieces grow."""
+def test_short_read_chunk_does_not_enlarge_next() -> None:
+    """The short rest of a prompt takes little time and does not make chunks grow."""
     reading = ReadingCost(SchedulerConfig())
     before = reading.tokens_max
     reading.record_step(before // 4, 1, 0.1)
     assert reading.tokens_max == before
 
 
-def test_the_first_step_of_a_method_has_the_most_time() -> None:
-    """It may compile kernels; n-grams' verifications of that width have not shown it."""
+def test_first_step_of_a_method_gets_longest_deadline() -> None:
+    """It may compile kernels that n-gram verifications of that width have not compiled."""
     timing = StepTiming(100.0)
     timing.record_step(0, 2, 10.0)
     deadlines = StepDeadlines(timing)
@@ -152,14 +154,14 @@ def test_the_first_step_of_a_method_has_the_most_time() -> None:
     model = StepWork(0, 0, 2, 2, 64, width=3, method="draft_model")
     reading = StepWork(0, 0, 2, 2, 64, width=3, method="draft_model", read_tokens=100)
     most = deadlines.deadline_s(ngram)
-    for shape, follower in ((ngram, model), (model, reading)):
-        deadlines.record_step(shape)
-        assert deadlines.deadline_s(shape) < most
+    for work, follower in ((ngram, model), (model, reading)):
+        deadlines.record_step(work)
+        assert deadlines.deadline_s(work) < most
         assert deadlines.deadline_s(follower) == most
 
 
-def test_methods_are_counted_apart() -> None:
-    """Rows, and drafts by position, of each method."""
+def test_draft_counters_are_by_method_and_position() -> None:
+    """Rows, and drafts by position, are counted for each method."""
     counters = DraftCounters()
     counters.verified("ngram", 2, 2)
     counters.verified("eagle", 3, 1)

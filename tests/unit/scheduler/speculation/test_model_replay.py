@@ -1,4 +1,4 @@
-"""Drafts of a model replayed over cost models: they bring much or cost next to nothing."""
+"""Replays of a draft model's drafts: they gain much or cost almost nothing."""
 
 import pytest
 
@@ -19,7 +19,7 @@ CPU = Device(2.0, 1.5, 0.3, 0.2)
 DEMO_CPU = Device(3.0, 0.27, 0.8, 0.05)
 FAR = Device(4.0, 0.02, 1.0, 0.005, round_trip_ms=12.0)
 NOISY = Device(3.0, 0.02, 0.8, 0.01, build_ms=2.5, noise=0.25)
-HEAVY = Device(10.0, 0.04, 8.0, 0.02)
+SLOW_DRAFT_MODEL = Device(10.0, 0.04, 8.0, 0.02)
 """Its draft model is nearly as slow as the model."""
 DEVICES = {
     "gpu": GPU,
@@ -28,7 +28,7 @@ DEVICES = {
     "demo_cpu": DEMO_CPU,
     "far": FAR,
     "noisy": NOISY,
-    "heavy": HEAVY,
+    "heavy": SLOW_DRAFT_MODEL,
 }
 
 
@@ -36,10 +36,11 @@ def texts(quality: float, rows: int) -> list[list[bool]]:
     return [draw_draft_hits(quality, 400, seed) for seed in range(rows)]
 
 
-def gain(
+def measure_model_speedup(
     device: Device, texts: list[list[bool]], *, prompt: int = 0, rounds: int = 1
 ) -> tuple[float, Replay]:
-    """Return tokens per millisecond against the same without drafts; of the last of some rounds."""
+    """Return tokens per millisecond relative to a run without drafts, and the last round's
+    replay."""
     return replay.measure_speedup(
         device,
         lambda seed: text_with_hits(texts[seed], prompt),
@@ -53,22 +54,26 @@ def gain(
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("quality", [0.05, 0.3])
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_is_lost_on_drafts_that_fail(device: str, quality: float, rows: int) -> None:
-    """Once a server knows its draft model, bad drafts make nothing more than 3 % slower."""
-    assert gain(DEVICES[device], texts(quality, rows), prompt=100, rounds=2)[0] >= 0.97
+def test_failing_drafts_lose_at_most_3_percent(device: str, quality: float, rows: int) -> None:
+    """Once a server knows its draft model, bad drafts cost at most 3 %."""
+    assert (
+        measure_model_speedup(DEVICES[device], texts(quality, rows), prompt=100, rounds=2)[0]
+        >= 0.97
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("device", DEVICES)
-def test_finding_out_is_cheap(device: str, rows: int) -> None:
-    """The first requests of a server pay at most a tenth for what it learns."""
-    assert gain(DEVICES[device], texts(0.1, rows), prompt=100)[0] >= 0.9
+def test_first_requests_lose_at_most_10_percent(device: str, rows: int) -> None:
+    """The first requests of a server lose at most a tenth to measurements."""
+    assert measure_model_speedup(DEVICES[device], texts(0.1, rows), prompt=100)[0] >= 0.9
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_slow_draft_model_is_not_used(rows: int) -> None:
-    """However good its drafts are."""
-    ratio, replay = gain(HEAVY, texts(0.9, rows), rounds=2)
+def test_slow_draft_model_is_not_used(rows: int) -> None:
+    """A draft model that is nearly as slow as the model is not used, however good its drafts
+    are."""
+    ratio, replay = measure_model_speedup(SLOW_DRAFT_MODEL, texts(0.9, rows), rounds=2)
     assert ratio >= 0.97
     assert replay.drafted_share < 0.1
 
@@ -78,42 +83,42 @@ def test_a_slow_draft_model_is_not_used(rows: int) -> None:
     [("gpu", 1, 1.8), ("gpu", 8, 1.6), ("small_gpu", 1, 1.15), ("demo_cpu", 1, 1.2)],
 )
 def test_good_drafts_save_time(device: str, rows: int, least: float) -> None:
-    """Where a draft forward is cheap, from the first request on."""
-    assert gain(DEVICES[device], texts(0.9, rows))[0] >= least
+    """Where a draft forward is cheap, drafts gain from the first request on."""
+    assert measure_model_speedup(DEVICES[device], texts(0.9, rows))[0] >= least
 
 
-def test_the_threshold_of_rows_is_learnt() -> None:
-    """The same draft model is used for one row and not for many, by measured periods alone."""
-    few, some = gain(DEMO_CPU, texts(0.9, 1), rounds=2)
-    many, none = gain(DEMO_CPU, texts(0.9, 32), rounds=2)
+def test_row_limit_is_learnt_from_measured_periods() -> None:
+    """The same draft model is used for one row and not for many."""
+    few, some = measure_model_speedup(DEMO_CPU, texts(0.9, 1), rounds=2)
+    many, none = measure_model_speedup(DEMO_CPU, texts(0.9, 32), rounds=2)
     assert few > 1.2
     assert many >= 0.97
     assert some.drafted_share > 0.6
     assert none.drafted_share < 0.1
 
 
-def test_drafts_come_back_when_the_text_is_easy_again() -> None:
-    """Probes find out within some hundred steps, and then take up again."""
+def test_drafts_resume_when_text_becomes_easy() -> None:
+    """Probes detect within some hundred steps that drafts are right again."""
     text = [*draw_draft_hits(0.05, 600, 1), *([True] * 1_500)]
-    ratio, replay = gain(GPU, [text])
+    ratio, replay = measure_model_speedup(GPU, [text])
     assert ratio > 1.3
     late = replay.decisions[-100:]
     assert sum(map(bool, late)) > 80
 
 
-def test_known_text_is_read_before_drafts() -> None:
-    """A row that lacks its prompt is level before it is verified: the replay refuses otherwise."""
-    ratio, replay = gain(GPU, texts(0.95, 1), prompt=2_000)
+def test_draft_row_reads_prompt_before_drafts() -> None:
+    """A draft row that lacks its prompt reads it before it proposes drafts."""
+    ratio, replay = measure_model_speedup(GPU, texts(0.95, 1), prompt=2_000)
     assert ratio > 1.8
     assert sum(replay.reads) >= 2_000
     assert max(replay.reads) <= 2_048
 
 
-@pytest.mark.parametrize(("left", "most"), [(2, 1), (3, 2), (6, 5), (9, 5)])
-def test_drafts_end_before_the_sequence(left: int, most: int) -> None:
-    """One token comes behind the drafts, and none past the longest length."""
+@pytest.mark.parametrize(("left", "drafts"), [(2, 1), (3, 2), (6, 5), (9, 5)])
+def test_drafts_end_before_last_token(left: int, drafts: int) -> None:
+    """One token comes after the drafts, and none exceeds the longest length."""
     one = make_speculator("draft_model", adaptive=False)
     drafting = one.new_draft_state([], Speculation())
-    assert one.choose([DecodingRow(drafting, 0, left)]).counts == [most]
-    assert one.choose([DecodingRow(drafting, 1, left + 1)]).counts == [most], "one is in flight"
+    assert one.choose([DecodingRow(drafting, 0, left)]).counts == [drafts]
+    assert one.choose([DecodingRow(drafting, 1, left + 1)]).counts == [drafts], "one is in flight"
     assert one.choose([DecodingRow(drafting, 0, 1)]).counts == []

@@ -1,4 +1,4 @@
-"""Drafts that ranks propose, in the whole core: legal plans, the same text, fewer steps."""
+"""Drafts that ranks propose, in the whole core: valid plans, the same text, fewer steps."""
 
 import itertools
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ PROMPT = list(range(200, 240))
 
 @pytest.fixture
 def make_world() -> Iterator[MakeWorld]:
-    """Build worlds whose ranks propose drafts; at teardown every accepted request has ended."""
+    """Build worlds whose ranks propose drafts; at teardown check that accepted requests have
+    ended."""
     with world_factory() as make:
 
         def drafting(method: str = "draft_model", **fields: object) -> InMemoryWorld:
@@ -33,7 +34,8 @@ def make_world() -> Iterator[MakeWorld]:
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_good_drafts_save_steps(make_world: MakeWorld, method: str) -> None:
-    """The same tokens in fewer steps; what was accepted is told by method and in the end."""
+    """Good drafts give the same tokens in fewer steps; accepted drafts are reported by method and
+    request."""
     world = make_world(method, hardware=RankSetup(draft_quality=0.9))
     world.submit("a", PROMPT, 300)
     world.settle()
@@ -49,8 +51,8 @@ def test_good_drafts_save_steps(make_world: MakeWorld, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_bad_drafts_are_given_up(make_world: MakeWorld, method: str) -> None:
-    """What never comes true is hardly proposed any more, by nobody."""
+def test_bad_drafts_are_rarely_proposed(make_world: MakeWorld, method: str) -> None:
+    """Drafts that are never right are proposed in less than a tenth of the steps."""
     world = make_world(method, hardware=RankSetup(draft_quality=0.0))
     for number in range(4):
         world.submit(f"r{number}", [number, *PROMPT], 300)
@@ -62,7 +64,7 @@ def test_bad_drafts_are_given_up(make_world: MakeWorld, method: str) -> None:
     assert sum(one.accepted for one in status.drafts) == 0
 
 
-def test_a_head_needs_no_reading(make_world: MakeWorld) -> None:
+def test_eagle_reads_no_draft_chunks(make_world: MakeWorld) -> None:
     """Only a draft model's rows read tokens."""
     world = make_world("eagle")
     world.submit("a", PROMPT, 40)
@@ -71,8 +73,8 @@ def test_a_head_needs_no_reading(make_world: MakeWorld) -> None:
     assert not any(plan.draft_chunks for plan in world.plans)
 
 
-def test_prompts_are_read_beside_their_prefill(make_world: MakeWorld) -> None:
-    """Draft rows read what is prefilled in the same plan, and never more than that."""
+def test_draft_rows_read_prompt_with_its_prefill(make_world: MakeWorld) -> None:
+    """Draft rows read at most the tokens that are prefilled in the same plan."""
     world = make_world(step_tokens_max=32)
     world.submit("a", list(range(300)), 40)
     world.settle()
@@ -85,8 +87,8 @@ def test_prompts_are_read_beside_their_prefill(make_world: MakeWorld) -> None:
     assert tokens == list(range(300))
 
 
-def test_prefixes_from_blocks_are_read_in_pieces(make_world: MakeWorld) -> None:
-    """What blocks hold the draft row lacks: it reads it later, a bounded part per step."""
+def test_draft_row_reads_reused_prefix_in_bounded_chunks(make_world: MakeWorld) -> None:
+    """A draft row reads a prefix from blocks later, a bounded number of tokens per step."""
     world = make_world(hardware=RankSetup(draft_quality=0.9), decode_stall_ms=1_000.0)
     prompt = [token % 900 for token in range(1_200)]
     world.submit("a", prompt, 20)
@@ -96,20 +98,20 @@ def test_prefixes_from_blocks_are_read_in_pieces(make_world: MakeWorld) -> None:
     world.settle()
 
     assert world.cached["b"].memory_tokens > 1_000
-    pieces = [
+    chunk_lengths = [
         len(chunk.tokens)
         for plan in world.plans[first:]
         if not plan.prefill_chunks
         for chunk in plan.draft_chunks
     ]
-    assert sum(pieces) > 1_000, "the row was caught up with"
-    assert pieces[0] <= 128, "what it costs is not known at first"
-    assert all(after <= 2 * before for before, after in itertools.pairwise(pieces))
+    assert sum(chunk_lengths) > 1_000, "the draft row has read the prefix"
+    assert chunk_lengths[0] <= 128, "the cost is not known at first"
+    assert all(after <= 2 * before for before, after in itertools.pairwise(chunk_lengths))
     assert max(plan.draft_counts[0] for plan in world.plans[-20:] if plan.draft_counts) > 1
 
 
-def test_requests_without_drafts_cost_no_reading(make_world: MakeWorld) -> None:
-    """One that declines, one that is too short, and one with n-grams get no draft row."""
+def test_requests_without_model_drafts_get_no_draft_row(make_world: MakeWorld) -> None:
+    """Requests that decline, are too short, or use n-grams read nothing."""
     world = make_world()
     world.submit("off", PROMPT, 30, speculation=Speculation(method="off"))
     world.submit("ngram", [REPEAT_MARKER, 9, *PROMPT], 90, speculation=Speculation(method="ngram"))
@@ -119,16 +121,16 @@ def test_requests_without_drafts_cost_no_reading(make_world: MakeWorld) -> None:
     assert any(plan.drafts for plan in world.plans)
 
 
-def test_a_method_of_another_server_is_off(make_world: MakeWorld) -> None:
-    """Asked for eagle, a server with a draft model proposes nothing."""
+def test_unsupported_method_gets_no_drafts(make_world: MakeWorld) -> None:
+    """A server with a draft model proposes nothing when a request asks for eagle."""
     world = make_world()
     world.submit("a", PROMPT, 60, speculation=Speculation(method="eagle"))
     world.settle()
     assert not any(plan.draft_counts for plan in world.plans)
 
 
-def test_drafts_are_proposed_whether_they_pay_or_not() -> None:
-    """Without adapting every decode that may gets drafts, as many as are allowed."""
+def test_all_allowed_drafts_are_proposed_without_adapting() -> None:
+    """Without adapting every decode gets as many drafts as allowed."""
     with world_factory() as make:
         speculation = {
             "method": "draft_model", "draft_model": "small", "tokens_max": 3, "adaptive": False,
@@ -143,8 +145,8 @@ def test_drafts_are_proposed_whether_they_pay_or_not() -> None:
         assert {max(one) for one in counts if one} == {1, 2, 3}
 
 
-def test_draft_rows_count_in_the_budget(make_world: MakeWorld) -> None:
-    """Rows take more per token; blocks do not."""
+def test_draft_rows_count_in_kv_budget(make_world: MakeWorld) -> None:
+    """Rows take more bytes per token; blocks do not."""
     tokens = 2_000
     world = make_world(kv_tokens=tokens)
     budget = world.core._batch.rows.budget
@@ -159,9 +161,8 @@ def test_draft_rows_count_in_the_budget(make_world: MakeWorld) -> None:
     assert RowBudget(100, 10, 0, 3).longest_row() == 7
 
 
-def test_ranks_without_a_draft_model_are_refused(make_world: MakeWorld) -> None:
-    """One sentence names the setting and both values before anybody is served, and all trying
-    ends."""
+def test_missing_draft_model_is_configuration_failure(make_world: MakeWorld) -> None:
+    """The failure names the setting and both values, and no request is served."""
     world = make_world(hardware=RankSetup(has_drafts=False), ranks=2)
     status = query_status(world)
     assert status.failure == "configuration"
@@ -173,14 +174,16 @@ def test_ranks_without_a_draft_model_are_refused(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_a_model_that_cannot_be_rolled_back_is_refused(make_world: MakeWorld, method: str) -> None:
-    """As with n-grams."""
+def test_model_without_rollback_is_configuration_failure(
+    make_world: MakeWorld, method: str
+) -> None:
+    """A model that cannot be rolled back is refused for draft models and eagle."""
     world = make_world(method, hardware=RankSetup(can_roll_back=False))
     assert f"speculation.method is {method}" in query_status(world).reason
 
 
-def test_an_end_inside_accepted_drafts_is_the_end(make_world: MakeWorld) -> None:
-    """Nothing behind a stop token or the last place leaves."""
+def test_accepted_drafts_after_end_are_dropped(make_world: MakeWorld) -> None:
+    """No token after a stop token or the last allowed token is sent."""
     world = make_world(hardware=RankSetup(draft_quality=0.95))
     whole = completion(PROMPT, 300)
     world.submit("stops", PROMPT, 300, stop_ids=[whole[97]])

@@ -1,103 +1,95 @@
-"""The adaptive policy as a whole, against no drafts and against the best fixed number of them."""
+"""N-gram drafts in the whole core: the same text as without, in fewer steps."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 
-from services.scheduler.speculation.methods import Method
-from tests.unit.scheduler.speculation.replay import (
-    Device,
-    ReplayedText,
-    draw_draft_hits,
-    make_replay,
-    make_speculator,
-    measure_speedup,
-    text_with_hits,
-)
-from tests.unit.scheduler.speculation.test_ngram_replay import copied_text, prose
+from shared.messages import RequestFinished, Speculation
+from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.rank_failures import query_status
+from tests.unit.scheduler.reference_rank import REPEAT_MARKER
+from tests.unit.scheduler.world_factory import MakeWorld, world_factory
 
-DEVICES = {
-    "gpu": Device(fixed_ms=10.0, token_ms=0.04, draft_ms=1.5, draft_token_ms=0.005),
-    "small_gpu": Device(3.0, 0.02, 0.8, 0.01, build_ms=2.5),
-    "mac": Device(25.0, 0.5, 2.5, 0.05),
-    "demo_cpu": Device(3.0, 0.27, 0.8, 0.05),
-    "noisy": Device(3.0, 0.02, 0.8, 0.01, build_ms=2.5, noise=0.25),
-}
-METHODS: tuple[Method, ...] = ("ngram", "draft_model", "eagle")
+COPY = [REPEAT_MARKER, 9, *range(100, 112)]
+PROSE = [5, 6, 7, 8]
 
 
-def text_of(
-    method: Method, quality: float, count: int, copied: Callable[[int], ReplayedText]
-) -> Callable[[int], ReplayedText]:
-    """Return what makes texts; of n-grams `copied`, of models one of which so much is guessed."""
-    if method == "ngram":
-        return copied
-    return lambda seed: text_with_hits(draw_draft_hits(quality, count, seed), prompt=100)
+@pytest.fixture
+def make_world() -> Iterator[MakeWorld]:
+    """Build worlds with n-gram drafts; at teardown check that accepted requests have ended."""
+    with world_factory() as make:
+
+        def speculating(**fields: object) -> InMemoryWorld:
+            return make(speculation={"method": "ngram", "tokens_max": 8}, **fields)
+
+        yield speculating
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_text_without_repetition_costs_next_to_nothing(
-    device: str, method: Method, rows: int
-) -> None:
-    """The first texts of a server, of which a model guesses a tenth, lose at most 3 %."""
-    make = text_of(
-        method, 0.1, 1_500, lambda seed: ReplayedText(prose(seed, 600), prose(-seed - 1, 600))
-    )
-    assert measure_speedup(DEVICES[device], make, rows, make_speculator(method))[0] >= 0.97
+def _finish(world: InMemoryWorld, name: str) -> RequestFinished:
+    end = world.ends[name]
+    assert isinstance(end, RequestFinished), end
+    return end
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("device", ["gpu", "small_gpu", "mac", "demo_cpu"])
-def test_good_drafts_bring_what_the_best_fixed_number_would(
-    device: str, method: Method, rows: int
-) -> None:
-    """The first texts of a server: within a tenth of what nobody can know beforehand."""
-    make = text_of(method, 0.92, 1_000, copied_text)
-    fixed = [
-        measure_speedup(
-            DEVICES[device], make, rows, make_speculator(method, drafts, adaptive=False)
-        )[0]
-        for drafts in (1, 2, 4, 8)
-    ]
-    ratio, _ = measure_speedup(DEVICES[device], make, rows, make_speculator(method, 8))
-    assert ratio >= 0.9 * max(1.0, *fixed)
+def test_repeating_text_needs_fewer_steps(make_world: MakeWorld) -> None:
+    """The same tokens come in half the steps, and the request's end counts accepted drafts."""
+    world = make_world()
+    world.submit("a", COPY, 400)
+    world.settle()
+
+    assert world.tokens["a"] == completion(COPY, 400)
+    end = _finish(world, "a")
+    assert end.completion_tokens == 400
+    assert end.drafts_accepted > 200
+    status = query_status(world)
+    assert status.counters["steps_total"] < 200
+    [drafts] = status.drafts
+    assert end.drafts_accepted <= drafts.accepted <= drafts.proposed
+    assert end.drafts_rejected <= drafts.proposed - end.drafts_accepted
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
-@pytest.mark.parametrize("device", ["gpu", "mac", "small_gpu"])
-def test_drafts_follow_a_text_that_changes(device: str, method: Method, rows: int) -> None:
-    """A text that is hard, then easy, then hard again: drafts come back, and end again soon."""
-    hard, easy = 800, 2_000
+def test_text_without_repetition_gets_few_drafts(make_world: MakeWorld) -> None:
+    """Text without repetition gets almost no drafts."""
+    world = make_world()
+    world.submit("a", PROSE, 100)
+    world.settle()
 
-    def make(seed: int) -> ReplayedText:
-        parts = [draw_draft_hits(0.05, hard, seed), draw_draft_hits(0.97, easy, seed + 50)]
-        return text_with_hits(
-            [*parts[0], *parts[1], *draw_draft_hits(0.05, hard, seed + 90)], prompt=100
-        )
+    assert world.tokens["a"] == completion(PROSE, 100)
+    assert sum(one.proposed for one in query_status(world).drafts) < 20
 
-    texts = [make(seed) for seed in range(rows)]
-    run = make_replay(DEVICES[device], texts, make_speculator(method))
-    done: list[tuple[int, int]] = []
-    receive = run._receive
 
-    def watched(flight: object) -> None:
-        receive(flight)  # type: ignore[arg-type]
-        done.append((min(text.done for text in texts), run.decisions[len(done)]))
+@pytest.mark.parametrize("method", ["off", "draft_model"])
+def test_request_can_decline_drafts(make_world: MakeWorld, method: str) -> None:
+    """A request gets no drafts with method `off` or a method that the server does not have."""
+    world = make_world()
+    world.submit("a", COPY, 100, speculation=Speculation(method=method))  # type: ignore[arg-type]
+    world.settle()
 
-    run._receive = watched  # type: ignore[method-assign]
-    run.run()
+    assert world.tokens["a"] == completion(COPY, 100)
+    assert sum(one.proposed for one in query_status(world).drafts) == 0
 
-    def share(begin: int, end: int) -> float:
-        plans = [drafts for at, drafts in done if begin <= at < end]
-        return sum(map(bool, plans)) / len(plans)
 
-    assert share(hard // 2, hard) < 0.1
-    assert share(hard + easy // 2, hard + easy) > 0.8
-    assert share(hard + easy + hard // 2, 2 * hard + easy) < 0.1
+def test_accepted_drafts_after_end_are_dropped(make_world: MakeWorld) -> None:
+    """No token after a stop token or the last allowed token is sent or counted."""
+    world = make_world()
+    whole = completion(COPY, 300)
+    stop = whole[220]
+    first = whole.index(stop)
+    world.submit("stops", COPY, 300, stop_ids=[stop])
+    for length in range(91, 99):
+        world.submit(f"ends-{length}", COPY, length)
+    world.settle()
+
+    assert world.tokens["stops"] == whole[: first + 1]
+    for length in range(91, 99):
+        assert world.tokens[f"ends-{length}"] == whole[:length]
+        assert _finish(world, f"ends-{length}").completion_tokens == length
+
+
+def test_model_without_rollback_is_configuration_failure(make_world: MakeWorld) -> None:
+    """The failure names the setting before any request is served."""
+    world = make_world(hardware=RankSetup(can_roll_back=False))
+
+    status = query_status(world)
+    assert status.failure == "configuration"
+    assert "speculation.method is ngram" in status.reason

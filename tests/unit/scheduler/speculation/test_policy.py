@@ -1,4 +1,4 @@
-"""Acceptance, costs of steps, and the choice that follows from both."""
+"""Acceptance rates, step costs, and the choice of drafts that follows from both."""
 
 import itertools
 
@@ -24,59 +24,62 @@ from services.scheduler.speculation.policy import (
 from shared import limits
 
 FREE = [10.0] * WIDTHS
-DEAR = [10.0 * width for width in range(1, WIDTHS + 1)]
+EXPENSIVE = [10.0 * width for width in range(1, WIDTHS + 1)]
 
 
 def acceptance(rate: float) -> SequenceAcceptance:
-    """Return one whose rate is the same for all matches."""
-    one = SequenceAcceptance(AcceptanceRates())
-    one.rates = [rate] * CLASSES
-    return one
+    """Return a sequence with the same acceptance rate for all matches."""
+    sequence_acceptance = SequenceAcceptance(AcceptanceRates())
+    sequence_acceptance.rates = [rate] * CLASSES
+    return sequence_acceptance
 
 
-def learn(costs: StepCosts, rows: int, width: int, period_ms: float, times: int = 20) -> None:
-    """Let steps of one shape take so long."""
+def record_steps(
+    costs: StepCosts, rows: int, width: int, period_ms: float, times: int = 20
+) -> None:
+    """Record `times` steps of one kind that took `period_ms` each."""
     for _ in range(times):
         costs.record_step(DecodeWork(rows, width, rows), period_ms, 0.0, was_held=False)
 
 
-# --- acceptance ------------------------------------------------------------------------------
+# --- acceptance -----------------------------------------------------------------------------------
 
 
-def test_longer_matches_are_of_higher_classes() -> None:
-    """All lengths have a class, rising with the length."""
-    kinds = [class_of(matched) for matched in range(2, 100)]
-    assert kinds == sorted(kinds)
-    assert set(kinds) == set(range(CLASSES))
+def test_match_class_grows_with_match_length() -> None:
+    """Every match length has a class, which grows with the length."""
+    classes = [class_of(matched) for matched in range(2, 100)]
+    assert classes == sorted(classes)
+    assert set(classes) == set(range(CLASSES))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75])
-def test_rates_follow_what_comes(share: float) -> None:
-    """A sequence's rate comes near its own share of hits, whatever others do."""
+def test_acceptance_rate_follows_own_hits(share: float) -> None:
+    """A sequence's rate approaches its own share of hits; new sequences begin near it."""
     common = AcceptanceRates()
-    one = SequenceAcceptance(common)
+    sequence_acceptance = SequenceAcceptance(common)
     for number in range(200):
-        one.record(5, number % 4 < 4 * share)
-    assert abs(one.rates[class_of(5)] - share) < 0.15
+        sequence_acceptance.record(5, number % 4 < 4 * share)
+    assert abs(sequence_acceptance.rates[class_of(5)] - share) < 0.15
     assert abs(SequenceAcceptance(common).rates[class_of(5)] - share) < 0.25, (
-        "new ones begin from it"
+        "new sequences begin near the common rate"
     )
 
 
-def test_a_sequence_soon_goes_by_its_own_text() -> None:
-    """What others accept does not keep one going whose drafts all fail."""
+def test_own_misses_outweigh_hits_of_other_sequences() -> None:
+    """After a few misses a sequence's rate is low although other sequences accept all drafts."""
     common = AcceptanceRates()
     for _ in range(1_000):
         common.record(3, hit=True)
-    one = SequenceAcceptance(common)
-    assert one.rates[3] > 0.9
+    sequence_acceptance = SequenceAcceptance(common)
+    assert sequence_acceptance.rates[3] > 0.9
     for _ in range(8):
-        one.record(7, hit=False)
-    assert one.rates[3] < 0.35
+        sequence_acceptance.record(7, hit=False)
+    assert sequence_acceptance.rates[3] < 0.35
 
 
-def test_gains_are_chances_of_whole_runs() -> None:
-    """The n-th draft brings a token only when those before it come true, unknown ones included."""
+def test_gain_of_nth_draft_is_chance_of_whole_run() -> None:
+    """The n-th draft brings a token only when all drafts before it are right, unknown ones
+    included."""
     gains = [0.0] * 4
     acceptance(0.5).add_chances(gains, 3, 0)
     assert gains == [0.5, 0.25, 0.125, 0.0625]
@@ -84,27 +87,27 @@ def test_gains_are_chances_of_whole_runs() -> None:
     assert gains == [0.75, 0.375, 0.1875, 0.09375]
 
 
-# --- costs -----------------------------------------------------------------------------------
+# --- costs ----------------------------------------------------------------------------------------
 
 
-def test_nothing_is_known_before_a_plain_step() -> None:
+def test_costs_are_unknown_before_plain_step() -> None:
     """Drafts cannot be weighed before plain steps were measured."""
     costs = StepCosts()
     assert costs.periods_ms(4, 4) == [0.0] * WIDTHS
-    learn(costs, 4, 3, 10.0)
+    record_steps(costs, 4, 3, 10.0)
     assert costs.periods_ms(4, 4) == [0.0] * WIDTHS
 
 
-def test_measured_shapes_are_believed() -> None:
-    """A shape costs what its steps have taken, and those between lie between."""
+def test_costs_interpolate_between_measured_widths() -> None:
+    """A measured width costs its measured time, and widths between lie between."""
     costs = StepCosts()
-    learn(costs, 4, 1, 10.0)
-    learn(costs, 4, 5, 30.0)
+    record_steps(costs, 4, 1, 10.0)
+    record_steps(costs, 4, 5, 30.0)
     periods = costs.periods_ms(4, 4)
     assert periods[0] == pytest.approx(10.0)
     assert periods[4] == pytest.approx(30.0)
     assert 10.0 < periods[2] < 30.0
-    assert periods[8] > 45.0, "what lies beyond goes on as steeply"
+    assert periods[8] > 45.0, "the cost continues with the same slope"
 
 
 @example([(1, 1, 1.0, 0.0, False), (1, 2, 0.0, 0.0, False), (1, 2, 0.0, 0.0, False)])
@@ -119,7 +122,7 @@ def test_measured_shapes_are_believed() -> None:
     )
 )  # fmt: skip
 def test_more_drafts_never_cost_less(steps: list[tuple[int, int, float, float, bool]]) -> None:
-    """Whatever was measured, periods rise with drafts and are numbers."""
+    """For any measurements periods grow with the number of drafts and are finite."""
     costs = StepCosts()
     for rows, width, busy_ms, idle_ms, was_held in steps:
         costs.record_step(DecodeWork(rows, width, rows), busy_ms, idle_ms, was_held=was_held)
@@ -130,10 +133,10 @@ def test_more_drafts_never_cost_less(steps: list[tuple[int, int, float, float, b
         assert all(0.0 <= period < 1e9 for period in periods)
 
 
-def test_waiting_after_a_verification_is_its_cost() -> None:
-    """The idle time after a step with drafts is part of its period, and not of the next one's."""
+def test_idle_time_after_verification_is_its_cost() -> None:
+    """The idle time after a step with drafts belongs to its period and not to the next one's."""
     costs = StepCosts()
-    learn(costs, 1, 1, 10.0)
+    record_steps(costs, 1, 1, 10.0)
     costs.record_step(DecodeWork(1, 4, 1), 11.0, 2.0, was_held=True)
     for _ in range(20):
         costs.record_step(DecodeWork(1, 4, 1), 11.0, 2.0, was_held=False)
@@ -141,118 +144,119 @@ def test_waiting_after_a_verification_is_its_cost() -> None:
     costs.record_step(DecodeWork(0, 1, 0), 100.0, 0.0, was_held=False)
     assert costs.periods_ms(1, 1)[3] == pytest.approx(13.0, rel=0.05)
     assert costs.periods_ms(1, 1)[0] == pytest.approx(10.0), (
-        "its graph was not hidden: no usual one"
+        "a step whose graph was not hidden does not count"
     )
 
 
-def test_waiting_before_the_first_verification_is_a_turns_cost() -> None:
-    """The idle time before a plan that was held is no plain step's cost."""
+def test_idle_time_before_held_plan_is_switch_cost() -> None:
+    """The idle time before a held plan is part of the switch to drafts."""
     costs = StepCosts()
-    learn(costs, 1, 1, 10.0)
+    record_steps(costs, 1, 1, 10.0)
     before = costs.switch_ms
     for _ in range(10):
         costs.record_step(DecodeWork(1, 4, 1), 11.0, 5.0, was_held=True)
-        learn(costs, 1, 1, 10.0, times=3)
+        record_steps(costs, 1, 1, 10.0, times=3)
     assert costs.periods_ms(1, 1)[0] == pytest.approx(10.0)
     assert costs.switch_ms > before + 2.0
 
 
-def test_the_graph_after_a_verification_is_a_turns_cost() -> None:
-    """What a plain step takes longer when nothing hid its making is paid by the turn."""
+def test_unhidden_graph_after_verification_is_switch_cost() -> None:
+    """The extra time of a plain step whose graph was not built in advance is part of the switch."""
     costs = StepCosts()
-    learn(costs, 1, 1, 10.0)
+    record_steps(costs, 1, 1, 10.0)
     before = costs.switch_ms
     for _ in range(10):
         costs.record_step(DecodeWork(1, 4, 1), 11.0, 0.5, was_held=True)
         costs.record_step(DecodeWork(1, 1, 1), 15.0, 0.0, was_held=False)
-        learn(costs, 1, 1, 10.0, times=3)
+        record_steps(costs, 1, 1, 10.0, times=3)
     assert costs.switch_ms > before + 3.0
 
 
-def test_a_shape_well_known_survives_one_slow_step() -> None:
-    """An accident of a known shape changes nothing; two in a row do."""
+def test_one_slow_step_does_not_change_known_cost() -> None:
+    """One slow step of a known width changes nothing; several in a row do."""
     costs = StepCosts()
-    learn(costs, 2, 1, 10.0)
-    learn(costs, 2, 4, 12.0)
-    learn(costs, 2, 4, 9_000.0, times=1)
-    learn(costs, 2, 4, 12.0, times=1)
+    record_steps(costs, 2, 1, 10.0)
+    record_steps(costs, 2, 4, 12.0)
+    record_steps(costs, 2, 4, 9_000.0, times=1)
+    record_steps(costs, 2, 4, 12.0, times=1)
     assert costs.periods_ms(2, 2)[3] < 13.0
-    learn(costs, 2, 4, 90.0, times=4)
+    record_steps(costs, 2, 4, 90.0, times=4)
     assert costs.periods_ms(2, 2)[3] > 80.0
 
 
-def test_one_slow_step_is_an_accident() -> None:
-    """A kernel compiled for its first use does not end speculation; two slow steps do."""
+def test_first_slow_steps_do_not_end_speculation() -> None:
+    """A kernel compiled at its first use does not end speculation; more slow steps do."""
     costs = StepCosts()
-    learn(costs, 2, 1, 10.0)
+    record_steps(costs, 2, 1, 10.0)
     costs.record_step(DecodeWork(2, 4, 2), 9_000.0, 0.0, was_held=False)
     costs.record_step(DecodeWork(2, 4, 2), 9_000.0, 0.0, was_held=False)
     assert costs.periods_ms(2, 2)[3] < 20.0
-    learn(costs, 2, 4, 90.0, times=3)
+    record_steps(costs, 2, 4, 90.0, times=3)
     assert costs.periods_ms(2, 2)[3] > 80.0
 
 
-def test_a_first_step_that_compiled_is_forgotten() -> None:
-    """Plain steps that turn out far faster are believed at once."""
+def test_slow_first_plain_step_is_forgotten() -> None:
+    """Plain steps that are far faster than the first one replace its time at once."""
     costs = StepCosts()
     costs.record_step(DecodeWork(2, 1, 2), 9_000.0, 0.0, was_held=False)
-    learn(costs, 2, 1, 10.0, times=3)
+    record_steps(costs, 2, 1, 10.0, times=3)
     assert costs.periods_ms(2, 2)[0] == pytest.approx(10.0)
 
 
-def test_a_verification_faster_than_a_plain_step_corrects_that() -> None:
-    """More tokens never take less time: the plain step was measured at a bad moment."""
+def test_faster_verification_corrects_plain_step_time() -> None:
+    """More tokens never take less time, so a faster step with drafts lowers the plain step's
+    time."""
     costs = StepCosts()
-    learn(costs, 1, 1, 40.0)
-    learn(costs, 1, 3, 12.0)
+    record_steps(costs, 1, 1, 40.0)
+    record_steps(costs, 1, 3, 12.0)
     assert costs.periods_ms(1, 1)[0] <= 12.0
 
 
-def test_dear_shapes_are_forgotten_after_long() -> None:
-    """What was dear thousands of steps ago is tried again."""
+def test_expensive_width_is_tried_again_after_thousands_of_steps() -> None:
+    """The measured cost of a width fades after thousands of steps without it."""
     costs = StepCosts()
-    learn(costs, 2, 1, 10.0)
-    learn(costs, 2, 4, 50.0)
-    learn(costs, 2, 1, 10.0, times=1_000)
+    record_steps(costs, 2, 1, 10.0)
+    record_steps(costs, 2, 4, 50.0)
+    record_steps(costs, 2, 1, 10.0, times=1_000)
     assert costs.periods_ms(2, 2)[3] > 40.0
-    learn(costs, 2, 1, 10.0, times=4_000)
+    record_steps(costs, 2, 1, 10.0, times=4_000)
     assert costs.periods_ms(2, 2)[3] < 15.0
 
 
-def test_other_numbers_of_rows_begin_from_the_nearest() -> None:
-    """A batch that has grown by one row does not try dear drafts anew."""
+def test_new_row_count_starts_from_nearest_costs() -> None:
+    """A batch that has grown by one row does not try expensive drafts anew."""
     costs = StepCosts()
-    learn(costs, 7, 1, 10.0)
-    learn(costs, 7, 4, 50.0)
+    record_steps(costs, 7, 1, 10.0)
+    record_steps(costs, 7, 4, 50.0)
     periods = costs.periods_ms(8, 8)
     assert periods[3] / periods[0] == pytest.approx(5.0, rel=0.05)
 
 
-def test_a_few_rows_with_drafts_cost_otherwise_than_all() -> None:
-    """Ranks may compute few rows with drafts apart: what that costs is measured by itself."""
+def test_few_rows_with_drafts_have_own_cost() -> None:
+    """Ranks may compute few rows with drafts separately, so that cost is measured separately."""
     costs = StepCosts()
-    learn(costs, 8, 1, 10.0)
-    learn(costs, 8, 6, 50.0)
-    assert costs.periods_ms(8, 1)[5] == pytest.approx(50.0), "nothing better is known"
+    record_steps(costs, 8, 1, 10.0)
+    record_steps(costs, 8, 6, 50.0)
+    assert costs.periods_ms(8, 1)[5] == pytest.approx(50.0), "no better measurement exists"
     for _ in range(20):
         costs.record_step(DecodeWork(8, 6, 1), 14.0, 0.0, was_held=False)
     assert costs.periods_ms(8, 1)[5] == pytest.approx(14.0, rel=0.05)
     assert costs.periods_ms(8, 8)[5] == pytest.approx(50.0, rel=0.05)
 
 
-def test_steps_with_chunks_teach_nothing() -> None:
-    """A prompt's chunk in a step is not a decode's cost."""
+def test_steps_with_prefill_are_not_measured() -> None:
+    """The time of a prompt chunk is not the cost of a decode."""
     costs = StepCosts()
-    learn(costs, 2, 1, 10.0)
-    learn(costs, 0, 1, 500.0)
+    record_steps(costs, 2, 1, 10.0)
+    record_steps(costs, 0, 1, 500.0)
     assert costs.periods_ms(2, 2)[0] == pytest.approx(10.0)
 
 
-# --- choice ----------------------------------------------------------------------------------
+# --- choice ---------------------------------------------------------------------------------------
 
 
-def chances(rate: float, drafts: int) -> list[float]:
-    """Return the chance of each run of drafts, those that are negligible left out."""
+def run_chances(rate: float, drafts: int) -> list[float]:
+    """Return the chance of each run of drafts, without negligible ones."""
     return [rate**n for n in range(1, drafts + 1) if rate**n >= 0.005]
 
 
@@ -270,18 +274,18 @@ def chosen(
     return choose(candidates, rows, periods, switch_ms, verified)
 
 
-def test_free_drafts_are_all_sent() -> None:
-    """Where a token more costs nothing, as many go as may."""
+def test_all_free_drafts_are_sent() -> None:
+    """Where further tokens cost nothing, all allowed drafts are sent."""
     assert chosen([0.9], 1, FREE, most=5).drafts == 5
 
 
-def test_dear_drafts_are_not_sent() -> None:
-    """Where k drafts cost k steps none goes, however likely they are."""
-    assert chosen([0.98] * 4, 4, DEAR) == PLAIN_STEP
+def test_expensive_drafts_are_not_sent() -> None:
+    """Where k drafts cost k steps none is sent, however likely they are."""
+    assert chosen([0.98] * 4, 4, EXPENSIVE) == PLAIN_STEP
 
 
 def test_unlikely_drafts_are_not_sent() -> None:
-    """Where drafts cost a little, they must bring more than that."""
+    """Where drafts cost a little, their expected gain must be higher."""
     slightly_dear = [10.0 + 0.5 * drafts for drafts in range(WIDTHS)]
     assert chosen([0.03], 1, slightly_dear) == PLAIN_STEP
     assert 1 <= chosen([0.5], 1, slightly_dear).drafts <= 5
@@ -293,12 +297,16 @@ def test_unlikely_drafts_are_not_sent() -> None:
     st.integers(0, 6),
     st.floats(0.0, 2.0),
 )
-def test_the_best_cut_for_all_is_chosen(rates: list[float], others: int, slope: float) -> None:
-    """No other number of drafts promises more tokens per millisecond, and none that loses is."""
+def test_choice_maximises_tokens_per_millisecond(
+    rates: list[float], others: int, slope: float
+) -> None:
+    """No other number of drafts promises more tokens per millisecond, and none is chosen that
+    loses."""
     rows = len(rates) + others
     periods = [10.0 * (1.0 + slope * drafts) for drafts in range(WIDTHS)]
     gained = [
-        (rows + sum(sum(chances(rate, k)) for rate in rates)) / periods[k] for k in range(WIDTHS)
+        (rows + sum(sum(run_chances(rate, k)) for rate in rates)) / periods[k]
+        for k in range(WIDTHS)
     ]
     choice = chosen(rates, rows, periods)
     assert not choice.waits_for_results
@@ -309,41 +317,42 @@ def test_the_best_cut_for_all_is_chosen(rates: list[float], others: int, slope: 
         assert max(gained) <= gained[0] * 1.031
 
 
-def test_unlikely_drafts_of_a_row_stay_out_where_tokens_cost() -> None:
-    """In a batch that is verified, a row sends only drafts that are worth their own cost."""
-    dear = [10.0, *(12.0 + 2.0 * drafts for drafts in range(1, WIDTHS))]
-    choice = chosen([0.95] * 4, 4, dear)
+def test_row_sends_only_drafts_worth_their_cost() -> None:
+    """In a batch with drafts, a row sends only drafts whose chance exceeds their own cost."""
+    expensive = [10.0, *(12.0 + 2.0 * drafts for drafts in range(1, WIDTHS))]
+    choice = chosen([0.95] * 4, 4, expensive)
     assert count_worth_sending(acceptance(0.95), 5, 5, choice.chance_min) >= 3
     assert count_worth_sending(acceptance(0.03), 5, 5, choice.chance_min) == 0
     free = chosen([0.95] * 4, 4, FREE)
     assert count_worth_sending(acceptance(0.3), 5, 5, free.chance_min) == 3
 
 
-def test_one_likely_row_does_not_widen_a_large_batch() -> None:
-    """Rows are padded: what one gains is paid by all."""
+def test_one_likely_row_does_not_widen_large_batch() -> None:
+    """Rows are padded, so one row's drafts cost time for all rows."""
     periods = [10.0 + 2.0 * drafts for drafts in range(WIDTHS)]
     assert chosen([0.95], 1, periods).drafts > 0
     assert chosen([0.95], 16, periods) == PLAIN_STEP
 
 
-def test_plans_in_flight_are_waited_for_when_that_pays() -> None:
-    """Drafts follow known tokens: worth a wait when one verification pays for it."""
+def test_plan_waits_for_results_only_when_worthwhile() -> None:
+    """Drafts need known tokens: a plan waits when one verification gains more than the wait
+    costs."""
     assert chosen([0.9], 1, FREE, lag=1, switch_ms=2.0) == DraftChoice(waits_for_results=True)
     assert chosen([0.9], 1, FREE, lag=1, switch_ms=80.0) == PLAIN_STEP
     assert chosen([0.3], 1, FREE, lag=1, switch_ms=2.0) == PLAIN_STEP
 
 
-def test_plain_steps_are_measured_now_and_then() -> None:
-    """Even while drafts pay, a plain step is made, so that what is compared stays true."""
+def test_plain_step_is_measured_periodically() -> None:
+    """Even while drafts pay, a plain step is made now and then to keep the comparison current."""
     assert chosen([0.5], 1, FREE, most=2, verified=255).drafts
     assert chosen([0.5], 1, FREE, most=2, verified=256) == PLAIN_STEP
     assert chosen([0.9], 1, FREE, verified=256).drafts
     assert chosen([0.9], 1, FREE, verified=1_024) == PLAIN_STEP
 
 
-def test_hopeless_batches_need_not_look() -> None:
-    """Where even drafts that are all accepted would lose, nobody spends time on them."""
+def test_batch_that_cannot_gain_skips_drafts() -> None:
+    """Where even fully accepted drafts would lose, no proposals are computed."""
     assert can_pay(4, 4, 5, FREE)
-    assert not can_pay(4, 4, 16, DEAR)
+    assert not can_pay(4, 4, 16, EXPENSIVE)
     assert not can_pay(1, 64, 5, [10.0 + 2.0 * drafts for drafts in range(WIDTHS)])
     assert can_pay(1, 1, 5, [0.0] * WIDTHS), "unknown yet"

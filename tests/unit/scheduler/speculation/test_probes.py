@@ -1,4 +1,4 @@
-"""Probes of drafts that lose: what they are charged with, and what is no business of theirs."""
+"""Probes of drafts that lose: their cost, their schedule, and effects that must not change it."""
 
 from services.scheduler.speculation.costs import DecodeWork
 from services.scheduler.speculation.sequence_drafts import (
@@ -14,37 +14,37 @@ NGRAM = PlannedDrafts([[1, 2, 3]])
 PLAIN_MS, PROBE_MS = 10.0, 16.0
 
 
-class Losing:
-    """A sequence whose drafts, made by a model, never come true, on a device that never waits."""
+class FailingDrafts:
+    """A sequence whose model drafts are never right, on a device that never waits."""
 
     def __init__(self) -> None:
         config = SpeculationConfig(method="draft_model", draft_model="small", tokens_max=5)
-        self.one = Speculator(config)
-        drafting = self.one.new_draft_state([], Speculation())
+        self.speculator = Speculator(config)
+        drafting = self.speculator.new_draft_state([], Speculation())
         assert isinstance(drafting, ModelDraftState)
         self.drafting = drafting
-        ngram = self.one.new_draft_state([1, 2, 3] * 5, Speculation(method="ngram"))
+        ngram = self.speculator.new_draft_state([1, 2, 3] * 5, Speculation(method="ngram"))
         assert ngram is not None
         self.ngram = ngram
         self.finish(PlannedDrafts([]))
         self.finish(PlannedDrafts([]))
         for _ in range(100):
-            self.one.record_verification(self.drafting, 3, 1, 1)
+            self.speculator.record_verification(self.drafting, 3, 1, 1)
 
     def choose(self, gap: int = 0) -> PlannedDrafts:
-        """Ask what the next plan does."""
-        return self.one.choose([DecodingRow(self.drafting, 0, 10_000, gap)])
+        """Return the next plan's drafts."""
+        return self.speculator.choose([DecodingRow(self.drafting, 0, 10_000, gap)])
 
     def finish(self, planned: PlannedDrafts, busy_ms: float = PLAIN_MS) -> None:
-        """Let a plan be made and executed; no draft of it comes true."""
-        was_held = self.one.record_plan(planned)
-        self.one.record_step(planned.decode_work(1), busy_ms, 0.0, was_held=was_held)
+        """Plan and execute a step; none of its drafts is right."""
+        was_held = self.speculator.record_plan(planned)
+        self.speculator.record_step(planned.decode_work(1), busy_ms, 0.0, was_held=was_held)
         for count in planned.counts:
             if count > 0:
-                self.one.record_verification(self.drafting, count, 1, 1)
+                self.speculator.record_verification(self.drafting, count, 1, 1)
 
     def steps_to_probe(self) -> int:
-        """Make plain steps until a probe is due; return how many."""
+        """Make plain steps until a probe is due; return their number."""
         for steps in range(20_000):
             if self.choose().counts:
                 return steps
@@ -58,74 +58,78 @@ class Losing:
         self.finish(planned, busy_ms)
 
 
-def test_another_methods_steps_are_not_charged_to_a_probe() -> None:
-    """Verified n-grams cost what they cost; the next probe of the model's drafts is due as ever."""
-    alone, beside = Losing(), Losing()
-    for one in (alone, beside):
-        one.steps_to_probe()
-        one.probe()
+def test_steps_of_other_method_do_not_delay_probe() -> None:
+    """Steps with n-gram drafts do not change when the model's drafts are probed next."""
+    alone, beside = FailingDrafts(), FailingDrafts()
+    for speculator in (alone, beside):
+        speculator.steps_to_probe()
+        speculator.probe()
     for _ in range(3):
         beside.finish(NGRAM, 500.0)
     assert beside.steps_to_probe() == alone.steps_to_probe()
 
 
-def test_a_probe_that_took_longer_than_foreseen_is_waited_off() -> None:
-    """Also when a prompt was looked at meanwhile, which would have taken longer to read."""
-    usual, slow, beside = Losing(), Losing(), Losing()
-    for one in (usual, slow, beside):
-        one.steps_to_probe()
+def test_slow_probe_delays_next_probe() -> None:
+    """A probe that took longer than predicted delays the next one, also when a long prompt was
+    considered meanwhile."""
+    usual, slow, beside = FailingDrafts(), FailingDrafts(), FailingDrafts()
+    for speculator in (usual, slow, beside):
+        speculator.steps_to_probe()
     usual.probe()
     slow.probe(PROBE_MS + 100.0)
     planned = beside.choose()
     prompt = PromptRow(drafts_max=5, unread_tokens=4_000, tokens_left=1_000, token_ms=3.0)
-    beside.one.should_read_prompt(prompt, 1)
+    beside.speculator.should_read_prompt(prompt, 1)
     beside.finish(planned, PROBE_MS + 100.0)
     steps = slow.steps_to_probe()
     assert steps > 3 * usual.steps_to_probe()
     assert beside.steps_to_probe() == steps
 
 
-def test_only_a_probes_own_drafts_make_it_hopeful() -> None:
-    """What comes true in a later plan is no reason to probe at once."""
-    quiet, lucky = Losing(), Losing()
-    for one in (quiet, lucky):
-        one.steps_to_probe()
-        one.probe()
-        one.finish(PlannedDrafts([]))
-    lucky.one.record_verification(lucky.drafting, 1, 2, 2)
+def test_hits_of_later_plan_do_not_trigger_probe() -> None:
+    """An accepted draft of a later plan does not cause an immediate probe."""
+    quiet, lucky = FailingDrafts(), FailingDrafts()
+    for speculator in (quiet, lucky):
+        speculator.steps_to_probe()
+        speculator.probe()
+        speculator.finish(PlannedDrafts([]))
+    lucky.speculator.record_verification(lucky.drafting, 1, 2, 2)
     assert lucky.steps_to_probe() > quiet.steps_to_probe() / 2
 
 
-def test_reading_that_was_not_done_is_not_in_vain() -> None:
-    """Plans that go to n-grams read nothing, so rows that lack much may read as ever after them."""
+def test_skipped_reading_does_not_limit_later_reading() -> None:
+    """Plans that use n-grams read nothing, so later plans may read as much as before."""
     config = SpeculationConfig(method="draft_model", draft_model="small", tokens_max=5)
-    one = Speculator(config)
+    speculator = Speculator(config)
     for rows in (4, 8):
         for _ in range(3):
-            one.record_step(DecodeWork(rows, 1, 0), 10.0, 0.0, was_held=False)
-    models = [DecodingRow(one.new_draft_state([], Speculation()), 0, 1_000, 128) for _ in range(4)]
+            speculator.record_step(DecodeWork(rows, 1, 0), 10.0, 0.0, was_held=False)
+    models = [
+        DecodingRow(speculator.new_draft_state([], Speculation()), 0, 1_000, 128) for _ in range(4)
+    ]
     asked = Speculation(method="ngram")
     ngrams = [
-        DecodingRow(one.new_draft_state([1, 2, 3, 4] * 30, asked), 0, 1_000) for _ in range(4)
+        DecodingRow(speculator.new_draft_state([1, 2, 3, 4] * 30, asked), 0, 1_000)
+        for _ in range(4)
     ]
-    first = one.choose(models)
+    first = speculator.choose(models)
     assert first.reads == [128, 0, 0, 0]
     for _ in range(10):
-        planned = one.choose([*models, *ngrams])
+        planned = speculator.choose([*models, *ngrams])
         assert planned.drafts
-        one.record_plan(planned)
-    assert one.choose(models).reads == first.reads
+        speculator.record_plan(planned)
+    assert speculator.choose(models).reads == first.reads
 
 
-def test_the_configured_method_goes_first_where_nothing_is_weighed() -> None:
-    """Without adapting, rows that ask for n-grams take turns where the model has nothing to do."""
+def test_configured_method_has_priority_without_adapting() -> None:
+    """Without adapting, n-gram rows get drafts only in plans where the model has none."""
     config = SpeculationConfig(
         method="draft_model", draft_model="small", tokens_max=5, adaptive=False
     )
-    one = Speculator(config)
-    model = one.new_draft_state([], Speculation())
-    ngram = one.new_draft_state([1, 2, 3, 4] * 9, Speculation(method="ngram"))
+    speculator = Speculator(config)
+    model = speculator.new_draft_state([], Speculation())
+    ngram = speculator.new_draft_state([1, 2, 3, 4] * 9, Speculation(method="ngram"))
     rows = [DecodingRow(ngram, 0, 100), DecodingRow(model, 0, 100), DecodingRow(None, 0, 100)]
-    assert one.choose(rows).counts == [-1, 5, -1]
+    assert speculator.choose(rows).counts == [-1, 5, -1]
     ends = [rows[0], DecodingRow(model, 0, 1), rows[2]]
-    assert one.choose(ends).drafts == [[1, 2, 3, 4, 1], [], []]
+    assert speculator.choose(ends).drafts == [[1, 2, 3, 4, 1], [], []]

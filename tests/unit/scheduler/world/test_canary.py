@@ -225,7 +225,7 @@ def test_status_shows_findings_of_each_rank() -> None:
     assert [one.canary for one in statuses] == [findings("a", "b")] * 2
 
 
-# --- dismissal: ranks withdraw what they had marked as proven ------------------------------------
+# --- dismissal: ranks withdraw their proofs -------------------------------------------------------
 
 PEERS = [PeerId(b"rank-0"), PeerId(b"rank-1")]
 

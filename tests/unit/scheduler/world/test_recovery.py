@@ -265,7 +265,7 @@ def test_long_failure_detail_is_cut(make_world: MakeWorld) -> None:
     assert len(query_status(world).reason) <= 4_096
 
 
-# --- memory ----------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

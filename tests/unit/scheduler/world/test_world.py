@@ -52,7 +52,7 @@ def test_epoch_begins_when_all_ranks_are_connected() -> None:
 
 
 def test_rank_with_fixed_number_keeps_it() -> None:
-    """`--rank` and mlx.launch decide the rank, whatever the order of arrival is."""
+    """`--rank` and mlx.launch decide the rank, in any order of arrival."""
     core = make_core()
     join_orders(core, b"x", msgspec.structs.replace(HELLO, rank=1))
     orders = join_orders(core, b"y", msgspec.structs.replace(HELLO, rank=0))
