@@ -18,4 +18,4 @@ PeerId = NewType("PeerId", bytes)
 """Routing identity of a process on a link, such as `rank-3-1f00d5eed` (role, number, random)."""
 
 Incarnation = NewType("Incarnation", int)
-"""Random number of a process, so that a restarted process is recognised."""
+"""Random number of a process or session, so that messages of an earlier one are recognised."""

@@ -109,7 +109,7 @@ class OpenDirectory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeDirectory:
-    """Check that the directory is still usable; DirectoryUnusable follows when it is not."""
+    """Check that the directory is still locked and writable; else DirectoryUnusable follows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,11 +128,11 @@ class RemoveFolder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletePartials:
-    """Delete partial files that ranks left in a folder."""
+    """Delete the partial files in a folder that were not written to for `unused_s` seconds."""
 
     folder: FolderKey
     unused_s: float
-    """Delete only files that were not written to for this long."""
+    """Shortest time without a write; 0: delete all partial files."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ Topology = Literal["mesh", "ring"]
 Devices = tuple[str, ...]
 """Devices of one rank whose cables lead to one peer; () without a cable."""
 Matrix = tuple[tuple[Devices, ...], ...]
-"""Rows are ranks, columns are their peers."""
+"""Devices by rank (rows) and peer (columns), both in rank order."""
 
 MESH_RANKS_MAX = 8
-"""MLX's `MESH_MAX_PEERS`."""
+"""Most ranks in a mesh, MLX's `MESH_MAX_PEERS`."""
 
 RING_CABLES_MAX = 4
-"""MLX's `RING_MAX_CONNS`: cables between two neighbours."""
+"""Most cables between two neighbours in a ring, MLX's `RING_MAX_CONNS`."""
 
 
 def parse(text: str, name: str = "world.jaccl_devices") -> Matrix:

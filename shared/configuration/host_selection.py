@@ -20,7 +20,7 @@ def select_share(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> HostShare:
-    """Return the roles and settings of this machine, from a configuration or from an inventory.
+    """Return the roles and settings of this machine, from the inventory or else a configuration.
 
     Args:
         file: path of the inventory, or None.

@@ -25,7 +25,7 @@ STARTING_PORT = 32_323
 """`mlx.launch --starting-port`: jaccl's port, and the ring's first one, counted up per address."""
 
 NCCL_PORT = 12_345
-"""`mlx.launch --nccl-port`."""
+"""Default of `mlx.launch --nccl-port`, at which rank 0 waits for the others."""
 
 Backend = Literal["", "ring", "jaccl", "nccl"]
 _BACKENDS: dict[str, Backend] = {
@@ -35,7 +35,7 @@ _BACKENDS: dict[str, Backend] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hostfile:
-    """Content of a hostfile, by rank."""
+    """Content of a hostfile: addresses, machines and devices of each rank, and the backend."""
 
     addresses: tuple[tuple[str, ...], ...]
     """host:port on which each rank accepts its neighbour; () for a rank without an IP address."""

@@ -300,7 +300,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def served_name(self) -> str:
-        """Name of the model in the API."""
+        """Name of the model in the API: model.served_name, or derived from model.path."""
         if self.model.served_name:
             return self.model.served_name
         if self.model.path == "demo":

@@ -27,7 +27,7 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=
 
 
 class TokenLogprobs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Natural-log probabilities at one position, before temperature and cut-offs."""
+    """Natural-log probabilities at one position, before temperature, top_k, top_p and min_p."""
 
     logprob: float
     """Log probability of the chosen token."""
@@ -69,7 +69,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc
 
 
 class CanaryFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One result of the canary, which all ranks compute together before they are ready."""
+    """Result of one computation of the canary, which all ranks run before they are ready."""
 
     name: ShortText
     """The computation, for example "sum of 4 KiB"; the same on all ranks, in the same order."""

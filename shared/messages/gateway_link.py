@@ -209,7 +209,7 @@ class RankStatus(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class DismissedRank(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A rank process that was told to leave, or is unresponsive, and may still run."""
+    """A rank process that was told to leave or does not respond, and may still run."""
 
     host: ShortText
     pid: Count

@@ -140,7 +140,7 @@ class AdmittedSequence(Message, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class KeptBlock(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Tokens [start, start + length) of a row, to be kept as a resident block."""
+    """Part of a StepPlan: keep tokens [start, start + length) of a row as a resident block."""
 
     sequence_id: Count
     start: Count
@@ -149,7 +149,7 @@ class KeptBlock(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, g
 
 
 class KeptCheckpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A row's state, saved at `position` tokens, to be kept as a resident checkpoint."""
+    """Part of a StepPlan: keep a row's state, saved at `position` tokens, as a checkpoint."""
 
     sequence_id: Count
     position: Count
@@ -170,7 +170,7 @@ class AdoptedRestore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class SpillOrder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Resident blocks and checkpoints to write to the cache store in the background."""
+    """Part of a StepPlan: write resident blocks and checkpoints to the store in the background."""
 
     namespace: Namespace
     hashes: Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)]
@@ -179,7 +179,7 @@ class SpillOrder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Compute KV for tokens [start, start + length) of one admitted sequence."""
+    """Part of a StepPlan: compute KV for tokens [start, start + length) of an admitted sequence."""
 
     sequence_id: Count
     start: Count
@@ -189,7 +189,7 @@ class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class DraftChunk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Tokens that the draft model reads into a sequence's draft row, which has `start` tokens."""
+    """Part of a StepPlan: tokens for a sequence's draft row, which has `start` tokens before."""
 
     sequence_id: Count
     start: Count
@@ -198,7 +198,7 @@ class DraftChunk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 class RolledBack(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """New length of a row whose drafts an earlier plan verified: only accepted drafts remain."""
+    """Part of a StepPlan: cut a row with verified drafts, so that only accepted ones remain."""
 
     sequence_id: Count
     length: Count
@@ -206,7 +206,7 @@ class RolledBack(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 class SlotMove(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Move a row to a free slot with a lower number, so that no free slots lie between rows."""
+    """Part of a StepPlan: move a row to a lower free slot, which closes a gap between rows."""
 
     sequence_id: Count
     slot: Count
@@ -289,7 +289,7 @@ class StepFinished(
 class RankFailed(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: this rank's process is about to end."""
+    """Fact: this rank's process has failed and is about to end, which ends the epoch."""
 
     rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
     epoch: Count
@@ -303,7 +303,7 @@ class RankFailed(
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
-    """Fact: a rank's progress in steps. A live process without progress does not count."""
+    """Fact, sent once a second: the latest steps that a rank has started and finished."""
 
     epoch: Count
     rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
@@ -312,7 +312,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 class RestoreItem(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One block of a prefix, and the checkpoint at its end if rows need one."""
+    """One stored block of a prompt's prefix to read, and the checkpoint at its end if needed."""
 
     block: BlockHash | None
     """None: the block is resident already and only the checkpoint is needed."""
@@ -324,7 +324,7 @@ class RestoreItem(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 class RestoreBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: read stored blocks while steps continue. They become resident when a plan adopts them.
+    """Order: read stored blocks while steps continue. A StepPlan with AdoptedRestore uses them.
 
     The rank restores the longest usable prefix of the items: all its blocks and, if the items name
     checkpoints, the checkpoint of its last item only.
@@ -343,7 +343,7 @@ class RestoreBlocks(
 class BlocksRestored(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Answer to RestoreBlocks: the first `count` items can be adopted on this rank."""
+    """Answer to RestoreBlocks: this rank has read the first `count` items and can use them."""
 
     epoch: Count
     rank: Count
@@ -359,7 +359,7 @@ class BlocksRestored(
 class BlocksSpilled(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: results for blocks of a SpillOrder. Every block is reported once."""
+    """Fact: which blocks of a SpillOrder are stored or lost. Every block is reported once."""
 
     epoch: Count
     rank: Count
@@ -376,7 +376,7 @@ class BlocksSpilled(
 class LeaveWorld(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: this epoch has ended, so end the process."""
+    """Order: the epoch has ended, so this rank must end its process."""
 
     epoch: Count
     detail: ShortText

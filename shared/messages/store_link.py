@@ -69,7 +69,7 @@ class BlocksLocated(
 class ReleaseBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Order: unpin the records of this query's answer."""
+    """Order: unpin the records located for this query, because the peer does not read them now."""
 
     query_id: Count
 
@@ -156,7 +156,7 @@ class StoreReported(
 class ListBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Query of the stored records per folder, one page at a time."""
+    """Query of the stored records per rank and namespace, one page at a time."""
 
     page: Count = 0
 

@@ -33,12 +33,12 @@ def signature(path: Path) -> Signature:
 
 
 def read(path: Path, *, not_allowed: int, remedy: str, missing: str = "") -> str:
-    """Return a file's text after checking the owner and mode of the file that was opened.
+    """Return a file's text, if the file is this user's and has no mode bit of `not_allowed`.
 
     Args:
         path: the file.
-        not_allowed: mode bits that the file must not have.
-        remedy: command that removes these bits, for the error.
+        not_allowed: mode bits that the file must not have, for example 0o077.
+        remedy: command that removes these bits, for example "chmod 600", for the error.
         missing: the error's text if the file does not exist; "": the system's text.
 
     Raises:

@@ -69,7 +69,7 @@ class _Link(Generic[M]):
 
 
 class Listener(_Link[M]):
-    """The end with many peers, for example the scheduler's end of the links to its ranks."""
+    """The end of a link with many peers, for example the scheduler's end towards its ranks."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Listener(_Link[M]):
 
     @property
     def peers(self) -> list[PeerId]:
-        """Peers with a session."""
+        """Peers with a session, in the order in which the sessions began."""
         return list(self._sessions)
 
     @property
@@ -149,7 +149,7 @@ class Listener(_Link[M]):
         self.send_body(peer, codec.encode(message), epoch)
 
     def send_body(self, peer: PeerId, body: bytes, epoch: int = 0) -> None:
-        """Send an encoded message, which may go to several peers. Raises as `send`."""
+        """Send one peer a message encoded by `codec.encode`, once for several. Raises as `send`."""
         if (session := self._sessions.get(peer)) is None:
             raise PeerUnknown(f"no session with {peer!r}")
         now_s = self._clock.now()
@@ -241,7 +241,7 @@ class Listener(_Link[M]):
 
 
 class Dialer(_Link[M]):
-    """The end with one peer, for example a rank's end of its link to the scheduler. Reconnects."""
+    """The end of a link with one peer, for example a rank's towards the scheduler. Reconnects."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class Dialer(_Link[M]):
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a session."""
+        """Whether there is a session with the peer, so that `send` is possible."""
         return self._session is not None
 
     @property
@@ -300,7 +300,7 @@ class Dialer(_Link[M]):
 
     @property
     def refusal(self) -> str:
-        """Why the latest handshake failed; "" if none has."""
+        """Why the latest handshake over tcp failed, as a clause; "" if none has."""
         return self._reconnect_policy.cause
 
     def poll(self, timeout_s: float, count_max: int = 256) -> list[LinkEvent[M]]:

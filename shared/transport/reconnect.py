@@ -30,9 +30,9 @@ class ReconnectPolicy:
             log: gets the warnings.
         """
         self.failures = 0
-        """Number of failed handshakes."""
+        """Number of failed handshakes since the start."""
         self.cause = ""
-        """Cause of the latest failure."""
+        """Cause of the latest failed handshake; "" before the first."""
         self._address = address
         self._own_key = own_key
         self._clock = clock

@@ -171,7 +171,7 @@ class LinkSocket:
         return self._socket.closed
 
     def identify(self, identity: bytes) -> None:
-        """Set the routing identity. Call it before `connect`."""
+        """Set the identity by which the listener routes frames here. Call it before `connect`."""
         self._socket.setsockopt(zmq.IDENTITY, identity)
 
     def use_keys_as_listener(self, own: Keys) -> None:
@@ -259,7 +259,7 @@ class LinkSocket:
             self.clear_wake()
 
     def clear_wake(self) -> None:
-        """Consume pending wakes, so that the next `wait` waits again."""
+        """Forget calls of `wake` so far, so that the next `wait` waits again."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4_096)
 

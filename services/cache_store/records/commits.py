@@ -21,7 +21,7 @@ from shared.messages import BlocksCommitted, CommitBlocks
 
 
 class Commits:
-    """Decides for each CommitBlocks whether its file is taken over, and answers the rank."""
+    """Decides for each CommitBlocks whether the store takes its file over, and answers the rank."""
 
     def __init__(
         self, files: StoredFiles, actions: list[Action], counters: dict[str, float]
