@@ -103,14 +103,14 @@ def cache_store(sources: SettingSources) -> int:
 
 @contextlib.contextmanager
 def process_file_held(config: Config, name: str, *, by_pid: bool = False) -> Iterator[None]:
-    """Hold the role's file in the run folder, by which `lockstep restart` finds this process.
+    """Keep the file of this process in the run folder, by which `lockstep restart` finds it.
 
     Until the role installs its own handlers, SIGTERM and Ctrl-C end the process at once and remove
     the file: no request has been accepted yet.
 
     Args:
-        config: names the run folder.
-        name: of the file, without its suffix.
+        config: gives the run folder.
+        name: name of the file, without its suffix.
         by_pid: whether the file's name also holds the process id, for roles without a number.
     """
     file: ProcessFile | None = None

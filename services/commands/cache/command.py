@@ -60,7 +60,7 @@ def cache() -> None:
 @settings_options
 @json_option
 def stats(sources: SettingSources, *, as_json: bool) -> int:
-    """Show the state of the cache store."""
+    """Show directory, size, records and counters of this host's cache store."""
     return _print(run(sources.share().config, "stats", ""), as_json=as_json)
 
 
@@ -69,7 +69,7 @@ def stats(sources: SettingSources, *, as_json: bool) -> int:
 @json_option
 @_namespace_option
 def list_command(sources: SettingSources, *, as_json: bool, namespace: str) -> int:
-    """List namespaces and ranks with their records."""
+    """List number, size and last use of the records of each namespace and rank."""
     return _print(run(sources.share().config, "list", namespace), as_json=as_json)
 
 
@@ -87,7 +87,7 @@ def check(sources: SettingSources, *, as_json: bool, namespace: str) -> int:
 @json_option
 @_namespace_option
 def clear(sources: SettingSources, *, as_json: bool, namespace: str) -> int:
-    """Delete records."""
+    """Delete all records, or those of one namespace."""
     return _print(run(sources.share().config, "clear", namespace), as_json=as_json)
 
 

@@ -43,12 +43,15 @@ def stats(report: StoreReported, *, is_running: bool) -> str:
 
 
 def listing(folders: Sequence[StoredFolder]) -> str:
-    """Return a table with one line per namespace and rank."""
+    """Return a table of records, size and last use, with one line per namespace and rank."""
     return "\n".join(table_lines([_HEADINGS, *(_row(folder) for folder in folders)]))
 
 
 def check_report(report: CheckReport) -> str:
-    """Return a line per damaged record, and a last line with the totals."""
+    """Return the result of a check of all records as text.
+
+    There is one line per damaged record, and a last line with the totals.
+    """
     lines = [f"{one.file} at {one.offset}: {one.detail}" for one in report.bad]
     good = f"{counted(report.records, 'record')} ({format_bytes(report.size_bytes)})"
     end = f"{counted(len(report.bad), 'bad record')}" if report.bad else "all are whole"

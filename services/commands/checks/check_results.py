@@ -16,7 +16,7 @@ Verdict = Literal["PASS", "OK", "SKIP", "CANNOT CHECK", "WARN", "FAIL"]
 
 
 class CheckResult(Struct, frozen=True, kw_only=True):
-    """Result of one check."""
+    """Result of one check: its verdict, the facts behind it, and the remedy."""
 
     check: str
     """Name of the check: stable, the same in text and JSON."""
@@ -27,21 +27,29 @@ class CheckResult(Struct, frozen=True, kw_only=True):
     """Exact command or change; "" if none is needed."""
 
     def cells(self) -> list[str]:
-        """Return the cells of this result's row; the last may have several lines."""
+        """Return the cells of this result's row in a table: verdict, check, explanation.
+
+        The explanation may have several lines.
+        """
         return [self.verdict, self.check, self.explained()]
 
     def explained(self, notes: Sequence[str] = ()) -> str:
-        """Return detail, notes and remedy, each on a line of its own."""
+        """Return detail, notes and remedy, each on a line of its own.
+
+        Args:
+            notes: further facts.
+        """
         remedy = [f"remedy: {self.remedy}"] if self.remedy else []
         return "\n".join([self.detail, *notes, *remedy])
 
 
 def render(results: Iterable[CheckResult], widths_min: Sequence[int], *, indent: int = 0) -> str:
-    """Return results as rows of a table.
+    """Return results as the text of a table, one row per result.
 
     Args:
-        results: in the order of their rows.
-        widths_min: least widths of the first columns, so that rows printed one by one align.
+        results: the results, in the order of their rows.
+        widths_min: least widths of the first columns in characters, so that rows printed one by
+            one align.
         indent: spaces before each line.
     """
     rows = [result.cells() for result in results]
@@ -49,7 +57,12 @@ def render(results: Iterable[CheckResult], widths_min: Sequence[int], *, indent:
 
 
 def count_verdicts(results: Iterable[CheckResult], verdicts: Iterable[Verdict]) -> str:
-    """Return how many results have each verdict, such as "3 PASS, 0 FAIL, 1 SKIP"."""
+    """Count the results with each verdict, as text such as "3 PASS, 0 FAIL, 1 SKIP".
+
+    Args:
+        results: the results.
+        verdicts: verdicts to count, in the order of the text.
+    """
     counts = Counter(result.verdict for result in results)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts)
 

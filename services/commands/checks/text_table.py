@@ -14,10 +14,10 @@ _COLUMNS_MAX = 100_000
 def table_lines(
     rows: Sequence[Sequence[str]], *, widths_min: Sequence[int] = (), indent: int = 0
 ) -> list[str]:
-    """Return rows as lines of aligned columns.
+    """Return the lines of a table with aligned columns.
 
     Args:
-        rows: cells of equal number per row; a cell may have several lines.
+        rows: text of each cell, row by row; each row has as many cells as the first.
         widths_min: least width of each of the first columns, in characters.
         indent: spaces before each line.
     """

@@ -21,7 +21,7 @@ FIRST_GROUP = "Options"
 
 
 class GroupedOption(click.Option):
-    """Option that `--help` lists under a heading of its own."""
+    """Option that `--help` lists under a heading, its `help_group`, with others of that group."""
 
     def __init__(self, *args: Any, help_group: str = FIRST_GROUP, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -91,12 +91,15 @@ class Group(Command, click.Group):
         ctx: click.Context,  # noqa: ARG002 - the base passes it
         formatter: click.HelpFormatter,
     ) -> None:
-        """Write names and summaries without importing lazy commands."""
+        """Write names and summaries of all subcommands, without importing lazy ones."""
         with formatter.section("Commands"):
             formatter.write_dl(list(self._summaries().items()))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return matching commands and options without importing lazy commands."""
+        """Return the subcommands and options that begin with `incomplete`.
+
+        Lazy subcommands are not imported.
+        """
         found = [
             CompletionItem(name, help=summary)
             for name, summary in self._summaries().items()

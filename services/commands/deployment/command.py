@@ -147,12 +147,12 @@ def install(kind: Kind, made: Sequence[Job], root: str | None) -> str:
     """Write the files of jobs and start the jobs.
 
     Args:
-        kind: what runs the jobs.
-        made: all jobs of this host; others of Lockstep are removed.
-        root: folder used as /, in which no command is run; None: this machine.
+        kind: system that runs the jobs.
+        made: all jobs of this host; other installed jobs of Lockstep are removed.
+        root: folder used in place of /, for which no command is run; None: /.
 
     Returns:
-        A list of the changes.
+        A text that lists the changes.
 
     Raises:
         ConfigError: when root rights are missing, or a file cannot be written.

@@ -106,6 +106,10 @@ def check_environment(environment: Mapping[str, str]) -> None:
 def check_installation(place: Installation, share: HostShare) -> None:
     """Refuse paths that a job of launchd or systemd would not find.
 
+    Args:
+        place: paths of the jobs.
+        share: settings of the host.
+
     Raises:
         ConfigError: when a path is not absolute, or the run folder is not set.
     """

@@ -76,7 +76,7 @@ class Target:
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Run a command with output to the terminal; return its exit code, 127 if it is missing.
+    """Run a command with output to the terminal; return its exit code, 127 if it cannot be run.
 
     All commands are fixed in this folder; only names and paths in them are variable.
     """
@@ -116,7 +116,11 @@ def install_launchd(target: Target, jobs: Sequence[Job]) -> None:
 
 
 def uninstall_launchd(target: Target) -> None:
-    """Stop and remove all LaunchDaemons of Lockstep. Raises: ConfigError: removal fails."""
+    """Stop all LaunchDaemons of Lockstep, and remove their files and the file for newsyslog.
+
+    Raises:
+        ConfigError: when a file cannot be removed.
+    """
     _stop_launchd(target, keep=set())
     rotation = target.root / launchd.ROTATION_FILE
     if rotation.exists():
@@ -140,7 +144,12 @@ def install_systemd(target: Target, jobs: Sequence[Job]) -> None:
 
 
 def uninstall_systemd(target: Target) -> None:
-    """Stop and remove all units of Lockstep. Raises: ConfigError, UnavailableError: it fails."""
+    """Stop and remove all units of Lockstep.
+
+    Raises:
+        ConfigError: when a file cannot be removed.
+        UnavailableError: when systemd does not read its files again.
+    """
     if _stop_systemd(target, keep=set()):
         target.run_checked(systemd.reload())
 

@@ -91,10 +91,13 @@ def make_host_jobs(
 
 
 def parse_variables(pairs: Iterable[str]) -> dict[str, str]:
-    """Return NAME=VALUE pairs as a mapping.
+    """Parse environment variables of jobs, each written as NAME=VALUE.
+
+    Returns:
+        Name -> value.
 
     Raises:
-        UsageError: when one is malformed, or its name indicates a secret.
+        UsageError: when one is malformed, its name indicates a secret, or it is a setting.
     """
     found = {}
     for pair in pairs:

@@ -81,7 +81,11 @@ def doctor(sources: SettingSources, *, as_json: bool, **options: Any) -> int:
 
 
 def examine(options: DoctorOptions, environment: Mapping[str, str]) -> Examination:
-    """Examine this host, or all hosts of an inventory.
+    """Examine this host or, with an inventory and without `--alone`, all its hosts.
+
+    Args:
+        options: options of the command.
+        environment: environment variables of this process.
 
     Raises:
         ConfigError: when configuration or inventory is wrong.

@@ -9,7 +9,7 @@ from services.commands.checks.check_results import CheckResult, Verdict
 
 
 class Finding(CheckResult, frozen=True, kw_only=True):
-    """Result of one check of one host, or of several hosts together."""
+    """Result of one check of `lockstep doctor`, about one host or several together."""
 
     host: str
     """The host; "" if the finding concerns several."""
@@ -121,14 +121,16 @@ class Facts(Struct, frozen=True, kw_only=True):
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
-    """Report of one host about itself."""
+    """Facts and findings of one host about itself."""
 
     facts: Facts
     findings: list[Finding]
 
 
 class Examination(Struct, frozen=True, kw_only=True):
-    """Reports of all hosts and findings from comparing them: `lockstep doctor --json`."""
+    """Result of `lockstep doctor`, and its JSON document."""
 
     hosts: list[HostReport]
+    """Report of each host that was examined."""
     findings: list[Finding]
+    """Findings from reaching the hosts and comparing them."""

@@ -50,7 +50,14 @@ def remove_command(sources: SettingSources, *, name: str) -> None:
 
 
 def new(path: Path, name: str) -> str:
-    """Make a key and return a text that shows it; the file holds only its digest.
+    """Make an API key and add its digest to the file of keys.
+
+    Args:
+        path: the file of keys.
+        name: name of the key.
+
+    Returns:
+        A text that shows the key, which is not stored anywhere.
 
     Raises:
         UsageError: when the name is malformed or taken.
@@ -80,13 +87,24 @@ def new(path: Path, name: str) -> str:
 
 
 def names(path: Path) -> str:
-    """Return the names of the keys, one per line. Raises: ConfigError: the file cannot be used."""
+    """Return the names of the API keys in the file at `path`, one per line.
+
+    Raises:
+        ConfigError: when the file cannot be used.
+    """
     keys = api_keys.parse_file(api_keys.read_file(path), path)
     return "\n".join(key.name for key in keys) or "There are no keys."
 
 
 def remove(path: Path, name: str) -> str:
-    """Remove a key; a running gateway refuses it about a second later.
+    """Remove an API key from the file of keys; a running gateway refuses it about a second later.
+
+    Args:
+        path: the file of keys.
+        name: name of the key.
+
+    Returns:
+        A sentence that confirms it.
 
     Raises:
         UsageError: when no key has this name.

@@ -186,7 +186,14 @@ def allow(folder: Path, public_key: str, name: str, roles: Sequence[str]) -> str
 
 
 def remove(folder: Path, name: str) -> str:
-    """Stop allowing the key with this name; its sessions end within about a second.
+    """Remove a key from those that this host allows; its sessions end within about a second.
+
+    Args:
+        folder: folder of this host's keys.
+        name: name of the key in the list of allowed keys.
+
+    Returns:
+        A sentence that confirms it.
 
     Raises:
         ConfigError: when no key has this name, or the folder cannot be used.

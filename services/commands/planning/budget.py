@@ -48,7 +48,7 @@ class KVRoom:
         )
 
     def sequences(self, tokens: int) -> int:
-        """Return how many rows of `tokens` tokens fit; 2**31 - 1 if rows need no memory."""
+        """Return how many KV rows of `tokens` tokens fit; 2**31 - 1 if rows need no memory."""
         if self.weights_bytes > self.usable_bytes:
             return 0
         row = self.rows.row_bytes(1, tokens)

@@ -31,7 +31,7 @@ LOOK_S = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of one rank."""
+    """Memory of one rank, before a model is loaded."""
 
     host: str
     total_bytes: int

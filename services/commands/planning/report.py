@@ -48,15 +48,16 @@ class SplitOption(Struct, frozen=True, kw_only=True):
 
 
 class SequenceFit(Struct, frozen=True, kw_only=True):
-    """How many sequences of one length run at once."""
+    """How many sequences of one length run at once under the recommended split."""
 
     context_tokens: int
+    """The length."""
     sequences: dict[str, int]
     """`kv_bits` -> number of sequences, for each kv_bits that the model supports."""
 
 
 class Recommendation(Struct, frozen=True, kw_only=True):
-    """Flags and settings that suit the request."""
+    """Recommended split, with the flags and settings that choose it."""
 
     ranks: int
     sharding: str

@@ -56,7 +56,14 @@ class LongPrompt:
         return ""
 
     def restore(self) -> TimedCheck:
-        """Send the prompt again, after a restart of the ranks, and judge how much is restored."""
+        """Send the prompt again; check that some of its tokens are restored from SSD.
+
+        The caller has restarted all ranks, so that no block is left in memory.
+
+        Raises:
+            UnavailableError: when the scheduler does not answer.
+            NoAnswer: when the gateway does not complete the request.
+        """
         if why := self.skip_reason(judging.RESTORED):
             return TimedCheck(check=judging.RESTORED, verdict="SKIP", detail=why)
         return judging.restored(self._ask())

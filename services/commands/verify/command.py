@@ -93,6 +93,11 @@ def verify(sources: SettingSources, **options: Any) -> int:
 def run(config: Config, options: VerifyOptions, console: Console) -> int:
     """Run all checks and print their results; return an exit code, 1 if a check FAILs.
 
+    Args:
+        config: settings of the Lockstep to check.
+        options: options of the command.
+        console: prints the results.
+
     Raises:
         UsageError: when the API key is malformed.
     """

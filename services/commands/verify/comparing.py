@@ -36,7 +36,11 @@ class Divergence(Struct, frozen=True, kw_only=True):
 
 
 def divergence(first: HttpAnswer, second: HttpAnswer) -> Divergence | None:
-    """Return the first difference of two completions; None if they are equal."""
+    """Return the first token in which two completions differ; None if they are equal.
+
+    Texts and reasons for the end are compared too. If one completion ends where the other
+    continues, the gap is that of the two likeliest tokens there.
+    """
     if (first.tokens, first.text, first.finish_reason) == (
         second.tokens,
         second.text,

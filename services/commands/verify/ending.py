@@ -92,7 +92,14 @@ def judge_shutdown(seconds: float, left: list[str]) -> TimedCheck:
 
 
 def supervisor_pid(folder: Path) -> int | None:
-    """Return the id of the process that holds a run folder's lock; None if it is free."""
+    """Return the process id of the `lockstep up` that holds a run folder's lock.
+
+    Args:
+        folder: the run folder.
+
+    Returns:
+        The id; None if no process holds the lock.
+    """
     try:
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

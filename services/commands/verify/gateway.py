@@ -16,11 +16,11 @@ _END = b"[DONE]"
 
 
 class NoAnswer(LockstepError):
-    """The gateway does not answer, refuses a request, or ends a stream early."""
+    """The gateway does not answer, refuses a request, or ends a stream early or with an error."""
 
 
 class HttpAnswer(Struct, frozen=True, kw_only=True):
-    """Completion that was streamed to its end."""
+    """Completion that the gateway has streamed to its end."""
 
     text: str
     tokens: list[str]

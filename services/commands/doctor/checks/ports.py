@@ -52,7 +52,15 @@ def listen_addresses(share: HostShare) -> list[ListenAddress]:
 
 
 def try_to_listen(host: str, port: int) -> int:
-    """Return 0 if a socket can listen at this address now, else errno. The socket is closed."""
+    """Listen at a TCP address for a moment.
+
+    Args:
+        host: name or IP address; "" for all interfaces.
+        port: the port.
+
+    Returns:
+        0 if it was possible, else the errno.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

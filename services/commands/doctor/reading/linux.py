@@ -22,10 +22,11 @@ class LinuxMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU; memory in bytes."""
+    """One NVIDIA GPU; memory in bytes."""
 
     name: str
     driver: str
+    """Version of the driver."""
     total: int
     used: int
 
@@ -51,7 +52,7 @@ def read_meminfo(text: str) -> LinuxMemory | None:
 
 
 def read_gpus(text: str) -> list[Gpu]:
-    """Return the GPUs in order, from the output of GPU_QUERY; other lines are ignored."""
+    """Parse the output of GPU_QUERY; return the GPUs in its order. Other lines are ignored."""
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]

@@ -65,12 +65,12 @@ def read_number(text: str) -> int | None:
 
 
 def read_power(text: str) -> dict[str, int]:
-    """Return energy setting -> value, from `pmset -g`; {} if there are no settings."""
+    """Parse the output of `pmset -g`: name of the energy setting -> value; {} without settings."""
     return {match[1]: int(match[2]) for match in map(_ENERGY.match, text.splitlines()) if match}
 
 
 def read_interfaces(text: str) -> dict[str, Interface]:
-    """Return name -> interface, from `ifconfig -a`."""
+    """Parse the output of `ifconfig -a`: name of the interface -> interface."""
     found: dict[str, Interface] = {}
     name = ""
     for line in text.splitlines():
@@ -93,7 +93,7 @@ def read_interfaces(text: str) -> dict[str, Interface]:
 
 
 def read_lsof(text: str) -> list[tuple[str, int]]:
-    """Return (command, process id) of each listener, from `lsof -Fpc`."""
+    """Parse the output of `lsof -Fpc`: (command, process id) of each listening process."""
     found: list[tuple[str, int]] = []
     pid = 0
     for line in text.splitlines():

@@ -87,7 +87,7 @@ def _word(tree: Mapping[str, Any], key: str) -> str:
 
 
 def read_switch(text: str) -> Literal["enabled", "disabled"] | None:
-    """Return the state that `rdma_ctl status` prints, or None."""
+    """Return whether RDMA is switched on, as `rdma_ctl status` prints it; None: not found."""
     words = re.findall(r"[a-z]+", text.lower())
     if "disabled" in words:
         return "disabled"
@@ -100,7 +100,7 @@ def read_devices(text: str) -> list[str]:
 
 
 def read_states(text: str) -> dict[str, str]:
-    """Return device -> state of its port, such as PORT_ACTIVE, from `ibv_devinfo`."""
+    """Parse the output of `ibv_devinfo`: device -> state of its first port, such as PORT_ACTIVE."""
     found: dict[str, str] = {}
     device = ""
     for line in text.splitlines():

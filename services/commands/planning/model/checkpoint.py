@@ -43,7 +43,7 @@ _FOREIGN = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a checkpoint."""
+    """Type, shape and size of one tensor of a checkpoint."""
 
     dtype: str
     """As safetensors names it."""
@@ -53,7 +53,7 @@ class Tensor:
 
     @property
     def rows(self) -> int:
-        """Length of the first axis: outputs of a matrix, however it is quantized."""
+        """Length of the first axis; for a matrix, quantized or not, its number of outputs."""
         return self.shape[0] if self.shape else 1
 
 

@@ -43,7 +43,7 @@ class KVPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKV:
-    """KV and recurrent state of one layer."""
+    """KV and recurrent state that one layer stores."""
 
     members: tuple[KVPart, ...] = ()
     """Arrays stored per token; () for a layer without KV of its own."""
@@ -81,7 +81,11 @@ class ModelKV:
         return all(layer.known for layer in self.layers)
 
     def quantizable(self) -> bool:
-        """Return whether `rank_worker.kv_bits` can be set, as far as shapes show."""
+        """Return whether the KV can be quantized (`rank_worker.kv_bits`), as far as shapes show.
+
+        It can if all layers store only keys and values, of all tokens, of a width that a group of
+        GROUP_SIZES divides.
+        """
         return all(layer.plain and layer.window is None for layer in self.layers) and bool(
             self._group_size()
         )
