@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train the head. PyTorch is imported only after the command line is parsed."""
+    """Train the head as the command line says; PyTorch is imported only after it is parsed."""
     options = parse_arguments()
     import torch
 

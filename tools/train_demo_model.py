@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train the model. PyTorch is imported only after the command line is parsed."""
+    """Train the model as the command line says; PyTorch is imported only after it is parsed."""
     options = parse_arguments()
     from tools.demo_model.training import train
 

@@ -63,7 +63,7 @@ class EagleHead(nn.Module):
                 nn.init.zeros_(parameter)  # every layer starts as the identity
 
     def forward(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the next hidden states.
+        """Predict the model's next hidden states: same shape and dtype as `hidden`.
 
         Args:
             embedded: embeddings of the tokens after the hidden states, float of shape

@@ -61,7 +61,14 @@ def rotary_tables(length: int, shape: NetworkShape, device: torch.device) -> tup
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of x, of shape (batch, heads, length, head_dim)."""
+    """Apply rotary position embeddings to queries or keys.
+
+    Args:
+        x: float of shape (batch, heads, length, head_dim); the result has the same shape. Entries
+            i and i + head_dim / 2 are rotated together.
+        cos: cosines of the positions, float32 of shape (length, head_dim / 2).
+        sin: sines, likewise.
+    """
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
@@ -114,13 +121,13 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply to x, of shape (batch, length, hidden_size)."""
+        """Apply to x, float of shape (batch, length, hidden_size); the result has its shape."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each added to its input."""
+    """Transformer layer: attention and feed-forward, each added to its input."""
 
     def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
@@ -130,7 +137,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply to x, of shape (batch, length, hidden_size)."""
+        """Apply the layer to x.
+
+        Args:
+            x: float of shape (batch, length, hidden_size); the result has the same shape.
+            cos: cosines of the positions, float32 of shape (length, head_dim / 2).
+            sin: sines, likewise.
+        """
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -28,10 +28,12 @@ Rows = NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class ShardShape:
-    """Number of rows of each kind in one shard."""
+    """Number of rows of each length in one shard, a portion of the training data."""
 
     short_rows: int
+    """Rows of SHORT_ROW tokens."""
     long_rows: int
+    """Rows of LONG_ROW tokens."""
 
 
 def _end_id(tokenizer: Tokenizer) -> int:

@@ -34,7 +34,7 @@ class Pool:
     """Number of rows added so far; beyond the capacity each replaces the oldest one."""
 
     def add(self, fresh: packing.Rows) -> None:
-        """Store rows; a full pool loses its oldest rows."""
+        """Store rows, uint16 of shape (count, length); a full pool loses its oldest rows."""
         new = torch.from_numpy(fresh.astype("int32")).to(self.rows.device, non_blocking=True)
         places = (self.written + torch.arange(len(new))) % len(self.rows)
         self.rows[places.to(self.rows.device)] = new
