@@ -189,7 +189,10 @@ class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class DraftChunk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Part of a StepPlan: tokens for a sequence's draft row, which has `start` tokens before."""
+    """Part of a StepPlan: tokens that the draft model reads into its own row of a sequence.
+
+    This draft row has `start` tokens before.
+    """
 
     sequence_id: Count
     start: Count
