@@ -131,7 +131,7 @@ class SchedulerCore:
 
     @property
     def wake_at_s(self) -> float | None:
-        """When the shell must call `handle` even without an event; None: at its next tick."""
+        """When the shell must handle TimePassed if no event comes; None: at its next tick."""
         return self._pipeline.wake_at_s
 
     def add_cpu_time(self, milliseconds: float) -> None:

@@ -49,7 +49,7 @@ class StepPipeline:
 
     @property
     def is_stuck(self) -> bool:
-        """Tell whether this epoch has running sequences but has produced no token."""
+        """Tell whether this epoch has running sequences but has produced no token yet."""
         return len(self._batch) > 0 and not self._has_produced_tokens
 
     def discard_in_flight(self) -> None:

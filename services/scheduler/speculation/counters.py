@@ -17,7 +17,7 @@ class DraftCounters:
         self._accepted_at: dict[Method, list[int]] = {}
 
     def verified(self, method: Method, proposed: int, accepted: int) -> None:
-        """Count one row whose drafts were verified.
+        """Count one row whose drafts were verified, and its drafts by method and position.
 
         Args:
             method: the method that proposed the drafts.

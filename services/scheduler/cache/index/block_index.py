@@ -41,19 +41,19 @@ class Recency(Generic[T]):
         return item in self._classes[0] or item in self._classes[1]
 
     def of_class(self, *, last: bool) -> Iterator[T]:
-        """Iterate over the class that `last` names, least recently used first."""
+        """Iterate over one class, least recently used first; `last`: the one after all others."""
         return iter(self._classes[last])
 
     def add(self, item: T, *, last: bool) -> None:
-        """Add an item as the most recently used one of the class that `last` names."""
+        """Add an item as the most recently used of its class; `last`: the one after all others."""
         self._classes[last][item] = None
 
     def remove(self, item: T, *, last: bool) -> None:
-        """Remove an item from the class that `last` names."""
+        """Remove an item from its class; `last`: the one after all others."""
         del self._classes[last][item]
 
     def touch(self, item: T, *, last: bool) -> None:
-        """Make an item the most recently used one of the class that `last` names."""
+        """Make an item the most recently used of its class; `last`: the one after all others."""
         self._classes[last].move_to_end(item)
 
     def clear(self) -> None:
