@@ -57,7 +57,7 @@ def opened(config: Config) -> Iterator[Store | None]:
 
     Yields:
         The running cache store if there is one, else its directory, locked for this process;
-        None: neither exists, so nothing is stored.
+        None: no cache store has used the directory, so nothing is stored.
 
     Raises:
         ConfigError: when the directory belongs to another user, or is not a directory.

@@ -19,7 +19,8 @@ def compare(
 ) -> Findings:
     """Compare versions, systems, environment variables, models, keys and cables of several hosts.
 
-    A difference that refuses ranks or changes their results is a FAIL, any other a WARN.
+    A difference that refuses ranks, changes their results or breaks a link that they need is a
+    FAIL; other differences are a WARN.
 
     Args:
         all_facts: one per host that has answered; fewer than two give no finding.
