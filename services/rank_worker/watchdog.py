@@ -74,10 +74,9 @@ class Watchdog:
 
 @contextlib.contextmanager
 def hard_deadline(seconds: float) -> Iterator[None]:
-    """End the process with code 1 when the block takes longer, even if it holds the GIL.
+    """End the process with code 1 when a block takes longer than `seconds`.
 
-    Args:
-        seconds: longest duration of the block.
+    Works even while the block holds the GIL.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
     try:

@@ -37,7 +37,7 @@ def free_bytes(device: Device, ranks_on_host: int) -> int:
     """Return the bytes of memory that are free now for this rank.
 
     Args:
-        device: the rank's device.
+        device: the rank's device; on Metal the memory in use by MLX is subtracted from its memory.
         ranks_on_host: number of ranks on this host, which share its memory equally on CPUs.
     """
     if device.kind == "cpu":

@@ -88,7 +88,7 @@ class Forward:
         return self._embedding() is not None
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Return the embeddings of tokens, as stored: no family's scale factor is applied.
+        """Look up the embeddings of tokens, before any scale factor of the model's family.
 
         Args:
             tokens: int32 [rows, count].
@@ -121,7 +121,7 @@ class Forward:
         """Build a forward that only writes KV; its logits are never computed.
 
         Args:
-            tokens: int32 [1, count].
+            tokens: int32 [rows, count].
             caches: one per layer, which get the KV of these tokens.
         """
         self._model(tokens, cache=caches)

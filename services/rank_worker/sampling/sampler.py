@@ -60,10 +60,10 @@ class Sampler:
         """Add a sequence.
 
         Args:
-            sequence_id: of the new sequence.
+            sequence_id: id of the new sequence.
             sampling: its settings.
-            prompt: int32 [prompt tokens].
-            completion: int32 [completion tokens known so far].
+            prompt: token ids, int32 [prompt tokens].
+            completion: token ids known so far, int32 [completion tokens].
         """
         settings = read_settings(sampling, self._vocab_size)
         self._settings[sequence_id] = settings

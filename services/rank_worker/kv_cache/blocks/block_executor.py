@@ -69,7 +69,7 @@ class BlockExecutor:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all resident blocks and checkpoints."""
+        """Bytes of all blocks and checkpoints in this rank's memory."""
         return self._resident.total_bytes
 
     def keep(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:

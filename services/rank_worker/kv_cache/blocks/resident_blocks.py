@@ -34,7 +34,7 @@ class ResidentBlocks:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all payloads."""
+        """Bytes of the payloads of all blocks and checkpoints."""
         return self._total_bytes
 
     def add(self, block_hash: bytes, resident: ResidentItem) -> None:

@@ -37,10 +37,11 @@ class _Group:
 
 
 class BlockLayout:
-    """Converts between parts (keys, then values, layer by layer) and one flat uint8 array.
+    """Converts between the KV of one block by layer and one flat uint8 array.
 
-    A block is the concatenation of its groups, widest type first, so that every group starts at a
-    multiple of its item size. Parts of width 0 take no bytes.
+    The parts are keys, then values, layer by layer. A block is the concatenation of groups of parts
+    of equal shape, widest type first, so that every group starts at a multiple of its item size.
+    Parts of width 0 take no bytes.
     """
 
     def __init__(self, parts: Sequence[BlockPart]) -> None:
@@ -67,10 +68,10 @@ class BlockLayout:
         return tokens * sum(group.bytes_per_token for group in self._groups)
 
     def pack(self, arrays: Sequence[mx.array]) -> mx.array:
-        """Copy parts into one block.
+        """Copy the keys and values of some tokens, layer by layer, into one block.
 
         Args:
-            arrays: one per part, [1, kv_heads, tokens, head_dim]; may be views.
+            arrays: keys, then values, of each layer, [1, kv_heads, tokens, head_dim]; may be views.
 
         Returns:
             uint8 [block_bytes(tokens)] with memory of its own.
@@ -86,13 +87,14 @@ class BlockLayout:
         return mx.concatenate([*buffers, mx.zeros((0,), dtype=mx.uint8)])
 
     def pack_run(self, arrays: Sequence[mx.array], tokens: int, count: int) -> list[mx.array]:
-        """Copy parts into consecutive blocks.
+        """Copy the keys and values of consecutive tokens, layer by layer, into several blocks.
 
         Copies the bytes two times more than `pack`, but runs one kernel per part, per group and per
         block, instead of one per part and block.
 
         Args:
-            arrays: one per part, [1, kv_heads, count * tokens, head_dim]; may be views.
+            arrays: keys, then values, of each layer, [1, kv_heads, count * tokens, head_dim]; may
+                be views.
             tokens: tokens per block.
             count: number of blocks.
 
@@ -111,7 +113,7 @@ class BlockLayout:
         return [mx.concatenate([block, mx.zeros((0,), dtype=mx.uint8)]) for block in blocks]
 
     def unpack(self, payload: mx.array, tokens: int, used: int) -> list[mx.array]:
-        """Return views of the parts of a block.
+        """Return views of the keys and values in a block, layer by layer.
 
         Args:
             payload: uint8 [block_bytes(tokens)].
@@ -119,7 +121,7 @@ class BlockLayout:
             used: number of tokens to return, from the first on.
 
         Returns:
-            One array per part, [1, kv_heads, used, head_dim] of the part's type.
+            Keys, then values, of each layer, [1, kv_heads, used, head_dim] in the layer's dtype.
         """
 
         def group_array(group: _Group, start: int, size: int) -> mx.array:
@@ -130,7 +132,7 @@ class BlockLayout:
         return self._split(tokens, used, group_array)
 
     def unpack_run(self, payloads: Sequence[mx.array], tokens: int, used: int) -> list[mx.array]:
-        """Join consecutive blocks, all layers at once.
+        """Join the keys and values of consecutive blocks, layer by layer.
 
         Copies the bytes two times more than `unpack`, but runs one kernel per block and two per
         group instead of one per block and part. On a GPU thousands of small copies take longer.
@@ -141,7 +143,7 @@ class BlockLayout:
             used: number of tokens to return, from the first on.
 
         Returns:
-            One array per part, [1, kv_heads, used, head_dim] of the part's type.
+            Keys, then values, of each layer, [1, kv_heads, used, head_dim] in the layer's dtype.
         """
         run = mx.stack(list(payloads))
 

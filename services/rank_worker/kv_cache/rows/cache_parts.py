@@ -27,14 +27,15 @@ def leaf_caches(caches: Sequence[Any]) -> list[Any]:
 
 
 def part_kinds(used_caches: Sequence[Any], tokens: int) -> list[PartKind] | None:
-    """Return the kind of each leaf cache.
+    """Return the kind of each of mlx-lm's caches: tokens, window, recurrent arrays or unused.
 
     Args:
         used_caches: caches of one sequence after one forward of `tokens` tokens.
         tokens: number of tokens.
 
     Returns:
-        None when a leaf is of an unknown kind, so that rows cannot be rebuilt from blocks.
+        One kind per cache, members of a CacheList in its place; None when a cache is of an unknown
+        kind, so that rows cannot be rebuilt from blocks.
     """
     kinds: list[PartKind] = []
     for leaf in leaf_caches(used_caches):
@@ -73,7 +74,7 @@ def slice_tokens(cache: Any, row: int, length: int, start: int, stop: int) -> li
 
 
 def read_state(cache: Any, row: int, length: int) -> list[mx.array | None]:
-    """Return a copy of the state of one row.
+    """Return a copy of one row's window or recurrent state in one layer.
 
     Args:
         cache: an ArraysCache, RotatingKVCache (row 0) or BatchRotatingKVCache.

@@ -55,7 +55,10 @@ class KVStore(Protocol):
 
     @property
     def layout_text(self) -> str:
-        """Description of the layout of blocks and states; "" without a layout."""
+        """Description of the byte layout of blocks and checkpoints; "" without a layout.
+
+        For one model, equal texts mean that ranks could exchange blocks.
+        """
         ...
 
     @property

@@ -75,7 +75,11 @@ def read_shape(model: nn.Module) -> ModelShape:
 
 
 def layer_shape(cache: Any) -> LayerShape:
-    """Return the shape of a KVCache or RotatingKVCache that has been updated once."""
+    """Return the shape of one layer's keys and values.
+
+    Args:
+        cache: the layer's KVCache or RotatingKVCache after one forward.
+    """
     keys, values = cache.keys, cache.values
     return LayerShape(
         key_heads=keys.shape[1],

@@ -109,10 +109,15 @@ class QuantizedRowLayer(RowLayer):
         self.arrays = [_empty(part) for part in self.parts]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
-        """Quantize and store new keys and values; arguments as in `RowLayer`.
+        """Quantize new keys and values and store them.
+
+        Args:
+            keys: [rows, kv_heads, count, head_dim].
+            values: [rows, kv_heads, count, head_dim].
 
         Returns:
-            Quantized keys and values of all tokens that attention reads.
+            Keys and values of all tokens that attention reads, each as packed numbers, scales and
+            biases, [rows, kv_heads, tokens, any].
         """
         new = [
             one

@@ -14,7 +14,10 @@ from shared.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowKind:
-    """Properties of a model's KV rows, equal on all ranks of a world."""
+    """Whether a model's KV rows are plain keys and values, can be shortened, and need checkpoints.
+
+    Equal on all ranks of a world.
+    """
 
     is_plain: bool
     """All layers keep plain keys and values."""

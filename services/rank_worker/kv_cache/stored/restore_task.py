@@ -13,6 +13,8 @@ from shared.block_record import HEADER_BYTES
 from shared.messages import BlockPlace, RestoreBlocks
 
 Cause = Literal["", "absent", "unreadable", "late", "off", "full"]
+"""Why fewer items than ordered were restored: the store lacks one, its record is damaged, the
+deadline passed, the store is off, or memory is full; "": all were restored."""
 
 CLAIM_BYTES = 16 * 1024 * 1024
 """Most payload bytes that one thread reads in a row from one file: a whole file as spills write

@@ -36,7 +36,7 @@ RESTORES_FIRST_SHARE = 0.5
 
 @dataclasses.dataclass(slots=True)
 class SpillFile:
-    """Blocks and checkpoints that are written into one file. The writing thread adds the result."""
+    """Blocks and checkpoints that are written into one file, and the result of writing it."""
 
     folder: NamespaceFolder
     name: str

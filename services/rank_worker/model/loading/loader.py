@@ -114,7 +114,7 @@ def open_model(
     Args:
         settings: the model's path and options.
         source: the result of `find_source`; None: download the model first.
-        split: this rank's part.
+        split: the way of sharding, this rank, and the memory of each rank.
         collectives: the world's collectives.
         report: called with the stage and the fraction done, 0 to 1.
 
@@ -171,12 +171,12 @@ def load_model(
     report: Report,
     memory_bytes: int = 0,
 ) -> LoadedModel:
-    """Open a model, check that it fits, and read its weights.
+    """Build this rank's shard, compare its size with the memory, and read its weights.
 
     Args:
         settings: the model's path and options.
         source: the result of `find_source`; None: download the model first.
-        split: this rank's part.
+        split: the way of sharding, this rank, and the memory of each rank.
         collectives: the world's collectives.
         report: called with the stage and the fraction done, 0 to 1.
         memory_bytes: memory that this rank may use, including memory in use already; 0: unknown.

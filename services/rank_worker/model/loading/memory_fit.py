@@ -51,9 +51,10 @@ class MemoryNeeds:
 
 
 def memory_needs(model: nn.Module, weight_bytes: int) -> MemoryNeeds:
-    """Return the memory that a model takes; its KV sizes are those of a lazy forward pass.
+    """Return the bytes of a model's weights and of its KV per token and per row.
 
-    The KV sizes are 0 when the model cannot run without evaluated weights.
+    KV sizes are read from a forward that is not computed. They are 0 when the model cannot run
+    without evaluated weights.
 
     Args:
         model: this rank's shard; its parameters may be lazy.
