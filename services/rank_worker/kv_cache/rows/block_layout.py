@@ -39,9 +39,10 @@ class _Group:
 class BlockLayout:
     """Converts between the KV of one block by layer and one flat uint8 array.
 
-    The parts are keys, then values, layer by layer. A block is the concatenation of groups of parts
-    of equal shape, widest type first, so that every group starts at a multiple of its item size.
-    Parts of width 0 take no bytes.
+    The parts are keys, then values, layer by layer; if quantized, each is three parts: packed
+    numbers, scales and biases. A block is the concatenation of groups of parts of equal shape,
+    widest type first, so that every group starts at a multiple of its item size. Parts of width 0
+    take no bytes.
     """
 
     def __init__(self, parts: Sequence[BlockPart]) -> None:
@@ -71,7 +72,7 @@ class BlockLayout:
         """Copy the keys and values of some tokens, layer by layer, into one block.
 
         Args:
-            arrays: keys, then values, of each layer, [1, kv_heads, tokens, head_dim]; may be views.
+            arrays: one per part of the layout, [1, kv_heads, tokens, head_dim]; may be views.
 
         Returns:
             uint8 [block_bytes(tokens)] with memory of its own.
@@ -93,8 +94,8 @@ class BlockLayout:
         block, instead of one per part and block.
 
         Args:
-            arrays: keys, then values, of each layer, [1, kv_heads, count * tokens, head_dim]; may
-                be views.
+            arrays: one per part of the layout, [1, kv_heads, count * tokens, head_dim]; may be
+                views.
             tokens: tokens per block.
             count: number of blocks.
 
@@ -121,7 +122,7 @@ class BlockLayout:
             used: number of tokens to return, from the first on.
 
         Returns:
-            Keys, then values, of each layer, [1, kv_heads, used, head_dim] in the layer's dtype.
+            One array per part of the layout, [1, kv_heads, used, head_dim] in the part's dtype.
         """
 
         def group_array(group: _Group, start: int, size: int) -> mx.array:
@@ -143,7 +144,7 @@ class BlockLayout:
             used: number of tokens to return, from the first on.
 
         Returns:
-            Keys, then values, of each layer, [1, kv_heads, used, head_dim] in the layer's dtype.
+            One array per part of the layout, [1, kv_heads, used, head_dim] in the part's dtype.
         """
         run = mx.stack(list(payloads))
 
