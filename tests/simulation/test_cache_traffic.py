@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-from services.scheduler.events import RankLost, TimePassed
+from services.scheduler.events import TimePassed
 from shared import limits
 from shared.messages import BlocksRestored, RequestFinished, RestoreBlocks
 from tests.simulation.checks.plan_limits import FORWARD_LIMITS, check_plan_sizes
 from tests.support.effort import cases
 from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.rank_failures import lose_rank, restart_ranks
 from tests.unit.scheduler.reference_rank import Block, ReferenceRank
 from tests.unit.scheduler.world_factory import MakeWorld
 
@@ -114,18 +115,14 @@ def lossy_spill(rng: random.Random, share: float) -> Callable[[ReferenceRank, by
 
 def run_steps(world: InMemoryWorld, clients: Clients, rng: random.Random, losses: float) -> None:
     """Run 150 steps with random requests, aborts, lost ranks, restores and spills."""
-    ranks = world.config.world.size
     for step in range(150):
         if rng.random() < 0.3:
             clients.submit(f"r{step}")
         if clients.requests and rng.random() < 0.1:
             clients.abort()
         if rng.random() < losses:
-            victim = rng.choice(list(world.ranks))
-            world.ranks.pop(victim)
-            world.tell(RankLost(victim, "killed"))
-            for rank in range(ranks):
-                world.start_rank(rank)
+            lose_rank(world, rng.choice(list(world.ranks)))
+            restart_ranks(world)
         for peer in rng.sample(list(world.ranks), len(world.ranks)):
             if rng.random() < 0.8:
                 world.rank_step(peer)

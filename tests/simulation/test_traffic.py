@@ -6,12 +6,12 @@ import random
 import msgspec
 import pytest
 
-from services.scheduler.events import RankLost
 from shared import limits
 from shared.messages import RequestFinished, Speculation
 from tests.simulation.checks.plan_limits import FORWARD_LIMITS, check_plan_sizes
 from tests.support.effort import cases
 from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.rank_failures import lose_rank, restart_ranks
 from tests.unit.scheduler.reference_rank import REPEAT_MARKER
 from tests.unit.scheduler.world_factory import MakeWorld
 
@@ -57,11 +57,8 @@ def test_requests_get_own_tokens_under_random_traffic(
             aborted.add(name)
             world.abort(name)
         if rng.random() < 0.02:
-            victim = rng.choice(list(world.ranks))
-            world.ranks.pop(victim)
-            world.tell(RankLost(victim, "killed"))
-            for rank in range(world.config.world.size):
-                world.start_rank(rank)
+            lose_rank(world, rng.choice(list(world.ranks)))
+            restart_ranks(world)
         for peer in rng.sample(list(world.ranks), len(world.ranks)):
             if rng.random() < 0.8:
                 world.rank_step(peer)

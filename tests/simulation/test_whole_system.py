@@ -58,6 +58,7 @@ def test_no_token_is_released_after_corrupted_receipt() -> None:
     assert divergences >= 1_000
 
 
+@pytest.mark.deep
 def test_seed_determines_run() -> None:
     """The same seed does the same at the same times in any process, so failures can be repeated."""
     seeds = range(cases(10, 40))

@@ -8,9 +8,9 @@ from shared.messages import QueryStatus, RankFailed, StatusReported
 from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld
 
 
-def lose_rank(world: InMemoryWorld) -> None:
-    """End the epoch by the loss of its first rank, as a SIGKILL looks to the scheduler."""
-    victim = next(iter(world.ranks))
+def lose_rank(world: InMemoryWorld, victim: PeerId | None = None) -> None:
+    """End the epoch by the loss of a rank, by default the first one, as after a SIGKILL."""
+    victim = victim or next(iter(world.ranks))
     world.ranks.pop(victim)
     world.tell(RankLost(victim, "silent for 10 s"))
 

@@ -8,7 +8,6 @@ from typing import cast
 
 import pytest
 
-from services.scheduler.events import RankLost
 from shared.messages import BlocksRestored, CachedPrefix, RestoreBlocks
 from tests.unit.scheduler.cache.cache_requests import (
     PROMPT,
@@ -17,6 +16,7 @@ from tests.unit.scheduler.cache.cache_requests import (
     run_request,
 )
 from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.rank_failures import lose_rank, restart_ranks
 from tests.unit.scheduler.reference_rank import Block, ReferenceRank
 from tests.unit.scheduler.world_factory import MakeWorld
 
@@ -210,10 +210,8 @@ def test_new_epoch_restores_checkpoints(make_world: MakeWorld) -> None:
     world.submit("a", PROMPT, 120)
     while len(world.tokens["a"]) < 60:
         world.step()
-    victim = next(iter(world.ranks))
-    world.ranks.pop(victim)
-    world.tell(RankLost(victim, "killed"))
-    world.start_rank(0)
+    lose_rank(world)
+    restart_ranks(world)
     world.settle()
     assert world.tokens["a"] == completion(PROMPT, 120)
     assert read_metrics(world)["cache_hit_tokens_ssd_total"] == 96

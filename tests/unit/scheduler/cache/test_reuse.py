@@ -5,7 +5,7 @@ Reference ranks check every plan: the KV of each reused token is that of the pro
 
 import pytest
 
-from services.scheduler.events import RankLost, TimePassed
+from services.scheduler.events import TimePassed
 from shared.messages import CachedPrefix, RequestFinished, RequestRejected
 from tests.unit.scheduler.cache.cache_requests import (
     PROMPT,
@@ -14,6 +14,7 @@ from tests.unit.scheduler.cache.cache_requests import (
     run_request,
 )
 from tests.unit.scheduler.in_memory_world import RankSetup, completion
+from tests.unit.scheduler.rank_failures import lose_rank, restart_ranks
 from tests.unit.scheduler.world_factory import MakeWorld
 
 
@@ -156,10 +157,8 @@ def test_new_epoch_has_no_resident_blocks(make_world: MakeWorld) -> None:
     """Restarted ranks hold no blocks; the index still knows the texts."""
     world = make_world()
     run_request(world, "a", PROMPT)
-    victim = next(iter(world.ranks))
-    world.ranks.pop(victim)
-    world.tell(RankLost(victim, "killed"))
-    world.start_rank(0)
+    lose_rank(world)
+    restart_ranks(world)
     assert run_request(world, "b", PROMPT) == 0
     assert world.cached["b"].miss == "evicted"
     assert run_request(world, "c", PROMPT) == 99
@@ -171,10 +170,8 @@ def test_other_model_clears_index(make_world: MakeWorld) -> None:
     world = make_world()
     run_request(world, "a", PROMPT)
     world.hardware.fingerprint = "another"
-    victim = next(iter(world.ranks))
-    world.ranks.pop(victim)
-    world.tell(RankLost(victim, "killed"))
-    world.start_rank(0)
+    lose_rank(world)
+    restart_ranks(world)
     assert run_request(world, "b", PROMPT) == 0
     assert world.cached["b"].miss == "new"
     changes = [line for line in world.log_lines if line.event == "blocks_of_another_namespace"]
@@ -186,10 +183,8 @@ def test_other_draft_model_keeps_block_namespace(make_world: MakeWorld) -> None:
     world = make_world(hardware=RankSetup(fingerprint="f"))
     run_request(world, "a", PROMPT)
     world.hardware.fingerprint = "f+draft"
-    victim = next(iter(world.ranks))
-    world.ranks.pop(victim)
-    world.tell(RankLost(victim, "killed"))
-    world.start_rank(0)
+    lose_rank(world)
+    restart_ranks(world)
     assert run_request(world, "b", PROMPT) == 0
     assert not [line for line in world.log_lines if line.event == "blocks_of_another_namespace"]
 
