@@ -28,7 +28,7 @@ HostRole = Literal["gateway", "scheduler", "cache_store"]
 
 
 class ClusterEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ports that all hosts use."""
+    """The ports at which the scheduler and rank 0 of jaccl listen, known to all hosts."""
 
     bus_port: Annotated[int, Meta(ge=1, le=65_534)] = 7610
     """Port of the scheduler for gateways. The next port is for ranks."""

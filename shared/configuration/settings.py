@@ -33,7 +33,7 @@ class PathsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The served model."""
+    """The served model: its place, its name in the API, its context and the type of weights."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4_096)] = "demo"
     """A local folder, a Hugging Face id, or "demo" for the built-in model."""

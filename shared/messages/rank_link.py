@@ -78,7 +78,7 @@ class JoinWorld(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 class RankLoading(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: this rank's progress in joining and loading."""
+    """Fact: how far this rank has come in joining the world and loading its shard."""
 
     stage: Literal["joining", "downloading", "loading", "warming"]
     loaded: Annotated[float, Meta(ge=0.0, le=1.0)]

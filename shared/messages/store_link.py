@@ -99,7 +99,7 @@ class CommitBlocks(
 class BlocksCommitted(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Answer to CommitBlocks. A refused file is deleted."""
+    """Answer to CommitBlocks. A file refused for its content or for lack of room is deleted."""
 
     name: FileName
     accepted: bool

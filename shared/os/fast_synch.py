@@ -53,7 +53,7 @@ def mlx_version() -> str:
 
 
 def proof_file() -> Path:
-    """Return the path of this user's file, in the cache folder that also holds blocks."""
+    """Return the path of this user's file of proven builds, in the same cache folder as blocks."""
     return platformdirs.user_cache_path("lockstep") / FILE_NAME
 
 

@@ -149,7 +149,7 @@ class Listener(_Link[M]):
         self.send_body(peer, codec.encode(message), epoch)
 
     def send_body(self, peer: PeerId, body: bytes, epoch: int = 0) -> None:
-        """Send one peer a message encoded by `codec.encode`, once for several. Raises as `send`."""
+        """Send an encoded message, which several peers can share, to one. Raises as `send`."""
         if (session := self._sessions.get(peer)) is None:
             raise PeerUnknown(f"no session with {peer!r}")
         now_s = self._clock.now()

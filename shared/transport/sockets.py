@@ -56,7 +56,7 @@ def load_keys(folder: Path) -> Keys | None:
     """Return this host's keys, None if it has none.
 
     Raises:
-        ConfigError: when they are inconsistent, or other users can access them.
+        ConfigError: when public and secret key do not match, or other users can access them.
     """
     secret = keys.read_secret(folder)
     if secret is None:

@@ -60,7 +60,8 @@ class Commits:
     def finish(self, event: FileTaken, now_s: float, off_cause: str) -> None:
         """Index a renamed file, so that its records can be located, and answer the rank.
 
-        A file that was not renamed, or finds no room, is deleted and its commit refused.
+        A file that was not renamed, or finds no room, is deleted and its commit refused. If the
+        store is off meanwhile, the commit is refused and no file is touched.
 
         Args:
             event: the result of TakeOverFile.

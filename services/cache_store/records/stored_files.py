@@ -191,15 +191,15 @@ class StoredFiles:
         ]
 
     def release(self, peer: PeerId, query_id: int) -> None:
-        """Release the pins of a query, and remove files that only they have kept."""
+        """Release the pins of a query, and carry out the file removals that waited for them."""
         self._remove_released(self.pins.release(peer, query_id))
 
     def release_all(self, peer: PeerId) -> None:
-        """Release all pins of a peer, and remove files that only they have kept."""
+        """Release all pins of a peer, and carry out the file removals that waited for them."""
         self._remove_released(self.pins.release_all(peer))
 
     def can_make_room(self, size_bytes: int) -> bool:
-        """Return True when `make_room` would succeed: pinned files leave enough of the limit."""
+        """Return True when `size_bytes` fit below the limit beside all pinned files."""
         indexed = (file for key in self.pins if (file := self.index.get(key)) is not None)
         pending = sum(size for size, _ in self._pending_removal.values())
         return sum(file.size_bytes for file in indexed) + pending + size_bytes <= self.bytes_max
