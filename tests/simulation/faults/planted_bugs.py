@@ -145,7 +145,7 @@ def a_rank_outlives_its_scheduler(stack: ExitStack) -> None:
 
 
 @planted_bug
-def nobody_watches_steps(stack: ExitStack) -> None:
+def hung_steps_are_not_noticed(stack: ExitStack) -> None:
     """Neither the rank's watchdog nor the scheduler's deadline ends a step that hangs."""
     replace(stack, Watchdog, "check", lambda self: None)
     replace(stack, InFlightSteps, "overdue_reason", lambda self, now_s: None)
@@ -275,7 +275,7 @@ def a_slot_is_not_given_back(stack: ExitStack) -> None:
 
 
 @planted_bug
-def ranks_are_not_told_who_left(stack: ExitStack) -> None:
+def plans_omit_dropped_sequences(stack: ExitStack) -> None:
     """A plan omits one dropped sequence."""
     real = RunningSequences.take_dropped
 
@@ -306,7 +306,7 @@ def a_block_in_use_is_evicted(stack: ExitStack) -> None:
 
 
 @planted_bug
-def a_draft_row_lacks_nothing(stack: ExitStack) -> None:
+def unread_draft_row_tokens_are_ignored(stack: ExitStack) -> None:
     """Drafts are requested although the draft row has not read all tokens of the sequence's row."""
     replace(stack, speculation_planner, "_unread_tokens", lambda sequence, drafting: 0)
 
