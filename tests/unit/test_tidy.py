@@ -147,7 +147,7 @@ def test_modules_say_what_lives_there() -> None:
 
 
 def test_tests_state_their_promise() -> None:
-    """Every test function has a docstring that says what is promised."""
+    """Every test function has a docstring that states the promise."""
     silent = [
         function.place
         for name, facts in _facts().items()
