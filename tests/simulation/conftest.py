@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.scheduler.world_factory import MakeWorld, world_factory
+from tests.unit.scheduler.support.world_factory import MakeWorld, world_factory
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.simulation.processes.process import Process
 from tests.simulation.processes.rank_process import RankEnvironment, RankProcess
 from tests.simulation.processes.scheduler_process import SchedulerProcess
 from tests.simulation.processes.supervisor import Supervisor
-from tests.unit.scheduler.reference_rank import BYTES_PER_TOKEN, REPEAT_MARKER, WorldTraits
+from tests.unit.scheduler.support.reference_rank import BYTES_PER_TOKEN, REPEAT_MARKER, WorldTraits
 
 DEADLINE_STATUS = 504
 """HTTP status of a request whose own deadline has passed."""

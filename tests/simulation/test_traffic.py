@@ -10,10 +10,10 @@ from shared import limits
 from shared.messages import RequestFinished, Speculation
 from tests.simulation.checks.plan_limits import FORWARD_LIMITS, check_plan_sizes
 from tests.support.effort import cases
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
-from tests.unit.scheduler.rank_failures import lose_rank, restart_ranks
-from tests.unit.scheduler.reference_rank import REPEAT_MARKER
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.support.rank_failures import lose_rank, restart_ranks
+from tests.unit.scheduler.support.reference_rank import REPEAT_MARKER
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 PlannedRequest = tuple[list[int], int, tuple[int, ...]]
 """Prompt, longest completion and stop ids of a request."""

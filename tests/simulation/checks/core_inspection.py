@@ -3,7 +3,7 @@
 from services.scheduler.core import SchedulerCore
 from services.scheduler.world.world import WorldState
 from shared.messages import StatusReported
-from tests.unit.scheduler.reference_rank import ReferenceRank
+from tests.unit.scheduler.support.reference_rank import ReferenceRank
 
 
 def epoch(core: SchedulerCore) -> int:

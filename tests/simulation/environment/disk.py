@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from shared.messages import BlocksRestored, BlocksSpilled, Message, RestoreBlocks
-from tests.unit.scheduler.reference_rank import Block, ReferenceRank
+from tests.unit.scheduler.support.reference_rank import Block, ReferenceRank
 
 DiskFault = Literal["", "slow", "late", "damaged", "lossy", "off", "silent"]
 DISK_FAULTS: tuple[DiskFault, ...] = ("slow", "late", "damaged", "lossy", "off", "silent")

@@ -12,7 +12,7 @@ from services.gateway.tokenizing.tool_calls import ParsedCall
 from shared.messages import Sampling, SubmitRequest
 from tests.simulation.environment.event_heap import EventHeap, Violation
 from tests.simulation.processes.gateway_process import GatewayProcess
-from tests.unit.scheduler.reference_rank import completion
+from tests.unit.scheduler.support.reference_rank import completion
 
 _FIRST_CHARACTER = 0x4E00
 RETRY_S = 0.1

@@ -23,7 +23,7 @@ from tests.simulation.environment.disk import BlockIo, Disk
 from tests.simulation.environment.event_heap import EventHeap
 from tests.simulation.environment.network import Network
 from tests.simulation.processes.process import Process
-from tests.unit.scheduler.reference_rank import (
+from tests.unit.scheduler.support.reference_rank import (
     BYTES_PER_TOKEN,
     DRAFT_BYTES_PER_TOKEN,
     VOCABULARY,

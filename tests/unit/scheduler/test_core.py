@@ -15,8 +15,13 @@ from services.scheduler.events import (
 )
 from shared.identifiers import PeerId
 from shared.messages import RankFailed, RequestFailed, RequestFinished, RequestRejected
-from tests.unit.scheduler.in_memory_world import GATEWAY, VOCABULARY, InMemoryWorld, completion
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import (
+    GATEWAY,
+    VOCABULARY,
+    InMemoryWorld,
+    completion,
+)
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def finished(world: InMemoryWorld, request_id: str) -> RequestFinished:

@@ -53,7 +53,7 @@ from shared.messages import (
 )
 from shared.transport import codec
 from tests.support.effort import cases
-from tests.unit.scheduler.rank_messages import HELLO, READY
+from tests.unit.scheduler.support.rank_messages import HELLO, READY
 from tests.unit.shared.messages.message_strategies import instances
 
 _TO_GATEWAY: codec.Decoder[Any] = codec.Decoder(ToGateway)

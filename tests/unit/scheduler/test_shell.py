@@ -31,7 +31,7 @@ from shared.messages import (
 )
 from shared.transport.links import Connected, Dialer, Received
 from tests.support.waiting import wait_until
-from tests.unit.scheduler.rank_messages import HELLO, READY
+from tests.unit.scheduler.support.rank_messages import HELLO, READY
 
 WAIT_S = 30.0
 

@@ -12,8 +12,8 @@ from services.scheduler.events import (
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, StatusReported
-from tests.unit.scheduler.in_memory_world import GATEWAY
-from tests.unit.scheduler.rank_messages import READY, rank_hello
+from tests.unit.scheduler.support.in_memory_world import GATEWAY
+from tests.unit.scheduler.support.rank_messages import READY, rank_hello
 
 LARGE_RANK = msgspec.structs.replace(
     READY,

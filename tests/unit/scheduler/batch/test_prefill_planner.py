@@ -1,7 +1,7 @@
 """Choice of prompt tokens for each step."""
 
 from shared import limits
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def test_long_prefill_does_not_stop_decodes(make_world: MakeWorld) -> None:

@@ -5,9 +5,9 @@ import pytest
 
 from services.scheduler.events import RankMessageReceived
 from shared.messages import StepFinished
-from tests.unit.scheduler.in_memory_world import completion
-from tests.unit.scheduler.rank_failures import query_status, restart_ranks
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import completion
+from tests.unit.scheduler.support.rank_failures import query_status, restart_ranks
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def test_repeated_receipt_is_ignored_and_counted(make_world: MakeWorld) -> None:

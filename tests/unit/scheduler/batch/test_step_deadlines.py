@@ -11,8 +11,8 @@ from services.scheduler.events import RankLost, RankMessageReceived, TimePassed
 from shared import limits
 from shared.identifiers import PeerId
 from shared.messages import RankLoading, RequestFailed, RequestFinished
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, completion
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, completion
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def step_work(chunk: int = 0, decodes: int = 0, position: int = 0, rows: int = 256) -> StepWork:

@@ -2,9 +2,9 @@
 
 from services.scheduler.events import TimePassed
 from shared.messages import StepPlan
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
-from tests.unit.scheduler.reference_rank import Block
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.support.reference_rank import Block
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 Disks = dict[int, dict[bytes, Block]]
 SSD = {"ssd": True}

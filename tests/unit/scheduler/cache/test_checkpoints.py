@@ -15,10 +15,10 @@ from tests.unit.scheduler.cache.cache_requests import (
     read_metrics,
     run_request,
 )
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
-from tests.unit.scheduler.rank_failures import lose_rank, restart_ranks
-from tests.unit.scheduler.reference_rank import Block, ReferenceRank
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.support.rank_failures import lose_rank, restart_ranks
+from tests.unit.scheduler.support.reference_rank import Block, ReferenceRank
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 Disks = dict[int, dict[bytes, Block]]
 CHECKPOINT_BYTES = 300

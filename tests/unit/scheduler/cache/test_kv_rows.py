@@ -9,7 +9,7 @@ from services.scheduler.cache.kv_rows import RowBudget, Rows, smallest_budget
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId, Slot
 from shared.messages import RankReady
-from tests.unit.scheduler.rank_messages import READY
+from tests.unit.scheduler.support.rank_messages import READY
 
 
 def make_rows(tokens: int = 10_000, slots: int = 8, step: int = 64) -> Rows:

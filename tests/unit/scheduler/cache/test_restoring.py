@@ -15,9 +15,9 @@ from tests.unit.scheduler.cache.cache_requests import (
     restart_world,
     run_request,
 )
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
-from tests.unit.scheduler.reference_rank import ReferenceRank
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.support.reference_rank import ReferenceRank
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

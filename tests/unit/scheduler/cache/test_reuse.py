@@ -13,9 +13,9 @@ from tests.unit.scheduler.cache.cache_requests import (
     read_metrics,
     run_request,
 )
-from tests.unit.scheduler.in_memory_world import RankSetup, completion
-from tests.unit.scheduler.rank_failures import lose_rank, restart_ranks
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import RankSetup, completion
+from tests.unit.scheduler.support.rank_failures import lose_rank, restart_ranks
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

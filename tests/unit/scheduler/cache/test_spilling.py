@@ -9,7 +9,7 @@ from tests.unit.scheduler.cache.cache_requests import (
     restart_world,
     run_request,
 )
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def test_refusing_store_is_probed_with_one_block(make_world: MakeWorld) -> None:

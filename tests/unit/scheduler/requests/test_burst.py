@@ -5,8 +5,8 @@ import pytest
 from services.scheduler.batch.step_timing import StepTiming
 from services.scheduler.events import GatewayMessageReceived, TimePassed
 from shared.messages import AbortRequest, RequestRejected
-from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld, completion
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld, completion
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def _admitted(world: InMemoryWorld) -> list[int]:

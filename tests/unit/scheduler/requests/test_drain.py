@@ -18,8 +18,8 @@ from shared.messages import (
     RequestRejected,
     StatusReported,
 )
-from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld, completion
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld, completion
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 OPERATOR = PeerId(b"operator-1f")
 

@@ -6,10 +6,10 @@ from typing import Literal
 import pytest
 
 from shared.messages import RequestFinished, RequestRejected, Speculation
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
-from tests.unit.scheduler.rank_failures import query_status
-from tests.unit.scheduler.reference_rank import REPEAT_MARKER
-from tests.unit.scheduler.world_factory import world_factory
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.support.rank_failures import query_status
+from tests.unit.scheduler.support.reference_rank import REPEAT_MARKER
+from tests.unit.scheduler.support.world_factory import world_factory
 
 ServerMethod = Literal["off", "ngram", "draft_model", "eagle"]
 RequestedMethod = Literal["default", "off", "ngram", "draft_model", "eagle"]

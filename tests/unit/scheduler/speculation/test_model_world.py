@@ -7,14 +7,14 @@ import pytest
 
 from services.scheduler.cache.kv_rows import RowBudget
 from shared.messages import RequestFinished, Speculation
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
-from tests.unit.scheduler.rank_failures import query_status
-from tests.unit.scheduler.reference_rank import (
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.support.rank_failures import query_status
+from tests.unit.scheduler.support.reference_rank import (
     BYTES_PER_TOKEN,
     DRAFT_BYTES_PER_TOKEN,
     REPEAT_MARKER,
 )
-from tests.unit.scheduler.world_factory import MakeWorld, world_factory
+from tests.unit.scheduler.support.world_factory import MakeWorld, world_factory
 
 PROMPT = list(range(200, 240))
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from shared.messages import RequestFinished, Speculation
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup, completion
-from tests.unit.scheduler.rank_failures import query_status
-from tests.unit.scheduler.reference_rank import REPEAT_MARKER
-from tests.unit.scheduler.world_factory import MakeWorld, world_factory
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, RankSetup, completion
+from tests.unit.scheduler.support.rank_failures import query_status
+from tests.unit.scheduler.support.reference_rank import REPEAT_MARKER
+from tests.unit.scheduler.support.world_factory import MakeWorld, world_factory
 
 COPY = [REPEAT_MARKER, 9, *range(100, 112)]
 PROSE = [5, 6, 7, 8]

@@ -53,7 +53,8 @@ def test_server_without_speculation_allows_ngrams_only() -> None:
 )
 def test_request_method_must_be_configured(method: str, is_allowed: bool) -> None:
     """A method that the server does not have is off."""
-    found = measured_speculator().new_draft_state([1], Speculation(method=method))  # type: ignore[arg-type]
+    wish = Speculation(method=method)  # type: ignore[arg-type]
+    found = measured_speculator().new_draft_state([1], wish)
     assert (found is not None) == is_allowed
 
 

@@ -11,7 +11,7 @@ from services.scheduler.world.canary_comparison import explain_difference, expla
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import CanaryFinding, JoinWorld, LeaveWorld, RankFailed, RankReady
-from tests.unit.scheduler.rank_messages import READY, rank_hello
+from tests.unit.scheduler.support.rank_messages import READY, rank_hello
 
 SUM, PROMPT = "sum of 4 KiB of float32", "prompt of 4,500 tokens"
 REPORT = msgspec.structs.replace(READY, kv_budget_bytes=10_000_000, context_tokens_max=10_000)

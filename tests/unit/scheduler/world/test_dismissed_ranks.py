@@ -14,9 +14,9 @@ from services.scheduler.events import (
 from services.scheduler.world import dismissed_ranks
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, StatusReported
-from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld
-from tests.unit.scheduler.rank_messages import HELLO
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld
+from tests.unit.scheduler.support.rank_messages import HELLO
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def dismissed_pids(world: InMemoryWorld) -> list[int]:

@@ -17,8 +17,8 @@ from services.scheduler.world import recovery
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import Epoch, PeerId
 from shared.messages import JoinWorld, QueryStatus, RankFailed, RankLoading, StatusReported
-from tests.unit.scheduler.in_memory_world import GATEWAY
-from tests.unit.scheduler.rank_messages import rank_hello
+from tests.unit.scheduler.support.in_memory_world import GATEWAY
+from tests.unit.scheduler.support.rank_messages import rank_hello
 
 MATRIX = [[None, "rdma_en5"], ["rdma_en4", None]]
 

@@ -12,10 +12,15 @@ from shared.configuration.loading import config_from_tree
 from shared.errors import RanksUnreachable, UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld, RankFailed, RequestFailed, RequestRejected
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, completion
-from tests.unit.scheduler.rank_failures import fail_rank, lose_rank, query_status, restart_ranks
-from tests.unit.scheduler.rank_messages import READY, rank_hello
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, completion
+from tests.unit.scheduler.support.rank_failures import (
+    fail_rank,
+    lose_rank,
+    query_status,
+    restart_ranks,
+)
+from tests.unit.scheduler.support.rank_messages import READY, rank_hello
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def failure_of(world: InMemoryWorld, name: str) -> RequestFailed:

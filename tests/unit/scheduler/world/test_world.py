@@ -15,9 +15,9 @@ from shared.messages import (
     RankLoading,
     RequestRejected,
 )
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, completion
-from tests.unit.scheduler.rank_messages import HELLO, READY
-from tests.unit.scheduler.world_factory import MakeWorld
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, completion
+from tests.unit.scheduler.support.rank_messages import HELLO, READY
+from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def join_orders(core: SchedulerCore, peer: bytes, hello: RankHello) -> dict[bytes, JoinWorld]:

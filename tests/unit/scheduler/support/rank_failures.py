@@ -5,7 +5,7 @@ from typing import Literal
 from services.scheduler.events import GatewayMessageReceived, RankLost, RankMessageReceived
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankFailed, StatusReported
-from tests.unit.scheduler.in_memory_world import GATEWAY, InMemoryWorld
+from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld
 
 
 def lose_rank(world: InMemoryWorld, victim: PeerId | None = None) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shared.configuration.loading import config_from_tree
-from tests.unit.scheduler.in_memory_world import InMemoryWorld, RankSetup
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, RankSetup
 
 MakeWorld = Callable[..., InMemoryWorld]
 

@@ -48,8 +48,8 @@ from shared.messages import (
     TokensGenerated,
 )
 from shared.transport import codec
-from tests.unit.scheduler.rank_messages import HELLO
-from tests.unit.scheduler.reference_rank import (
+from tests.unit.scheduler.support.rank_messages import HELLO
+from tests.unit.scheduler.support.reference_rank import (
     BYTES_PER_TOKEN,
     DRAFT_BYTES_PER_TOKEN,
     VOCABULARY,
