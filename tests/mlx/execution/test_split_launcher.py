@@ -211,7 +211,7 @@ def test_draft_step_behind_split_step_copies_no_rows(
     assert mx.get_peak_memory() - before < keys_bytes // 2
 
 
-def test_drafts_and_kept_blocks_are_not_split(six_layer_model: nn.Module) -> None:
+def test_step_with_drafts_or_kept_blocks_is_launched_unsplit(six_layer_model: nn.Module) -> None:
     """Steps with drafts or kept blocks are not split and do not finish the step before."""
     driver = _driver(six_layer_model)
     driver.step(**_joining_plan(1, 1))

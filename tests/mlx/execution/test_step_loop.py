@@ -298,7 +298,7 @@ def test_first_step_is_reported_once(scheduler: Scheduler) -> None:
     assert scheduler.receipts_at_first_step == [1]
 
 
-def test_prefill_that_waits_for_device_is_not_launched_ahead(
+def test_prefill_whose_launch_blocks_on_device_waits_for_previous_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A long prefill of divided experts starts after all earlier results are sent.
