@@ -46,7 +46,15 @@ def build(service: CompletionService) -> web.Application:
 
 @web.middleware
 async def handle_request(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer a request, send the end of the response, and stop counting the request."""
+    """Route a request, send its response to the end, and stop counting the request as open.
+
+    It runs around every handler: checks origin and API key first, and turns errors into responses
+    with OpenAI's error body.
+
+    Args:
+        request: the HTTP request.
+        handler: answers the request on its path.
+    """
     service = request.app[SERVICE]
     try:
         response = await _respond(service, request, handler)
@@ -117,7 +125,7 @@ async def health(_: web.Request) -> web.Response:
 
 
 async def readiness(request: web.Request) -> web.Response:
-    """Answer GET /readyz: 200 when new requests are served, else 503 with the reason."""
+    """Answer GET /readyz: 200 when new requests are served, else 503; the body has the reason."""
     reason = request.app[SERVICE].status.unready_reason()
     content = {"ready": not reason, "reason": reason}
     response = _json(content, status=503 if reason else 200)
@@ -127,7 +135,7 @@ async def readiness(request: web.Request) -> web.Response:
 
 
 async def status(request: web.Request) -> web.Response:
-    """Answer GET /v1/lockstep/status with readiness and the scheduler's last report."""
+    """Answer GET /v1/lockstep/status with readiness and the scheduler's last status."""
     return _json(request.app[SERVICE].status.as_json())
 
 

@@ -20,7 +20,7 @@ class LogprobEntry:
 
 
 class CompletionText:
-    """Text of one completion: decodes its tokens, and ends it before the first stop string."""
+    """Text of one completion: decodes its tokens and cuts the text before the first stop string."""
 
     def __init__(
         self,
@@ -78,7 +78,12 @@ class CompletionText:
         return text, is_stopped
 
     def finish(self) -> tuple[str, bool]:
-        """Return the text held back, and whether a stop string was found in it, which ends it."""
+        """Decode the end of the completion, when no more tokens follow.
+
+        Returns:
+            The text that was held back, and whether it contained a stop string; the text then ends
+            before that string.
+        """
         rest = self._detokenizer.finish()
         self._decoded_chars += len(rest)
         is_stopped = False
@@ -90,10 +95,11 @@ class CompletionText:
         return rest, is_stopped
 
     def take_logprobs(self, *, is_final: bool = False) -> list[LogprobEntry]:
-        """Return and remove, in order, the entries of tokens whose text has been returned.
+        """Remove and return the entries of tokens whose text has been returned, in token order.
 
         Args:
-            is_final: return the other entries too; set when no stop string ended the text.
+            is_final: take the remaining entries too; set at the end if no stop string ended the
+                text.
         """
         sent: list[LogprobEntry] = []
         while self._entries and (is_final or self._entries[0].start_chars < self._sent_chars):

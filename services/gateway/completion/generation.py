@@ -13,7 +13,10 @@ from shared.messages import CachedPrefix, SubmitRequest, TokenLogprobs
 
 
 class TextSink(Protocol):
-    """Receiver of a generation's text: an event stream, or a body sent at the end."""
+    """Receiver of the text, tool calls and ends of a generation's choices.
+
+    `EventStream` sends them as server-sent events; `BodyCollector` keeps them for one body.
+    """
 
     def add_text(self, choice: "Choice", text: str, logprobs: list[LogprobEntry]) -> None:
         """Add a piece of one choice's text.
@@ -36,7 +39,7 @@ class TextSink(Protocol):
         ...
 
     def end_choice(self, choice: "Choice") -> None:
-        """Handle the end of a choice; `choice.finish_reason` is set."""
+        """Receive the end of a choice, after its last text; `choice.finish_reason` is set."""
         ...
 
 
@@ -57,7 +60,7 @@ class Usage:
 
 
 class Choice:
-    """One completion, which is one request to the scheduler.
+    """One completion of an HTTP request; to the scheduler it is one request.
 
     Keeps every token, so that a restarted scheduler can continue the completion.
     """
@@ -146,31 +149,33 @@ class Choice:
         return is_stopped
 
     def count_past_end(self, tokens: int) -> None:
-        """Count the accepted drafts of one step that came after the completion's end.
+        """Count accepted drafts of one step that came after a stop string had ended the completion.
 
         Args:
             tokens: number of the step's tokens after the end. The last of them was sampled by the
-                model itself, so it is no draft.
+                model itself, so it is not counted as a draft.
         """
         self.drafts_past_end += max(0, tokens - 1)
 
     def set_draft_counts(self, drafts_accepted: int, drafts_rejected: int) -> None:
-        """Store how many drafts were accepted and rejected; those past the end count as rejected.
+        """Store how many draft tokens were accepted and rejected over the whole completion.
+
+        Accepted drafts after the completion's end count as rejected.
 
         Args:
-            drafts_accepted: drafts that the scheduler counted as accepted.
-            drafts_rejected: drafts that the scheduler counted as rejected.
+            drafts_accepted: draft tokens that the scheduler counted as accepted.
+            drafts_rejected: draft tokens that the scheduler counted as rejected.
         """
         past_end = min(self.drafts_past_end, drafts_accepted)
         self.drafts_accepted = drafts_accepted - past_end
         self.drafts_rejected = drafts_rejected + past_end
 
     def finish(self, finish_reason: str) -> None:
-        """Pass the rest of the text to the sink and end the completion.
+        """Pass the text that was held back to the sink and end the completion.
 
         Args:
-            finish_reason: the scheduler's `stop` or `length`. A stop string in the rest of the text
-                makes it `stop`, and tool calls turn `stop` into `tool_calls`.
+            finish_reason: the scheduler's `stop` or `length`. A stop string in the text that was
+                held back makes it `stop`, and tool calls turn `stop` into `tool_calls`.
         """
         text, is_stopped = self.text.finish()
         entries = self.text.take_logprobs(is_final=not is_stopped)
@@ -200,7 +205,7 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request. Wakes waiting tasks when they begin, end or fail."""
+    """All choices of one HTTP request, with events for their first token, their end and failure."""
 
     def __init__(self, name: str, prompts: list[Prompt], sink: TextSink) -> None:
         """Begin without choices; the caller sets `choices`.
@@ -227,7 +232,7 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Sum of the lengths of the request's prompts in tokens; each prompt counts once."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
     def raise_if_failed(self) -> None:
@@ -252,13 +257,13 @@ class Generation:
         self.started.set()
 
     def update_ended(self) -> None:
-        """Set `ended` and `started` if every choice has a finish reason."""
+        """Set the events `ended` and `started` if every choice has a finish reason."""
         if all(choice.finish_reason for choice in self.choices):
             self.ended.set()
             self.started.set()
 
     def update_confirmed(self) -> None:
-        """Set `confirmed` if the scheduler has confirmed every end."""
+        """Set the event `confirmed` if the scheduler has reported the end of every choice."""
         if all(choice.is_confirmed for choice in self.choices):
             self.confirmed.set()
 

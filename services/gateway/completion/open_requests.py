@@ -48,9 +48,9 @@ _NO_LOGPROBS: list[list[TokenLogprobs]] = [[]]
 
 
 class OpenRequests:
-    """All open choices by request id: sends them, resumes them after a restart, and aborts them.
+    """All choices that the scheduler has not ended yet, by the id of their request to it.
 
-    Passes the tokens and ends that the scheduler reports to the choices.
+    Sends them, resumes them after a restart, aborts them, and gives them their tokens and ends.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class OpenRequests:
         """Refuse a new request while the scheduler's queue is known to be full.
 
         Raises:
-            ApiError: 429 when the queue was full a moment ago and no request has left it since.
+            ApiError: 429 when the scheduler rejected a request as `queue_full` less than
+                `FULL_MEMORY_S` ago and none has left the queue since.
         """
         error = self._queue.error()
         if error is not None:
@@ -98,14 +99,14 @@ class OpenRequests:
             raise error
 
     async def submit(self, generation: Generation, prompt_param: str) -> None:
-        """Send all choices of a generation, after waiting for the scheduler if it is away.
+        """Send all choices of a generation to the scheduler, after waiting for it if it is away.
 
         Args:
             generation: the choices.
-            prompt_param: the request field with the prompt, for errors.
+            prompt_param: name of the request field that holds the prompt, for errors.
 
         Raises:
-            ApiError: 429 when the queue is full; 503 when the scheduler is away or does not keep
+            ApiError: 429 when the queue is full; 503 when the scheduler stays away or does not keep
                 up.
         """
         self.check_queue()
@@ -122,11 +123,11 @@ class OpenRequests:
         self.send(generation, prompt_param)
 
     def send(self, generation: Generation, prompt_param: str) -> None:
-        """Send all choices of a generation to the scheduler now.
+        """Send all choices of a generation to the scheduler now, without waiting for it.
 
         Args:
             generation: the choices.
-            prompt_param: the request field with the prompt, for errors.
+            prompt_param: name of the request field that holds the prompt, for errors.
 
         Raises:
             ApiError: 503 when there is no session or the scheduler does not keep up.
@@ -153,7 +154,7 @@ class OpenRequests:
                 self._abort(choice, "abort")
 
     def fail_all(self, message: str) -> None:
-        """Fail all submitted requests with a 503 and this message; end the wait of all others."""
+        """Fail the choices sent to the scheduler with a 503 `message`; end the wait in `submit`."""
         self._status.cancel_waits()
         for choice in list(self._choices.values()):
             choice.generation.fail(errors.unavailable(message, 5.0))
@@ -163,7 +164,7 @@ class OpenRequests:
         self._link.close()
 
     def handle(self, events: Events) -> None:
-        """Handle the link's events in order, then write the events that the streams collected."""
+        """Handle received messages and session changes in order, then write all buffered events."""
         now_s = self._clock.now()
         for event in events:
             match event:

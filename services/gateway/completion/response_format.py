@@ -10,7 +10,7 @@ from services.gateway.tokenizing.tool_calls import ParsedCall
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResponseMetadata:
-    """Fields that every chunk of one response repeats."""
+    """Id, time, model and options of one response, which every chunk of its stream repeats."""
 
     name: str
     """Id of the response."""
@@ -26,7 +26,7 @@ class ResponseMetadata:
 
 @dataclasses.dataclass(slots=True)
 class FinishedChoice:
-    """One choice of a response that is not streamed."""
+    """One ended choice of a response that is sent as one body."""
 
     index: int
     """Number of the choice, counted from 0 over all prompts."""
@@ -40,16 +40,19 @@ class FinishedChoice:
 
 
 class ResponseFormat(Protocol):
-    """Serializer of one endpoint's responses: makes server-sent events and whole bodies."""
+    """Serializer of one endpoint's responses: makes server-sent events and whole bodies.
+
+    In all methods `index` is the number of a choice, counted from 0 over all prompts.
+    """
 
     def first_event(self, index: int) -> bytes:
-        """Return the first event of choice `index`, b"" for no event."""
+        """Return the event that begins choice `index`, b"" if the endpoint sends none."""
         ...
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes of a text event of choice `index` around the text: (before, after).
+        """Return the bytes before and after the text in every text event of choice `index`.
 
-        The text itself is a JSON string between them.
+        The caller writes the text between them as a JSON string.
         """
         ...
 
@@ -74,15 +77,15 @@ class ResponseFormat(Protocol):
         ...
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
-        """Return the event that ends choice `index` and states why."""
+        """Return the event that ends choice `index` with its finish reason."""
         ...
 
     def keepalive_event(self, index: int) -> bytes:
-        """Return an event of choice `index` with an empty text."""
+        """Return an event of choice `index` with empty text, to keep the connection open."""
         ...
 
     def usage_event(self, usage: Usage) -> bytes:
-        """Return the event with the token counts of the request and no choices."""
+        """Return the event with the request's token counts; its list of choices is empty."""
         ...
 
     def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:

@@ -32,7 +32,7 @@ _log = Log("gateway.streaming")
 
 
 class FlushList:
-    """Streams that have collected events which are not written yet."""
+    """Event streams with buffered events, which are written to their connections together."""
 
     def __init__(self) -> None:
         self._streams: list[EventStream] = []
@@ -42,16 +42,18 @@ class FlushList:
         self._streams.append(stream)
 
     def flush(self) -> None:
-        """Write the collected events of every stream in the list and empty the list."""
+        """Write the buffered events of every stream in the list and empty the list."""
         streams, self._streams = self._streams, []
         for stream in streams:
             stream.flush()
 
 
 class EventStream:
-    """One response as server-sent events: collects its generation's text and writes it.
+    """One response as server-sent events: buffers events and writes them to the connection.
 
-    Closes the connection of a client that reads too slowly.
+    It is the sink of its generation. Each call buffers an event for the next `flush`, which writes
+    all events of one receive from the scheduler at once. A client that reads too slowly is
+    disconnected.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class EventStream:
         self._key = ""
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
-        """Collect an event with a piece of a choice's text and its log probabilities, if any."""
+        """Buffer an event for the next `flush`: text with its log probabilities, if any."""
         if logprobs:
             self._add(self._format.logprobs_event(choice.index, text, logprobs))
             return
@@ -100,17 +102,24 @@ class EventStream:
             self._flush_list.add(self)
 
     def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
-        """Collect an event with a choice's tool call; `number` counts its calls from 0."""
+        """Buffer an event for the next `flush`: a complete tool call of a choice.
+
+        Args:
+            choice: the choice that the call belongs to.
+            number: position of the call among the choice's calls, counted from 0.
+            call: the call.
+        """
         self._add(self._format.call_event(choice.index, number, call))
 
     def end_choice(self, choice: Choice) -> None:
-        """Collect the event that ends a choice and has its finish reason."""
+        """Buffer the event for the next `flush` that ends a choice and states its finish reason."""
         self._add(self._format.finish_event(choice.index, choice.finish_reason))
 
     def flush(self) -> None:
-        """Write the collected events to the connection as one HTTP chunk, once headers were sent.
+        """Write the buffered events to the connection; keep them before the headers were sent.
 
-        Closes the connection if its client has too many bytes unread or has stopped reading.
+        Disconnects a client that has left too many bytes unread, or has read nothing for
+        `STALL_TIMEOUT_S`.
         """
         self._is_listed = False
         transport = self._transport
@@ -150,16 +159,17 @@ class EventStream:
     async def run(
         self, request: web.Request, generation: Generation, keepalive_s: float, *, has_usage: bool
     ) -> web.StreamResponse:
-        """Send the response until the generation ends, and return it.
+        """Send the headers and all events until the generation has ended; return the response.
 
         Args:
             request: the request that is answered.
             generation: the generation whose sink is this stream.
-            keepalive_s: seconds without an event after which an empty one is sent.
-            has_usage: send the token counts in a last event.
+            keepalive_s: seconds without an event after which an event with empty text is sent.
+            has_usage: send the token counts in an event before the final `[DONE]`.
 
         Raises:
-            ApiError: when the generation failed before anything was sent.
+            ApiError: when the generation failed before anything was sent. A later failure becomes
+                the stream's last event.
         """
         await _within(generation.started, keepalive_s)
         generation.raise_if_failed()
@@ -222,7 +232,7 @@ class EventStream:
 
 
 class BodyCollector:
-    """Texts, log probabilities and tool calls of a generation, collected for one body."""
+    """Sink of a generation whose response is one body: keeps each choice's parts until the end."""
 
     def __init__(self, choice_count: int) -> None:
         self.texts: list[list[str]] = [[] for _ in range(choice_count)]
@@ -239,10 +249,12 @@ class BodyCollector:
         self.calls[choice.index].append(call)
 
     def end_choice(self, choice: Choice) -> None:
-        """Do nothing: the body is made when all choices have ended."""
+        """Do nothing: the caller makes the body when all choices have ended."""
 
     async def wait(self, generation: Generation) -> None:
-        """Wait until the generation has ended, and up to `CONFIRM_WAIT_S` for its token counts.
+        """Wait until all choices have ended, then for the scheduler's token counts.
+
+        The second wait takes at most `CONFIRM_WAIT_S`; it is needed only after a stop string.
 
         Raises:
             ApiError: when the generation failed.

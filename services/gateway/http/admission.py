@@ -28,7 +28,11 @@ new connection, 4 for a kept one."""
 
 
 class AdmittedRequest:
-    """One admitted HTTP request with the body bytes that it has reserved."""
+    """One admitted HTTP request, and the memory reserved for its body in bytes.
+
+    The memory is reserved while the body arrives and until the prompt has been encoded to token
+    ids.
+    """
 
     __slots__ = ("_admission", "_is_encoding", "_reserved_bytes", "is_read")
 
@@ -40,25 +44,29 @@ class AdmittedRequest:
         """The whole request was read, so a drain waits for its response."""
 
     def reserve_body(self, body_bytes: int) -> None:
-        """Reserve the body's bytes; each call replaces the number of the call before.
+        """Reserve memory for the request's body; each call replaces the number of the call before.
 
         Args:
             body_bytes: length of the whole body, as announced or as received so far.
 
         Raises:
-            ApiError: 429 when all bodies together would be too large.
+            ApiError: 429 when the bodies of all open requests would exceed `BODIES_BYTES_MAX`.
         """
         self._admission.reserve_bytes(body_bytes - self._reserved_bytes)
         self._reserved_bytes = body_bytes
 
     def mark_read(self) -> None:
-        """Record that the whole request was read and its prompt is not encoded yet."""
+        """Record that the whole request was read and its prompt is not encoded to token ids yet."""
         self.is_read = self._is_encoding = True
         self._admission.unanswered += 1
         self._admission.encoding += 1
 
     def release_body(self) -> None:
-        """Release the reserved bytes and stop counting the request as being encoded. Idempotent."""
+        """Release the memory reserved for the request's body. Idempotent.
+
+        Call it when the prompt has become token ids or the request has failed: the request then no
+        longer counts as one whose prompt is being encoded.
+        """
         self._admission.reserve_bytes(-self._reserved_bytes)
         self._reserved_bytes = 0
         self._admission.encoding -= self._is_encoding
@@ -69,7 +77,10 @@ ADMITTED = web.RequestKey("admitted", AdmittedRequest)
 
 
 class AdmissionControl:
-    """Limits on the HTTP requests that are open at once and on the bytes of their bodies."""
+    """Limits on the HTTP requests that are open at once and on the memory for their bodies.
+
+    A request is open from `admit`, before its body is read, until `remove`, after its response.
+    """
 
     def __init__(self, requests_max: int, status: StatusBoard) -> None:
         """Begin without requests.
@@ -88,12 +99,16 @@ class AdmissionControl:
         """Requests that were read completely and whose prompts are not token ids yet."""
 
     def admit(self, request: web.Request) -> AdmittedRequest:
-        """Count a request as open before its body is read, if it may be.
+        """Count a request as open before its body is read, or refuse it.
 
-        The caller must call `remove` afterwards.
+        The caller must call `remove` when the request has been answered or has failed.
+
+        Returns:
+            The record with which the request's body reserves memory; it is also stored in
+            `request`.
 
         Raises:
-            ApiError: 503 while draining; 429 when too many requests are open.
+            ApiError: 503 while the gateway shuts down; 429 when too many requests are open.
         """
         self.check_capacity(1, self._admitted)
         admitted = AdmittedRequest(self)
@@ -102,13 +117,16 @@ class AdmissionControl:
         return admitted
 
     def release_body(self, request: web.Request) -> None:
-        """Release the bytes reserved for the body of a request, if it was admitted."""
+        """Release the memory reserved for a request's body. Does nothing if it was not admitted."""
         admitted = request.get(ADMITTED)
         if admitted is not None:
             admitted.release_body()
 
     def remove(self, request: web.Request) -> None:
-        """Stop counting a request that was answered. Does nothing if it was not admitted."""
+        """Stop counting an answered or failed request as open, and release the memory of its body.
+
+        Does nothing if the request was not admitted.
+        """
         admitted = request.get(ADMITTED)
         if admitted is not None:
             admitted.release_body()
@@ -116,10 +134,14 @@ class AdmissionControl:
             self.unanswered -= admitted.is_read
 
     def check_capacity(self, count: int, open_count: int) -> None:
-        """Refuse `count` more requests if they and the `open_count` open ones exceed the limit.
+        """Refuse more requests if they and the open ones exceed the limit `requests_max`.
+
+        Args:
+            count: number of new HTTP requests, or of new completions.
+            open_count: number of open ones of the same kind.
 
         Raises:
-            ApiError: 503 while draining; 429 when too many requests are open.
+            ApiError: 503 while the gateway shuts down; 429 when the sum exceeds the limit.
         """
         if self._status.is_draining:
             error = errors.unavailable("The server is shutting down.", DRAINING_RETRY_S)
@@ -129,10 +151,11 @@ class AdmissionControl:
             raise _full("Too many requests are open.", REQUESTS_RETRY_S)
 
     async def more_requests_expected(self) -> bool:
-        """Return whether another request was read whose prompt is still being encoded.
+        """Return whether another request will soon be sent to the scheduler.
 
-        Such a request is submitted soon. Before returning False, wait a few turns of the event
-        loop, in which new requests may be read.
+        That is so while another request has been read completely and its prompt is being encoded.
+        Before returning False, waits up to seven turns of the event loop, in which requests may be
+        read.
         """
         for _ in range(_TURNS_MAX):
             if self.encoding:
@@ -141,10 +164,13 @@ class AdmissionControl:
         return self.encoding > 0
 
     def reserve_bytes(self, more_bytes: int) -> None:
-        """Add to the bytes of all bodies; a negative number releases bytes.
+        """Add to the memory reserved for the bodies of all open requests.
+
+        Args:
+            more_bytes: bytes to add; a negative number releases bytes.
 
         Raises:
-            ApiError: 429 when all bodies together would be too large.
+            ApiError: 429 when the sum would exceed `BODIES_BYTES_MAX`.
         """
         if more_bytes > 0 and self._body_bytes + more_bytes > BODIES_BYTES_MAX:
             raise _full("Too many request bodies are being read.", BODIES_RETRY_S)
@@ -154,8 +180,8 @@ class AdmissionControl:
 class FullQueue:
     """The scheduler's last `queue_full` rejection, repeated to new requests for a short time.
 
-    A rejection by the scheduler costs reading a body, encoding a prompt and two messages. Until one
-    of this gateway's requests leaves the queue, the next request would be rejected too.
+    A new rejection by the scheduler would cost reading a body, encoding a prompt and two messages.
+    Until one of this gateway's requests leaves the queue, the next request would be rejected too.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -164,16 +190,22 @@ class FullQueue:
         self._until_s = 0.0
 
     def note_full(self, rejection: RequestRejected) -> None:
-        """Remember a rejection with cause `queue_full` for `FULL_MEMORY_S` seconds."""
+        """Store a rejection with cause `queue_full`, to repeat it for `FULL_MEMORY_S` seconds."""
         self._rejection = rejection
         self._until_s = self._clock.now() + FULL_MEMORY_S
 
     def note_moved(self) -> None:
-        """Forget the rejection: a request was admitted or ended, so a place may be free."""
+        """Discard the stored rejection, because the queue may have a free place.
+
+        Call it when a request of this gateway was admitted or has ended, or the session was lost.
+        """
         self._rejection = None
 
     def error(self) -> ApiError | None:
-        """Return the 429 that a new request gets, None when the scheduler must decide."""
+        """Return the 429 that repeats the stored rejection, None without one or after its time.
+
+        None means that the request must be sent to the scheduler, which accepts or rejects it.
+        """
         if self._rejection is None or self._clock.now() >= self._until_s:
             return None
         return errors.rejected(self._rejection, "")

@@ -37,20 +37,26 @@ class ChatFormat:
         return self._event(index, b'{"content":%b}' % orjson.dumps(text), logprobs)
 
     def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
-        """Return an event with call `number` of the choice, counted from 0, as a whole."""
+        """Return an event with one complete tool call of choice `index`.
+
+        Args:
+            index: number of the choice, counted from 0.
+            number: position of the call among the choice's calls, counted from 0.
+            call: the call.
+        """
         delta = {"tool_calls": [{"index": number, **_tool_call(call)}]}
         return self._event(index, orjson.dumps(delta))
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
-        """Return the event that ends choice `index` and states why."""
+        """Return the event that ends choice `index` with its finish reason."""
         return self._event(index, b"{}", finish=b'"%b"' % finish_reason.encode())
 
     def keepalive_event(self, index: int) -> bytes:
-        """Return an event of choice `index` with an empty text."""
+        """Return an event of choice `index` with empty text, to keep the connection open."""
         return self._event(index, b'{"content":""}')
 
     def usage_event(self, usage: Usage) -> bytes:
-        """Return the event with the token counts of the request and no choices."""
+        """Return the event with the request's token counts; its list of choices is empty."""
         return _usage_event(self._start, usage)
 
     def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
@@ -101,7 +107,7 @@ class CompletionFormat:
         self._end = _event_end(metadata)
 
     def first_event(self, index: int) -> bytes:
-        """Return an event with the echoed prompt of choice `index`, b"" without `echo`."""
+        """Return an event with the prompt of choice `index`; b"" unless the request set `echo`."""
         echo = self._echo(index)
         return self._event(index, orjson.dumps(echo)) if echo else b""
 
@@ -119,15 +125,15 @@ class CompletionFormat:
         raise InvariantBroken(f"completion {index} has tool call {number}: {call.name}")
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
-        """Return the event that ends choice `index` and states why."""
+        """Return the event that ends choice `index` with its finish reason."""
         return self._event(index, b'""', finish=b'"%b"' % finish_reason.encode())
 
     def keepalive_event(self, index: int) -> bytes:
-        """Return an event of choice `index` with an empty text."""
+        """Return an event of choice `index` with empty text, to keep the connection open."""
         return self._event(index, b'""')
 
     def usage_event(self, usage: Usage) -> bytes:
-        """Return the event with the token counts of the request and no choices."""
+        """Return the event with the request's token counts; its list of choices is empty."""
         return _usage_event(self._start, usage)
 
     def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
