@@ -103,7 +103,9 @@ def cache_store(sources: SettingSources) -> int:
 
 @contextlib.contextmanager
 def process_file_held(config: Config, name: str, *, by_pid: bool = False) -> Iterator[None]:
-    """Keep the file of this process in the run folder, by which `lockstep restart` finds it.
+    """Keep a file with this process's id in the run folder while the block runs.
+
+    `lockstep restart` finds the process by it.
 
     Until the role installs its own handlers, SIGTERM and Ctrl-C end the process at once and remove
     the file: no request has been accepted yet.

@@ -110,10 +110,11 @@ def make_jobs(options: JobOptions, environment: Mapping[str, str]) -> list[Job]:
 
     Args:
         options: options of the command.
-        environment: environment of this process; a setting in it is an error, as jobs lack it.
+        environment: environment variables of this process; settings among them are refused,
+            because jobs do not inherit them.
 
     Raises:
-        ConfigError: when the settings do not suffice for jobs.
+        ConfigError: when a setting is wrong or is in `environment`, or a job lacks a path.
         UsageError: when options contradict each other.
     """
     sources = options.sources

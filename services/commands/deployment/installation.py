@@ -52,6 +52,7 @@ def find_installation(
 
     Raises:
         UsageError: when `config_file` and `inventory_file` are both None.
+        ConfigError: when the inventory is wrong, or no user is named and the caller is root.
     """
     host = HostEntry(name="this-machine")
     if inventory_file is not None:

@@ -28,18 +28,21 @@ class KVRoom:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes that KV rows may use; 0 where the weights leave none."""
+        """Bytes that this rank's KV rows may use: kv_bytes_max, if set, else a share.
+
+        The share is KV_SHARE of the memory that the weights leave. 0 if they leave none.
+        """
         free = max(0, self.usable_bytes - self.weights_bytes)
         return min(free, self.kv_bytes_max) if self.kv_bytes_max else int(KV_SHARE * free)
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes that neither weights nor KV rows use, for activations and MLX itself."""
+        """Bytes of usable memory left for activations and MLX, beside weights and KV rows."""
         return max(0, self.usable_bytes - self.weights_bytes - self.budget_bytes)
 
     @property
     def rows(self) -> RowBudget:
-        """The same budget in the form in which the scheduler counts rows."""
+        """`budget_bytes` with the bytes per token and per row, as the scheduler's own type."""
         return RowBudget(
             bytes_max=self.budget_bytes,
             bytes_per_token=self.kv.per_token,
@@ -55,10 +58,11 @@ class KVRoom:
         return self.budget_bytes // row if row else 2**31 - 1
 
     def longest(self, step: int) -> int:
-        """Return the length in tokens of the longest row that fits alone; 0: none fits.
+        """Return the tokens of the longest sequence that fits if no other runs; 0: none fits.
 
         Args:
-            step: tokens by which rows grow; a longer row's length is rounded down to a multiple.
+            step: number of tokens by which a row's array grows; a result above it is rounded down
+                to a multiple of it.
         """
         if self.weights_bytes > self.usable_bytes or self.budget_bytes < self.kv.per_row:
             return 0
@@ -66,11 +70,13 @@ class KVRoom:
         return longest - longest % step if longest > step else longest
 
     def short_bytes(self, sequences: int, tokens: int) -> int:
-        """Return how many bytes this rank lacks for weights and KV rows; 0: they fit.
+        """Return how many more bytes this rank needs to hold weights and KV rows; 0: they fit.
+
+        With `kv_bytes_max` set and too small for the rows, it is what that limit lacks.
 
         Args:
-            sequences: number of rows.
-            tokens: length of each row.
+            sequences: number of rows, one per sequence.
+            tokens: length of each row in tokens.
         """
         wanted = self.rows.row_bytes(sequences, tokens)
         if self.kv_bytes_max and wanted > self.kv_bytes_max:

@@ -60,7 +60,10 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inputs:
-    """Settings, device, ranks and requested sequences of one plan; options have their defaults."""
+    """Input of one memory plan: settings, device, ranks and the sequences that must fit.
+
+    Options that the command line leaves out have their defaults here.
+    """
 
     config: Config
     kind: DeviceKind

@@ -36,12 +36,15 @@ class ChosenSplit:
 def choose(
     model: PlannedModel, memory: Sequence[RankMemory], asked: MemoryDemand
 ) -> ChosenSplit | None:
-    """Choose the best split for the requested sequences, in the order of the module docstring.
+    """Choose the best split for the requested sequences.
+
+    Unquantized KV comes before quantized KV, then a split within layers on more ranks before one
+    on fewer, then whole experts before matrices; a pipeline of layers comes last.
 
     Args:
         model: the model.
         memory: memory of each rank that may be used.
-        asked: the requested sequences.
+        asked: number and length of the sequences that must fit, and `kv_bits` (0: try all).
 
     Returns:
         The best split that holds all of them; without one, the split with the longest single
@@ -121,12 +124,13 @@ def recommendation(
 def sequence_fits(
     model: PlannedModel, choice: ChosenSplit, asked: MemoryDemand, context_max: int
 ) -> list[SequenceFit]:
-    """Count the sequences that run at once under the chosen split, for several lengths.
+    """Return how many sequences of each of several lengths fit at once under the chosen split.
 
     Args:
         model: the model.
         choice: from `choose`.
-        asked: the requested sequences, whose `kv_bits` (0: all bits) are shown beside the choice.
+        asked: its `kv_bits` (0: every possible value) are counted too, besides those of `choice`;
+            its number and length of sequences are not used.
         context_max: longest context that the model allows, in tokens.
 
     Returns:

@@ -138,7 +138,7 @@ def kv_rooms(
         model: the model.
         sharding: how the model is divided; it must be possible.
         memory: memory of each rank, in order of ranks.
-        asked: the bits of KV and its limit; number and length of sequences are not used.
+        asked: its `kv_bits` and `kv_bytes_max` are used, number and length of sequences are not.
 
     Returns:
         One element per rank.

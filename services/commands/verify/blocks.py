@@ -22,7 +22,10 @@ FIRST_ID, IDS = 32, 128
 
 
 class LongPrompt:
-    """Checks of the cache with one prompt of two and a half blocks that is new to it."""
+    """Checks that blocks of a prompt are stored, reused from the cache, and restored from SSD.
+
+    All send the same prompt, two and a half blocks long, of which the cache has no block at first.
+    """
 
     def __init__(self, cluster: VerifiedCluster) -> None:
         self._cluster = cluster

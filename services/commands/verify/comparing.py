@@ -24,12 +24,15 @@ class Divergence(Struct, frozen=True, kw_only=True):
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether the gap is at most NEAR_TIE_NATS, so that rounding alone can explain it."""
+        """Whether both tokens were almost equally likely, so that rounding can explain it.
+
+        True when their log probabilities differ by at most NEAR_TIE_NATS.
+        """
         return self.gap is not None and self.gap <= NEAR_TIE_NATS
 
     @property
     def text(self) -> str:
-        """The difference in words, with the number of the token from 1."""
+        """Predicate with the token's number, from 1, and how much less likely it was, in nats."""
         if self.gap is None:
             return f"token {self.place + 1} is not among the 5 likeliest"
         return f"token {self.place + 1} was {self.gap:.2f} nats less likely"
@@ -38,8 +41,12 @@ class Divergence(Struct, frozen=True, kw_only=True):
 def divergence(first: HttpAnswer, second: HttpAnswer) -> Divergence | None:
     """Return the first token in which two completions differ; None if they are equal.
 
-    Texts and reasons for the end are compared too. If one completion ends where the other
-    continues, the gap is that of the two likeliest tokens there.
+    They are equal if tokens, text and finish_reason are equal. If one completion ends where the
+    other continues, the result's `gap` is estimated from the two likeliest tokens at that place.
+
+    Args:
+        first: answer to the prompt, whose log probabilities give the gap.
+        second: another answer to it.
     """
     if (first.tokens, first.text, first.finish_reason) == (
         second.tokens,

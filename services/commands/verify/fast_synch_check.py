@@ -19,15 +19,19 @@ Setting = Literal["auto", "on", "off"]
 def judge_fast_synch(
     setting: Setting, ranks: Sequence[RankStatus], host: str, path: Path, system: str
 ) -> TimedCheck:
-    """Judge whether the file of proofs holds a proof for each rank of this host.
+    """Judge whether MLX_METAL_FAST_SYNCH=1 is recorded as proven for the ranks of this host.
 
-    A start without `world.metal_fast_synch = "on"` is a FAIL, a host without Metal a SKIP.
+    A proof is an entry in a file of this host, one per combination of macOS build, MLX version and
+    GPU. A rank adds it after its world has passed the canary and run a step with that variable set.
+
+    SKIP if no rank here computes on Metal; FAIL if this Lockstep was started with another setting
+    than "on", or a rank's combination has no entry; else PASS.
 
     Args:
-        setting: `world.metal_fast_synch` of this start.
-        ranks: status of each rank of the world that serves.
-        host: this machine's name.
-        path: file that holds this host's proofs.
+        setting: value of `world.metal_fast_synch` in the running Lockstep.
+        ranks: status of every rank of the running world; those of other hosts are ignored.
+        host: this machine's name, as ranks report it.
+        path: the file of proofs.
         system: name of the platform, as in `sys.platform`.
     """
     name = judging.FAST_SYNCH

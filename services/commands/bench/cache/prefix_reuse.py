@@ -71,10 +71,14 @@ def repeats_for(repeats: int, length: int) -> int:
 
 
 def add_ratios(case: Case) -> None:
-    """Add ratios between contenders to a case, repeat by repeat.
+    """Add ratios between contenders to a case, one value per repeat.
 
-    They divide the time to first token with a hit by that without, the stack's by the peer's, and
-    the rate at which restores read by that of plain file reads.
+    They are the time to first token with the prefix cached divided by that without, the same time
+    of Lockstep divided by that of mlx_lm.server, and the bytes per second at which Lockstep
+    restores blocks from SSD divided by those of plain reads of the block files.
+
+    Args:
+        case: the repeats of all contenders; receives the ratios.
     """
     for contender in (MEMORY, SSD, RESTARTED):
         case.add_ratio("ttft_ms", contender, COLD)
@@ -198,12 +202,14 @@ class _PrefixStack:
 
 
 def resident_bytes(stored_bytes: int, tokens: int, length: int, ranks: int) -> int:
-    """Return the bytes of memory per rank that the blocks of 1.2 prefixes need.
+    """Return the bytes per rank of a memory for blocks that one prefix fills almost alone.
+
+    It holds RESIDENT_PREFIXES prefixes, so that other prompts push the prefix out to SSD.
 
     Args:
-        stored_bytes: bytes of `tokens` tokens on SSD, over all ranks.
-        tokens: number of stored tokens.
-        length: tokens of a prefix.
+        stored_bytes: measured bytes on SSD of the blocks of `tokens` tokens, over all ranks.
+        tokens: number of tokens whose blocks were measured.
+        length: tokens of the prefix.
         ranks: world size.
     """
     return int(stored_bytes / tokens / ranks * length * RESIDENT_PREFIXES)

@@ -16,7 +16,10 @@ from services.commands.bench.measuring.processes import MeasuredProcess, free_po
 
 
 class RankProcesses:
-    """The child processes of one world of ranks; each order goes to all, and all answer it."""
+    """The child processes of one world of ranks that a benchmark runs without a scheduler.
+
+    Each measurement is ordered by a JSON object that goes to all ranks, and all answer it.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,9 @@ class RankProcesses:
 
     def request(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Send an order to all ranks, wait for all and return their answers in rank order.
+
+        Args:
+            order: arguments of one measurement, which each rank gets as a JSON line.
 
         Raises:
             UnavailableError: when a rank ends before it answers.

@@ -72,19 +72,20 @@ class StepTimesFile:
         os.close(descriptor)
 
     def set_pace(self, step_s: float, *, spins: bool, queued: bool) -> None:
-        """Set how the device runs its steps and for how long; delete all recorded steps.
+        """Set how the rank's simulated device runs steps and for how long; delete recorded steps.
 
         Call it only while no step runs.
 
         Args:
             step_s: duration of a step in seconds.
             spins: compute hashes during a step instead of sleeping.
-            queued: use a device thread with its own queue.
+            queued: run steps on a thread with a queue, in which the next plan can wait as on a
+                GPU; False: on the thread that also writes the receipts.
         """
         HEADER.pack_into(self._memory, 0, step_s, spins, queued, 0)
 
     def pace(self) -> tuple[float, bool, bool]:
-        """Return seconds per step, whether the device spins, and whether it is queued."""
+        """Return (seconds per step, spins, queued), as `set_pace` has set them."""
         step_s, spins, queued, _ = HEADER.unpack_from(self._memory, 0)
         return step_s, bool(spins), bool(queued)
 

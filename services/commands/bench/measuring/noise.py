@@ -35,8 +35,8 @@ def measure_with_retries(
 ) -> tuple[T, float | None]:
     """Call `measure`, and call it again while other processes disturbed it, up to `tries` times.
 
-    A measurement is disturbed when processes other than this one and its descendants used more
-    than FOREIGN_CORES_MAX cores during it; its result does not matter.
+    A measurement was disturbed if processes other than this one and its descendants used more than
+    FOREIGN_CORES_MAX cores during it. Its result is not considered.
 
     Args:
         measure: takes one measurement and returns its result.

@@ -126,7 +126,8 @@ class FakeScheduler:
         Args:
             streams: number of requests.
             tokens_each: number of tokens per request.
-            window_steps: largest number of steps whose tokens the clients have not yet read.
+            window_steps: number of steps whose tokens may be sent before the clients have read
+                them; sending pauses beyond it.
             timeout_s: longest time for everything, in seconds.
 
         Raises:
@@ -196,6 +197,8 @@ class FakeScheduler:
 
 def measure(plan: GatewayPlan) -> Report:
     """Measure tokens/s of one gateway for each number of streams and of steps in flight.
+
+    A step is in flight from the sending of its tokens until the clients have read them.
 
     Raises:
         UnavailableError: when the gateway does not start or loses tokens.

@@ -109,7 +109,7 @@ class SchedulerTestbed:
 
     Args:
         name: name of the contender, also part of the log files' names.
-        plans_in_flight: step plans that the scheduler sends ahead, 1 or 2.
+        plans_in_flight: largest number of step plans that the rank has not answered yet, 1 or 2.
         log_folder: folder for the logs of both processes.
     """
 
@@ -223,7 +223,8 @@ class SchedulerTestbed:
 def measure(plan: StepsPlan) -> Report:
     """Measure how long the device idles between steps with one and with two plans in flight.
 
-    Both schedulers run in turn for every step duration and kind of device.
+    A plan in flight is a step plan that a rank has not answered yet. There is one case per step
+    duration and kind of simulated device, in which both schedulers are measured in turn.
 
     Raises:
         UnavailableError: when a scheduler does not start or answer.

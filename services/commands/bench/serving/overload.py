@@ -118,9 +118,10 @@ def make_plan(options: BenchmarkOptions) -> OverloadPlan:
 
 
 def measure(plan: OverloadPlan) -> Report:
-    """Measure goodput and refusals at each multiple of the rate that the stack can serve.
+    """Measure tokens/s of served requests, and refusals, when more arrive than can be served.
 
-    Each repeat measures the peak first, because the rate of arrivals depends on it.
+    Each repeat first measures the stack's highest tokens/s with as many clients as slots, then
+    sends requests at a multiple of that rate; there is one case per multiple.
 
     Raises:
         UnavailableError: when the stack does not start, or an answer is neither complete nor a

@@ -234,7 +234,7 @@ def require_equal_work(answer: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftTotals:
-    """Numbers of rows with verified drafts and of accepted drafts, summed over all methods."""
+    """Counts of verified and accepted drafts, summed over all drafting methods."""
 
     rows: int
     """Rows whose drafts were verified; one row is one sequence in one step."""

@@ -96,7 +96,7 @@ def verdict_notes(case: Case) -> list[str]:
 def draw_wave(
     requests: RequestGenerator, random: Random, number: int, left: int, new_tokens: int
 ) -> list[list[dict[str, Any]]]:
-    """Return the next wave of requests: per client the fields of its bodies, at most `left`.
+    """Draw the next wave, a set of requests that 1 to 8 clients send at the same time.
 
     Args:
         requests: generates requests of one kind.
@@ -104,6 +104,10 @@ def draw_wave(
         number: number of the wave, from 0, which determines its number of clients.
         left: number of requests that are still to be made.
         new_tokens: upper limit of `max_tokens`, which is drawn for each request.
+
+    Returns:
+        Per client the fields of the bodies that it sends one after the other; `left` in total at
+        most.
     """
     clients = 1 + number % _CLIENTS_MAX
     wave: list[list[dict[str, Any]]] = []

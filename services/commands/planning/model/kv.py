@@ -33,9 +33,12 @@ class KVPart:
     """Whether tensor sharding divides the heads over ranks."""
 
     def numbers(self, ranks: int = 1) -> int:
-        """Return how many numbers one of `ranks` ranks stores per token.
+        """Return how many numbers each rank stores per token if heads are divided over `ranks`.
 
-        A part of a head is rounded up to a whole one.
+        A part of a head counts as a whole one. If the heads are not divided, each rank stores all.
+
+        Args:
+            ranks: number of ranks.
         """
         heads = math.ceil(self.heads / ranks) if self.divides else self.heads
         return heads * self.dim

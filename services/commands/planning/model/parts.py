@@ -27,12 +27,12 @@ _PIECES = frozenset({"weight", "scales", "biases", "bias"})
 
 
 def part_of(name: str, *, tied_to_ranks: bool = True) -> Part:
-    """Return whether ranks can divide the tensor `name`, as a matrix or by whole experts.
+    """Return how ranks share one tensor of a layer, judged by its name.
 
     Args:
-        name: within its layer, for example `mlp.experts.3.up_proj.weight`.
-        tied_to_ranks: True: matrices of routed experts count as plain matrices, of which every
-            rank has a part; False: they count as experts, which ranks hold whole.
+        name: the tensor's name within its layer, such as `mlp.experts.3.up_proj.weight`.
+        tied_to_ranks: True (tensor sharding): each rank has a part of every routed expert's
+            matrices; False (expert sharding): each rank has all matrices of some routed experts.
 
     Returns:
         "whole": every rank holds all of it; "tensor": each rank holds a part of the matrix or
