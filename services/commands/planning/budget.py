@@ -28,9 +28,9 @@ class KVRoom:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes that this rank's KV rows may use: kv_bytes_max, if set, else a share.
+        """Bytes that this rank's KV rows may use, of the memory that its weights leave.
 
-        The share is KV_SHARE of the memory that the weights leave. 0 if they leave none.
+        That is at most `kv_bytes_max` if it is set, else the share KV_SHARE.
         """
         free = max(0, self.usable_bytes - self.weights_bytes)
         return min(free, self.kv_bytes_max) if self.kv_bytes_max else int(KV_SHARE * free)

@@ -32,7 +32,7 @@ class Divergence(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Predicate with the token's number, from 1, and how much less likely it was, in nats."""
+        """Sentence with the token's number, from 1, and by how many nats it was less likely."""
         if self.gap is None:
             return f"token {self.place + 1} is not among the 5 likeliest"
         return f"token {self.place + 1} was {self.gap:.2f} nats less likely"

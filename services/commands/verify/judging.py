@@ -155,8 +155,8 @@ def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> TimedCheck
         first: the first answer.
         second: the second one.
         others: number of requests of other clients that ran meanwhile, which change the batch's
-            shape. If any ran, the answers may differ after a token for which the other answer's
-            was almost as likely (`Divergence.is_near_tie`).
+            shape. If any ran, the answers may differ from a token on that was almost as likely
+            as the other answer's (`Divergence.is_near_tie`).
     """
     name = AGAIN
     found = divergence(first, second)
@@ -172,7 +172,7 @@ def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> TimedCheck
 def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> TimedCheck:
     """Judge greedy requests that ran at once: each answer must equal that of the request alone.
 
-    They may differ after a token for which the other answer's was almost as likely
+    They may differ from a token on that was almost as likely as the other answer's
     (`Divergence.is_near_tie`), because a batch of another shape rounds differently.
 
     Args:

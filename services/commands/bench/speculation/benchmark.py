@@ -234,7 +234,7 @@ def require_equal_work(answer: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftTotals:
-    """Counts of verified and accepted drafts, summed over all drafting methods."""
+    """Counts of rows whose drafts were verified and of accepted drafts, over all methods."""
 
     rows: int
     """Rows whose drafts were verified; one row is one sequence in one step."""
