@@ -48,7 +48,9 @@ def _ring(size: int, entry: Any = "en1") -> list[list[Any]]:
           ["c", None, "e", None]], "ring"),
     ],
 )  # fmt: skip
-def test_mesh_and_ring_are_accepted(rows: list[list[Any]], topology: str) -> None:
+def test_device_matrices_of_meshes_and_rings_are_accepted(
+    rows: list[list[Any]], topology: str
+) -> None:
     """Meshes and rings with one or several cables between hosts pass; the JSON does not change."""
     matrix = device_matrix.parse(json.dumps(rows))
 
