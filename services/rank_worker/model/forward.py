@@ -195,12 +195,13 @@ class Forward:
         )[0]
 
     def splits_last_chunk(self, count: int) -> bool:
-        """Tell whether a prompt's last token needs a forward of its own, without the others.
+        """Tell whether a prompt's last token must be computed in a forward of its own.
 
-        True for long chunks of families whose head cannot be computed for one position.
+        True if the head cannot be computed for one position only, and the chunk has more than
+        FULL_LOGITS_TOKENS_MAX tokens.
 
         Args:
-            count: number of tokens in the last chunk.
+            count: number of tokens in the prompt's last chunk.
         """
         return not self._can_select and count > FULL_LOGITS_TOKENS_MAX
 

@@ -16,7 +16,7 @@ from services.rank_worker.model.forward import can_select_positions
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnshardedTraits:
-    """Properties of the whole model that determine rows and batches; equal on all ranks."""
+    """Properties of the whole model by which all ranks arrange rows and batches in the same way."""
 
     row_kind: RowKind
     """Kind of KV rows: plain or not, and whether they can be shortened or need checkpoints."""
@@ -25,7 +25,9 @@ class UnshardedTraits:
 
 
 def read_traits(model: nn.Module) -> UnshardedTraits:
-    """Return the traits of a model by building some forward passes; nothing is computed.
+    """Return a model's kind of KV rows, and whether its head can compute selected positions.
+
+    Both are found by building forwards that are never computed.
 
     Args:
         model: the model with all of its layers and lazy parameters; not changed.

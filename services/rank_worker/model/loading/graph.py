@@ -19,7 +19,7 @@ from services.rank_worker.model.loading.tensor_slices import Shape, SlicedArray
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """The stored numbers that a parameter is made of, and the dtypes that they are cast to."""
+    """Which slices of stored tensors a parameter is made of, and the dtypes they are cast to."""
 
     array: SlicedArray
     dtype: mx.Dtype
@@ -28,10 +28,11 @@ class WeightOrigin:
     """Types that the numbers are cast to, one after the other."""
 
     def moved(self, array: SlicedArray | None) -> "WeightOrigin | None":
-        """Return the origin with the same casts and other slices of the stored tensors.
+        """Return the origin with the same stored dtype and casts, made of other slices.
 
         Args:
-            array: the slices; None if they cannot be described, which gives None.
+            array: the new slices, for example after a transpose; None (they cannot be described)
+                gives None.
         """
         return None if array is None else dataclasses.replace(self, array=array)
 
@@ -40,7 +41,12 @@ class WeightOrigin:
         return dataclasses.replace(self, casts=(*self.casts, dtype))
 
     def viewed(self, dtype: mx.Dtype) -> "WeightOrigin | None":
-        """Return the origin with its stored bytes read as another dtype; None after a cast."""
+        """Return the origin with its stored bytes read as another dtype, like `array.view(dtype)`.
+
+        Returns:
+            None after a cast, or when the bytes of a larger item are not adjacent in the stored
+            tensor.
+        """
         array = None if self.casts else tensor_slices.reinterpret(self.array, dtype.size)
         return None if array is None else WeightOrigin(array, dtype, ())
 
@@ -51,7 +57,7 @@ class WeightOrigin:
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the numbers as they are stored."""
+        """Bytes that the numbers take in the weight files, before any cast."""
         return math.prod(self.array.shape) * self.array.item_bytes
 
 

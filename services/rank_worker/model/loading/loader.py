@@ -60,7 +60,7 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model that is built and split, with its memory needs, before its weights are read."""
+    """A model that is built and split, with its memory needs and where to read its weights."""
 
     model: nn.Module
     fingerprint: str
@@ -74,10 +74,10 @@ class OpenedModel:
     """See `LoadedModel.traits`."""
 
     def read(self, report: Report) -> LoadedModel:
-        """Read the weights. To be called once.
+        """Read the weights into the model. To be called once.
 
         Args:
-            report: called with the stage and the fraction done, 0 to 1.
+            report: called with the stage "loading" and the fraction of bytes loaded, 0 to 1.
 
         Raises:
             ConfigError: when the weights cannot be read or do not fit into memory.

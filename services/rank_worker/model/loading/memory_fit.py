@@ -39,14 +39,14 @@ def rank_memory_bytes(device: Device, ranks_on_host: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Memory that a model's weights and KV take on this rank, in bytes."""
+    """Bytes that a model takes on this rank: its weights, and its KV per token and per row."""
 
     weight_bytes: int
     kv_bytes_per_token: int = 0
     kv_bytes_per_row: int = 0
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the KV bytes of one row of this many tokens."""
+        """Return the KV bytes on this rank of one row with this many tokens."""
         return self.kv_bytes_per_row + self.kv_bytes_per_token * tokens
 
 

@@ -17,7 +17,7 @@ Axis = tuple[int, int, int]
 
 
 class FileRead(NamedTuple):
-    """One read of a file, and the memory that it fills."""
+    """One read of a weight file: bytes of a stored tensor, and their places in an array."""
 
     tensor: int
     """Index of the stored tensor."""
@@ -32,7 +32,7 @@ class FileRead(NamedTuple):
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from the first to the last in the file, gaps included."""
+        """Bytes in the file from the first to the last one needed, gaps between runs included."""
         return _span(self.axes, self.run_bytes)
 
 

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class TensorSlice(NamedTuple):
-    """A box of an array whose items are evenly spaced in one stored tensor."""
+    """A rectangular part of an array, with items evenly spaced in one stored tensor."""
 
     tensor: int
     """Index of the stored tensor."""
@@ -29,7 +29,7 @@ class TensorSlice(NamedTuple):
 
 
 class SlicedArray(NamedTuple):
-    """An array that is made of slices. They cover it completely and do not overlap."""
+    """An array described by the slices of stored tensors that fill it without overlap."""
 
     shape: Shape
     item_bytes: int
@@ -38,10 +38,10 @@ class SlicedArray(NamedTuple):
 
 
 def whole_tensor(tensor: int, shape: Shape, item_bytes: int) -> SlicedArray:
-    """Return a whole stored tensor as an array.
+    """Describe a whole stored tensor as an array of one slice.
 
     Args:
-        tensor: index of the stored tensor.
+        tensor: number of the stored tensor, which its slices refer to.
         shape: its shape; the tensor is row-major.
         item_bytes: size of one item.
     """

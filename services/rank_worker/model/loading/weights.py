@@ -44,7 +44,7 @@ class SlicedWeight:
 
     @property
     def temporary_bytes(self) -> int:
-        """Memory that loading takes in addition to the array's own."""
+        """Bytes that loading takes beside the array: the numbers before casts; 0 without casts."""
         return self.origin.stored_bytes if self.origin.casts else 0
 
 

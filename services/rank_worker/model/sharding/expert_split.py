@@ -33,7 +33,7 @@ SUM_FUNCTIONS = {"all_sum", "sum_gradients"}
 
 
 def split_experts(model: nn.Module, weights: list[int], collectives: Collectives) -> str:
-    """Keep only this rank's experts in each layer.
+    """Keep only this rank's experts in each layer, and sum the layers' outputs over ranks.
 
     Args:
         model: the whole model with lazy parameters; changed in place.
@@ -41,8 +41,9 @@ def split_experts(model: nn.Module, weights: list[int], collectives: Collectives
         collectives: the world's collectives.
 
     Returns:
-        The number of experts by rank and the places of the sums, as text. Ranks whose texts differ
-        (for example because the source of mlx-lm is missing on one) do not form a world.
+        The number of experts by rank, and where the layers' outputs are summed, for example "64+64;
+        sums: 48 in the block". Ranks whose texts differ (for example because the source of mlx-lm
+        is missing on one) do not form a world.
 
     Raises:
         ConfigError: when the model has no routed experts that can be divided.

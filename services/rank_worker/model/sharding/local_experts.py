@@ -46,7 +46,11 @@ _MAY_WAIT: ContextVar[bool] = ContextVar("allow_device_wait", default=False)
 
 @contextmanager
 def allow_device_wait() -> Iterator[None]:
-    """Let forwards that are built in this context wait for the device where that saves time."""
+    """Let forwards with many tokens that are built in this context wait for the device.
+
+    Such a forward waits until the device has routed its tokens, and then computes only the tokens
+    of this rank's experts. See `device_wait_tokens` for how many tokens are many.
+    """
     before = _MAY_WAIT.set(True)
     try:
         yield
@@ -55,7 +59,10 @@ def allow_device_wait() -> Iterator[None]:
 
 
 def device_wait_tokens(model: nn.Module) -> int | None:
-    """Return the number of tokens from which on a forward waits, if allowed; None: none waits.
+    """Return the fewest tokens with which a forward waits for the device; None: it never waits.
+
+    Forwards wait only within `allow_device_wait`, until the device has routed their tokens to
+    experts.
 
     Args:
         model: must have been called once, so that the number of experts per token is known.
@@ -147,7 +154,10 @@ class LocalExperts:
 
     @property
     def device_wait_tokens(self) -> int:
-        """The number of tokens from which on foreign assignments take longer than the wait."""
+        """The fewest tokens for which waiting for the device costs less than needless computing.
+
+        Without the wait for the routing, the layer also computes tokens of other ranks' experts.
+        """
         device = device_kind()
         least = LONG_TOKENS_CPU if device == "cpu" else LONG_TOKENS
         return max(
