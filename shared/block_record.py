@@ -135,7 +135,7 @@ def read_header(data: bytes | bytearray | memoryview) -> tuple[RecordIdentity, i
 class RecordChecker:
     """Incremental check of one record: the header first, then the payload piece by piece.
 
-    Hashing each piece as it is read finds it in the processor's cache.
+    A piece that is hashed right after it was read is still in the processor's cache.
     """
 
     def __init__(self, header: bytes | bytearray | memoryview, size_bytes: int) -> None:

@@ -9,11 +9,11 @@ _DECODE = re.compile(r"(\d+) sums of a decode of (\d+) rows?")
 
 
 def decode_name(sums: int, rows: int) -> str:
-    """Return the name of the finding that times the collectives of one decode step.
+    """Return the name of the canary finding with the time of one decode step's collectives.
 
     Args:
-        sums: all_sum collectives in the step.
-        rows: sequences that the step decodes.
+        sums: number of all_sum collectives in the step.
+        rows: number of sequences that the step decodes.
     """
     return f"{sums} sums of a decode of {rows} row{'' if rows == 1 else 's'}"
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Source of the time that a shell passes to its core."""
+    """Source of monotonic time for deadlines: the machine's clock, or one that a test advances."""
 
     def now(self) -> float:
         """Return monotonic seconds."""
@@ -27,7 +27,7 @@ class ManualClock:
         self._now_s = start_s
 
     def now(self) -> float:
-        """Return the time set last, in seconds."""
+        """Return this clock's time in seconds: the start time plus all advances."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:

@@ -26,7 +26,7 @@ RING_CABLES_MAX = 4
 
 
 def parse(text: str, name: str = "world.jaccl_devices") -> Matrix:
-    """Return the matrix in a file for `MLX_IBV_DEVICES`.
+    """Return the matrix of RDMA devices, by rank and peer, in a file for `MLX_IBV_DEVICES`.
 
     Args:
         text: JSON. Each entry is null, a device, or a list of devices (one per cable).
@@ -47,7 +47,7 @@ def parse(text: str, name: str = "world.jaccl_devices") -> Matrix:
 
 
 def matrix_from_rows(rows: Sequence[Sequence[Any]], name: str) -> Matrix:
-    """Check rows of JSON values and return them as a matrix.
+    """Return rows of JSON values as a device matrix, if they form a valid one.
 
     Args:
         rows: one row per rank; each entry is null, a device, or a list of devices.

@@ -62,13 +62,13 @@ class Hostfile:
         return all(self.addresses)
 
     def coordinator(self, port: int = STARTING_PORT) -> str:
-        """Return rank 0's first address, at which all ranks meet, as host:port.
+        """Return the host:port at which rank 0 of jaccl waits for the other ranks.
 
         Args:
-            port: used unless the file gives a port.
+            port: used unless the file itself gives ports (`has_ports`).
 
         Returns:
-            The address; "" if the file has none for rank 0.
+            Rank 0's first address; "" if the file has none for rank 0.
         """
         if not self.addresses[0]:
             return ""

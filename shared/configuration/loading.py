@@ -76,7 +76,7 @@ def config_from_tree(tree: dict[str, Any], *, has_api_keys: bool = False) -> Con
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorldFiles:
-    """Contents of the files that describe a world."""
+    """Contents of hostfile and device matrix, and which of their settings have no effect."""
 
     hostfile: str
     """Content of world.hostfile; "" without one."""

@@ -123,7 +123,9 @@ def jaccl_devices(
 
 
 def coordinator_address(hosts: Hostfile | None, setting: str) -> str:
-    """Return the host:port at which jaccl's ranks meet: the setting, else rank 0's first address.
+    """Return the host:port at which rank 0 of jaccl waits for the other ranks.
+
+    That is the setting, or else rank 0's first address in the hostfile.
 
     Args:
         hosts: the hostfile, or None.
@@ -142,7 +144,11 @@ def coordinator_address(hosts: Hostfile | None, setting: str) -> str:
 
 
 def hostfile_variables(hosts: Hostfile | None) -> dict[str, str]:
-    """Return the hostfile's variables of MLX and NCCL, except those that Lockstep sets itself."""
+    """Return the hostfile's environment variables for ranks, without those that Lockstep sets.
+
+    Returns:
+        Name -> value, for variables of MLX and NCCL only; {} without a hostfile.
+    """
     return {} if hosts is None else {k: v for k, v in hosts.variables.items() if _is_passed_on(k)}
 
 

@@ -33,7 +33,9 @@ ProofState = Literal["unproven", "proven"]
 
 
 def platform_build(device_kind: str, device_name: str, system: str = sys.platform) -> str:
-    """Return the system, MLX version and device that a proof is valid for; "" without Metal.
+    """Return the build that a proof of fast synchronization is valid for; "" without Metal.
+
+    A build is named by macOS release, kernel, MLX version and device.
 
     Args:
         device_kind: "metal", "cuda" or "cpu".
@@ -53,16 +55,23 @@ def mlx_version() -> str:
 
 
 def proof_file() -> Path:
-    """Return the path of this user's file of proven builds, in the same cache folder as blocks."""
+    """Return the path of the file that lists the builds proven for fast synchronization.
+
+    It is in this user's cache folder, and lists builds on which a world has computed correctly with
+    `MLX_METAL_FAST_SYNCH=1`.
+    """
     return platformdirs.user_cache_path("lockstep") / FILE_NAME
 
 
 def proof_state(path: Path, build: str) -> ProofState:
-    """Return "proven" if the file lists the build; "unproven" if not, or if it cannot be read.
+    """Tell whether a file lists a build as proven to compute correctly with fast synchronization.
 
     Args:
         path: the file, see `proof_file`.
         build: result of `platform_build`; "" is never proven.
+
+    Returns:
+        "proven", or "unproven" if the build is not listed or the file cannot be read.
     """
     return "proven" if build and build in _read_builds(path) else "unproven"
 
@@ -86,7 +95,7 @@ def record_proof(path: Path, build: str) -> None:
 
 
 def revoke_proof(path: Path, build: str) -> None:
-    """Remove a build from the file, so that it counts as unproven.
+    """Remove a build from the file, so that fast synchronization counts as unproven on it.
 
     Args:
         path: the file, see `proof_file`.

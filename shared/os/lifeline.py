@@ -24,9 +24,10 @@ _SET_DEATH_SIGNAL = 1
 
 
 def exit_with_parent() -> None:
-    """Start a thread that ends this process at once when the parent's end of the pipe closes.
+    """Start a thread that ends this process at once when its parent process dies.
 
-    Does nothing in a process that was started without a lifeline.
+    The thread reads a pipe (the lifeline) whose other end only the parent holds. Does nothing in a
+    process that was started without a lifeline.
     """
     number = os.environ.pop(VARIABLE, "")
     if not number.isdigit():
@@ -39,8 +40,8 @@ def exit_with_parent() -> None:
 def killed_with_parent() -> Iterator[None]:
     """Have the kernel kill this process if its parent dies inside the `with` block.
 
-    For blocks in which C code holds the GIL, so that the lifeline's thread cannot run. Call it in
-    the main thread. Works on Linux only; elsewhere only the block's own deadline ends an orphan.
+    For blocks in which C code holds the GIL, so that the thread of `exit_with_parent` cannot run.
+    Call it in the main thread. Does nothing outside Linux and in processes without a lifeline.
     """
     if sys.platform != "linux" or not _is_watched.is_set():
         yield

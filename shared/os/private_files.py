@@ -24,7 +24,10 @@ file."""
 
 
 def signature(path: Path) -> Signature:
-    """Return inode, size and times of a file, by which a change is detected; () without a file."""
+    """Return a file's inode, size and times of the last changes; () without a file.
+
+    Two different signatures of one path mean that the file was changed or replaced.
+    """
     try:
         facts = path.stat()
     except OSError:
@@ -90,9 +93,9 @@ def check_owner(path: Path, facts: os.stat_result, *, not_allowed: int, remedy: 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create the folder if needed and hold an exclusive lock on it. On success fsync it at the end.
+    """Create the folder if needed, wait for an exclusive lock on it, and fsync it on success.
 
-    The folder itself is locked, by hand instead of with `filelock`, which would leave a file in it.
+    The lock is held inside the `with` block, on the folder itself: no lock file is created.
 
     Raises:
         ConfigError: when the folder cannot be created or written.

@@ -12,7 +12,7 @@ _WILDCARDS = {"*", "0.0.0.0", "::"}  # noqa: S104 - compared with, not bound
 
 
 def is_tcp(address: str) -> bool:
-    """Tell whether a link at this address uses keys if the host has them. ipc links never do."""
+    """Tell whether an address is a tcp address. Only tcp links use keys, if the host has them."""
     return address.startswith("tcp://")
 
 

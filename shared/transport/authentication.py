@@ -49,8 +49,12 @@ class AllowList:
     def has_changed(self, now_s: float) -> bool:
         """Read the file again if it has changed; return True if the list was replaced.
 
-        A missing or malformed file is logged as an error and the previous list stays in force, so
-        that a typing error ends no session.
+        Looks at most once per ALLOWED_CHECK_INTERVAL_S, and reads a change when two looks in a row
+        find the same one. A missing or malformed file is logged as an error and the previous list
+        stays in force, so that a typing error ends no session.
+
+        Args:
+            now_s: the current monotonic time, in seconds.
         """
         if now_s < self._check_at_s:
             return False
@@ -73,7 +77,10 @@ class AllowList:
 
 
 class RefusalLog:
-    """Logs refused keys, at a rate at which strangers cannot fill the log."""
+    """Logs refused keys, each at most once and at most REFUSALS_LOGGED_MAX per interval.
+
+    The interval is REFUSAL_LOG_INTERVAL_S. Strangers thus cannot fill the log.
+    """
 
     def __init__(self, clock: Clock, log: Log) -> None:
         self._clock = clock
@@ -82,7 +89,9 @@ class RefusalLog:
         self._not_logged = 0
 
     def log_refusal(self, public_key: str, **fields: str) -> None:
-        """Log a refused key, unless it was logged within the last REFUSAL_LOG_INTERVAL_S.
+        """Log a refused key, unless it was logged less than REFUSAL_LOG_INTERVAL_S ago.
+
+        After REFUSALS_LOGGED_MAX keys in this time, further ones are only counted.
 
         Args:
             public_key: the key.
@@ -139,7 +148,9 @@ class AccessControl:
             )
 
     def admits_key(self, public_key: str, peer_address: str) -> bool:
-        """Decide whether a handshake may succeed: the key is allowed, and with a role used here.
+        """Decide whether a handshake succeeds; count and log a refusal.
+
+        It succeeds if the list allows the key with a role that this listener accepts.
 
         Args:
             public_key: the key that the dialer has proven.
@@ -163,7 +174,11 @@ class AccessControl:
         """Decide whether a connection that has proven `public_key` may speak as `peer`.
 
         It may if the session of `peer` began with this key. Without such a session it may if this
-        listener accepts the role in the identity, and the key has that role.
+        listener accepts the role in the identity, and the key has that role. A refusal is logged.
+
+        Args:
+            peer: routing identity under which the connection sends, such as `rank-3-1f00d5eed`.
+            public_key: the key that the connection has proven.
         """
         session_key = self._session_keys.get(peer)
         if session_key == public_key:
@@ -188,7 +203,10 @@ class AccessControl:
         self._session_keys.pop(peer, None)
 
     def revoked(self) -> list[PeerId]:
-        """Return the peers with a session whose key or role a change of the list has removed."""
+        """Read the list again if it has changed; return the peers whose sessions must end now.
+
+        These are the peers with a session whose key or role the changed list does not allow.
+        """
         if not self._allowed.has_changed(self._clock.now()):
             return []
         return [peer for peer, key in self._session_keys.items() if not self._is_allowed(peer, key)]

@@ -67,7 +67,7 @@ class _Unacked:
 class Session:
     """Numbers, acknowledges and resends the messages between this process and one incarnation.
 
-    Times are monotonic seconds.
+    `now_s` in its methods is the current monotonic time, in seconds.
     """
 
     def __init__(self, own: Incarnation, peer: Incarnation, now_s: float) -> None:
@@ -94,7 +94,7 @@ class Session:
         Args:
             epoch: epoch that the message belongs to.
             body: the encoded message.
-            now_s: the time.
+            now_s: the current monotonic time, in seconds.
 
         Raises:
             LinkFull: when too much is unacknowledged, or the message exceeds MESSAGE_BYTES_MAX. It
@@ -115,6 +115,10 @@ class Session:
 
     def receive(self, frame: Frame, now_s: float) -> bool:
         """Process a frame of this session, for which `matches` is True.
+
+        Args:
+            frame: the frame.
+            now_s: the current monotonic time, in seconds.
 
         Returns:
             True for the next message in order, to be delivered now. False for a control frame, a
@@ -144,7 +148,7 @@ class Session:
         return True
 
     def due_frames(self, now_s: float) -> list[Frame]:
-        """Return the resends, acknowledgements and keep-alives that must be sent now."""
+        """Return the resends, acknowledgements and keep-alives that must be sent at `now_s`."""
         frames = []
         if self._unacked and now_s - self._unacked[0].sent_at_s >= limits.RESEND_AFTER_S:
             # Only the oldest, so that a slow peer is not flooded with copies. Once it acknowledges
@@ -161,7 +165,7 @@ class Session:
         return frames
 
     def due_in_s(self, now_s: float) -> float:
-        """Return the seconds, 0 or more, until `due_frames` has something to send."""
+        """Return the seconds, 0 or more, from `now_s` until `due_frames` has something to send."""
         at_s = self._sent_at_s + limits.KEEPALIVE_S
         if self._ack_owed:
             at_s = min(at_s, self._ack_owed_since_s + limits.ACK_DELAY_S)
@@ -175,14 +179,14 @@ class Session:
         return Frame(0, self.own, self.peer, 0, self._received, kind)
 
     def is_silent(self, now_s: float) -> bool:
-        """Tell whether nothing was received from the peer for `limits.PEER_SILENCE_S`."""
+        """Tell whether nothing came from the peer in the `limits.PEER_SILENCE_S` before `now_s`."""
         return now_s - self.last_received_s > limits.PEER_SILENCE_S
 
     def record_send(self, now_s: float, *, is_reachable: bool) -> None:
-        """Record whether a frame had a connection to leave by, from which `is_unreachable` judges.
+        """Record whether a connection to the peer existed at a send, for `is_unreachable`.
 
         Args:
-            now_s: time of the send.
+            now_s: the time of the send, in monotonic seconds.
             is_reachable: a connection to the peer existed.
         """
         if is_reachable:
@@ -197,14 +201,25 @@ class Session:
         return frame.sender == self.peer and frame.receiver == self.own
 
     def loss_cause(self, now_s: float) -> str:
-        """Return "silent for 10 s" or "gone" (no connection) for a lost peer, "" for others."""
+        """Return why the peer counts as lost at `now_s`: silence or failed sends; "" if not.
+
+        Returns:
+            "silent for 10 s", "gone" (without a connection for some time, see `is_unreachable`), or
+            "".
+        """
         if self.is_silent(now_s):
             return f"silent for {limits.PEER_SILENCE_S:.0f} s"
         # A killed process sends no goodbye, but its connection closes.
         return "gone" if self.is_unreachable(now_s) else ""
 
     def is_unreachable(self, now_s: float) -> bool:
-        """Tell whether sends have found no connection for `UNREACHABLE_AFTER_S`, at least three."""
+        """Tell whether sends have found no connection for at least `UNREACHABLE_AFTER_S`.
+
+        It takes UNREACHABLE_AFTER_SENDS failed sends in a row; a received frame ends the row.
+
+        Args:
+            now_s: the current monotonic time, in seconds.
+        """
         if self._failed_sends < UNREACHABLE_AFTER_SENDS:
             return False
         return now_s - self._unreachable_since_s >= UNREACHABLE_AFTER_S

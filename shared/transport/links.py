@@ -115,11 +115,11 @@ class Listener(_Link[M]):
         return sum(session.unacknowledged for session in self._sessions.values())
 
     def due_in_s(self, now_s: float) -> float:
-        """Return the seconds, 0 or more, until `poll` must send something by itself."""
+        """Return the seconds from `now_s` until `poll` must send something itself; inf: never."""
         return min((s.due_in_s(now_s) for s in self._sessions.values()), default=math.inf)
 
     def poll(self, timeout_s: float, count_max: int = 256) -> list[LinkEvent[M]]:
-        """Wait up to `timeout_s` seconds for events and return them in order of arrival."""
+        """Wait up to `timeout_s` seconds; return events, in order, of up to `count_max` frames."""
         events: list[LinkEvent[M]] = []
         if timeout_s > 0.0:
             self.socket.wait(min(timeout_s, self.due_in_s(self._clock.now())))
@@ -144,7 +144,7 @@ class Listener(_Link[M]):
 
         Raises:
             PeerUnknown: when there is no session with it.
-            LinkFull: when it does not keep up.
+            LinkFull: when too many of its messages are unacknowledged.
         """
         self.send_body(peer, codec.encode(message), epoch)
 
@@ -156,7 +156,7 @@ class Listener(_Link[M]):
         self._send_frame(peer, session, session.send(epoch, body, now_s), now_s)
 
     def drop(self, peer: PeerId) -> None:
-        """End the session with a peer. Its later frames are answered with a reset."""
+        """Say goodbye to a peer and end its session. Its later frames are answered with a reset."""
         session = self._sessions.pop(peer, None)
         if session is not None:
             if self._access is not None:
@@ -293,7 +293,7 @@ class Dialer(_Link[M]):
         return self._session.unacknowledged if self._session else 0
 
     def due_in_s(self, now_s: float) -> float:
-        """Return the seconds, 0 or more, until `poll` must send something by itself."""
+        """Return the seconds, 0 or more, from `now_s` until `poll` must send something itself."""
         if (session := self._session) is not None:
             return session.due_in_s(now_s)
         return max(0.0, self._hello_at_s + limits.HELLO_INTERVAL_S - now_s)
@@ -304,7 +304,7 @@ class Dialer(_Link[M]):
         return self._reconnect_policy.cause
 
     def poll(self, timeout_s: float, count_max: int = 256) -> list[LinkEvent[M]]:
-        """Wait up to `timeout_s` seconds for events and return them in order of arrival."""
+        """Wait up to `timeout_s` seconds; return events, in order, of up to `count_max` frames."""
         events: list[LinkEvent[M]] = []
         if timeout_s > 0.0:
             now_s = self._clock.now()
@@ -325,7 +325,7 @@ class Dialer(_Link[M]):
 
         Raises:
             PeerUnknown: when there is no session; a `Connected` event announces the next one.
-            LinkFull: when the peer does not keep up.
+            LinkFull: when the peer has too many unacknowledged messages.
         """
         if self._session is None:
             raise PeerUnknown("not connected")

@@ -54,8 +54,12 @@ class ReconnectPolicy:
     def is_due(self, failures: list[tuple[str, bool]]) -> bool:
         """Tell whether to reconnect now, and log failed handshakes. Call it only without a session.
 
+        After True, the next attempt is due in WITHOUT_SESSION_S, or AFTER_REFUSAL_S after a
+        handshake on which ZeroMQ gives up.
+
         Args:
             failures: failed handshakes since the last call: the cause, and whether ZeroMQ gave up.
+                If not, ZeroMQ itself tries again.
         """
         now_s = self._clock.now()
         for cause, gave_up in failures:

@@ -210,7 +210,7 @@ class LinkSocket:
         self._socket.connect(self.address)
 
     def reconnect(self, identity: bytes) -> None:
-        """Connect again, under an identity that no dying connection holds.
+        """Connect again under a routing identity that no earlier connection has used.
 
         Does nothing over ipc, where connections do not break silently and no handshake is refused.
         """
@@ -223,7 +223,7 @@ class LinkSocket:
         self._socket.connect(self.address)
 
     def handshake_failures(self) -> list[tuple[str, bool]]:
-        """Return failed handshakes since the last call, as (cause, whether ZeroMQ gave up)."""
+        """Return failed handshakes since the last call: (cause, whether ZeroMQ stops trying)."""
         failures: list[tuple[str, bool]] = []
         while self._monitor is not None:
             try:

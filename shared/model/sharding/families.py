@@ -32,7 +32,7 @@ class ModelFamily:
 
 
 def model_family(config: dict[str, Any]) -> ModelFamily | None:
-    """Return the capabilities of a model's type; None when its source is missing or unknown.
+    """Return how mlx-lm can split a model's type; None when its source is missing or unknown.
 
     Args:
         config: the model's config.json.
