@@ -56,11 +56,11 @@ _log = log.Log("gateway")
 
 
 def run(config: Config) -> int:
-    """Serve HTTP until a signal says stop.
+    """Serve HTTP until SIGINT or SIGTERM.
 
     Returns:
-        The exit code: 0 after a clean stop, 69 when requests were aborted, 78 when a setting is
-        not valid.
+        The exit code: 0 after a clean stop, 69 when requests were aborted, 78 when a setting is not
+        valid.
     """
     lifeline.exit_with_parent()
     log.set_up("gateway", config.log)

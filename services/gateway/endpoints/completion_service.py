@@ -43,7 +43,7 @@ DEADLINE_GRACE_S = 5.0
 
 @dataclasses.dataclass(slots=True)
 class CompletionService:
-    """The gateway's parts that all HTTP handlers share: settings, tokenizer, limits, scheduler.
+    """Parts that all HTTP handlers of the gateway share: settings, tokenizer, limits, scheduler.
 
     Its methods are the steps that both completion endpoints have in common.
     """
@@ -67,10 +67,14 @@ class CompletionService:
     """Time of the gateway's start in seconds since 1970."""
 
     async def read_body(self, request: web.Request) -> bytes:
-        """Admit a request, which counts it as open, then read its JSON body and return the bytes.
+        """Admit a request, which counts it as open, then read and return its body.
+
+        Returns:
+            The JSON body as bytes, not parsed.
 
         Raises:
-            ApiError: 503 or 429 before the body is read; 400, 408, 413 or 415 for the body.
+            ApiError: 503 or 429 before the body is read, when the gateway shuts down or is full;
+                400, 408, 413 or 415 for the body.
         """
         admitted = self.admission.admit(request)
         self.open_requests.check_queue()
@@ -79,13 +83,13 @@ class CompletionService:
         return body
 
     def check_capacity(self, choices: int) -> None:
-        """Refuse a request whose choices and all open ones exceed `gateway.open_requests_max`.
+        """Refuse a request if its completions and all open ones exceed `gateway.open_requests_max`.
 
         Args:
             choices: number of completions that the request asks for.
 
         Raises:
-            ApiError: 503 while draining; 429 when too many requests are open.
+            ApiError: 503 while the gateway shuts down; 429 when there would be too many.
         """
         self.admission.check_capacity(choices, len(self.open_requests))
 
@@ -142,7 +146,7 @@ class CompletionService:
         raise invalid(f"{param}: encoding takes more than {ENCODE_S_MAX:.0f} s.", param)
 
     def response_metadata(self, kind: str, options: RequestOptions) -> ResponseMetadata:
-        """Return the fields that every part of a new response repeats, with a new random id.
+        """Return the id, time, model and options of a new response; the id is random.
 
         Args:
             kind: first part of the id, `chatcmpl` or `cmpl`.
@@ -227,10 +231,10 @@ def _event_stream(
 
 
 def too_long(length: str, context: int, param: str) -> ApiError:
-    """Return a 400 for a prompt that leaves no room for a completion.
+    """Return the 400 for a prompt that leaves no room for a completion in the context.
 
     Args:
-        length: length of the prompt in words, for example "5000 tokens".
+        length: text that states the prompt's length, for example "5000 tokens".
         context: most tokens that prompt and completion may have together.
         param: name of the request field that holds the prompt.
     """

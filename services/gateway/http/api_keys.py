@@ -41,7 +41,7 @@ _log = Log("gateway.api_keys")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Entry of one API key: its name, a salt, and the digest of salt and key."""
+    """Stored form of one API key: its name, a salt, and the digest of salt and key."""
 
     name: str
     salt: bytes
@@ -49,22 +49,22 @@ class ApiKey:
 
     @classmethod
     def of(cls, name: str, secret: str) -> "ApiKey":
-        """Return a key's entry, with a new random salt.
+        """Make the stored form of an API key, with a new random salt.
 
         Args:
             name: name of the key.
-            secret: the key itself, which the entry does not contain.
+            secret: the key itself; only its digest is stored.
         """
         salt = secrets.token_bytes(_SALT_BYTES)
         return cls(name, salt, _digest(secret.encode(), salt))
 
     def line(self) -> str:
-        """Return the entry as a line of the key file."""
+        """Return the stored form as a line of the key file: name, salt and digest, both in hex."""
         return f"{self.name} {self.salt.hex()} {self.digest.hex()}"
 
 
 class ApiKeys:
-    """The valid keys; the file is read again when it changes."""
+    """The valid API keys, from the key file and LOCKSTEP_API_KEYS; a changed file is read again."""
 
     def __init__(self, config: GatewayConfig, variable: str, clock: Clock) -> None:
         """Read the keys.
@@ -91,9 +91,10 @@ class ApiKeys:
             )
 
     def name_of(self, sent: bytes) -> str | None:
-        """Return the name of a sent key, None for an unknown key. Both take the same time.
+        """Return the name of the API key that a client sent, None if the key is not valid.
 
-        Reads the file again first if it has changed, at most once per `RELOAD_INTERVAL_S`.
+        Takes the same time for valid and other keys. Checks at most once per `RELOAD_INTERVAL_S`
+        whether the file has changed, and then reads it again first.
 
         Args:
             sent: the bytes that the client sent.
@@ -139,7 +140,7 @@ def key_file(config: GatewayConfig) -> Path | None:
 
 
 def generate_secret() -> str:
-    """Return a new random key."""
+    """Return a new random API key as the text that a client sends."""
     return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 

@@ -26,7 +26,7 @@ _log = Log("gateway.access")
 
 
 class Authenticator:
-    """Check of API keys: refuses requests without a valid one, except for `open_paths`."""
+    """Refusal of requests without a valid API key; the paths in `open_paths` need none."""
 
     def __init__(self, config: GatewayConfig, keys: ApiKeys, clock: Clock) -> None:
         self._keys = keys
@@ -38,10 +38,12 @@ class Authenticator:
         self._warn_at_s = 0.0
 
     def check(self, request: web.Request) -> None:
-        """Check the request's key and store the key's name in the request.
+        """Refuse a request without a valid API key; else store the key's name in the request.
+
+        Does nothing for `open_paths`, or if the gateway has no keys.
 
         Raises:
-            ApiError: 401 when a key is needed and is missing or unknown.
+            ApiError: 401 when the request's key is missing or is not a valid one.
         """
         if not self.needs_key or request.path in self.open_paths:
             return
@@ -67,20 +69,20 @@ class Authenticator:
 
 
 def key_name(request: web.Request) -> str:
-    """Return the name of the request's API key, "" when no key is needed."""
+    """Return the name of the request's API key, "" if its path or the gateway needs no key."""
     name: str = request.get(_KEY_NAME, "")
     return name
 
 
 def cache_salt(request: web.Request, own: str | None) -> str:
-    """Return the salt that separates the request's cached blocks from other tenants' blocks.
+    """Return the salt of a request, which keeps its cached blocks apart from other clients' blocks.
 
-    The salt begins with the name of the API key, which has no slash, so that no client's own salt
-    can equal another tenant's.
+    Only requests with equal salts share cached blocks. With an API key the salt begins with the
+    key's name, which has no slash, so no client can make another key's salt.
 
     Args:
-        request: an authenticated request.
-        own: the salt that the client sent.
+        request: a request that was authenticated.
+        own: the salt that the client sent, None without one.
     """
     name = key_name(request)
     if not name:

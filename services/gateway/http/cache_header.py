@@ -19,10 +19,11 @@ PENDING = "pending"
 
 
 def header_value(cached: CachedPrefix | None, prompt_tokens: int) -> str:
-    """Return the header's value, `pending` before the request was admitted.
+    """Return the value of `X-Lockstep-Cache` for a prompt, in the format that the module defines.
 
     Args:
-        cached: the scheduler's report on the prompt, None before the request was admitted.
+        cached: the scheduler's report on the prompt; None before it admitted the request, for which
+            the value is `pending`.
         prompt_tokens: length of the prompt in tokens.
     """
     if cached is None:
@@ -40,10 +41,14 @@ def header_value(cached: CachedPrefix | None, prompt_tokens: int) -> str:
 
 
 def body_fields(cached: CachedPrefix | None, prompt_tokens: int) -> dict[str, Any] | None:
-    """Return the header's facts as fields of a JSON body, None without `cached`.
+    """Return the facts of `X-Lockstep-Cache` as fields of a JSON body, None without `cached`.
 
     The fields are `memory_tokens`, `ssd_tokens`, `computed_tokens`, `diverged_at` (a position or
     None) and `miss` (a cause or None).
+
+    Args:
+        cached: the scheduler's report on the prompt; None before it admitted the request.
+        prompt_tokens: length of the prompt in tokens.
     """
     if cached is None:
         return None

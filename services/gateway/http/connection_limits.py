@@ -32,12 +32,22 @@ _RETRY_AFTER_S = 5.0
 
 
 def connections_max(descriptors: int) -> int:
-    """Return how many connections a process with this many descriptors may have."""
+    """Return how many connections a process may serve; the other descriptors are reserved.
+
+    Args:
+        descriptors: limit of the process on open files.
+    """
     return max(1, descriptors - max(DESCRIPTORS_RESERVED, descriptors // RESERVED_SHARE))
 
 
 def limit_send_buffers(listener: socket.socket) -> None:
-    """Limit the unsent bytes of a listener's connections, and how long they may stay unsent."""
+    """Limit the unsent bytes of each connection to `SEND_BUFFER_BYTES`.
+
+    On Linux, bytes that stay unsent for `STALL_TIMEOUT_S` also end the connection.
+
+    Args:
+        listener: listening socket, from which its connections inherit the limits.
+    """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # On Linux this also finds vanished clients, and closed windows over an empty buffer.
@@ -46,7 +56,7 @@ def limit_send_buffers(listener: socket.socket) -> None:
 
 
 class ConnectionRefusals:
-    """Factory of connections that are refused with a 429, for those beyond the limit."""
+    """Factory of protocols that refuse a connection with a 429, because too many are open."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -58,14 +68,18 @@ class ConnectionRefusals:
 
 
 class ConnectionRefusal(asyncio.Protocol):
-    """A connection beyond the limit: it gets a 429 for any request and is closed."""
+    """Protocol of one connection over the limit: it sends a 429 and closes the connection."""
 
     def __init__(self, refusals: ConnectionRefusals) -> None:
         self._refusals = refusals
         refusals.open += 1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the 429 at once. The client's bytes are read, because a reset could lose the 429."""
+        """Send the 429 without waiting for a request, and disconnect after `REFUSAL_LINGER_S`.
+
+        Until then the client's bytes are read, because a reset could lose the 429. If more than
+        `REFUSALS_MAX` refusals are open, disconnect at once without a response.
+        """
         assert isinstance(transport, asyncio.Transport)
         if self._refusals.open > REFUSALS_MAX:
             transport.abort()
@@ -75,7 +89,7 @@ class ConnectionRefusal(asyncio.Protocol):
         asyncio.get_running_loop().call_later(REFUSAL_LINGER_S, transport.abort)
 
     def connection_lost(self, _exc: BaseException | None) -> None:
-        """Stop counting this refusal."""
+        """Stop counting this connection in `ConnectionRefusals.open`."""
         self._refusals.open -= 1
 
 

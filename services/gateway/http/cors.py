@@ -23,7 +23,10 @@ _SAFE_METHODS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD})
 
 
 class OriginPolicy:
-    """Refusal of requests by their Host and Origin headers, and the CORS headers of responses."""
+    """Refusal of requests by their Host and Origin headers, and the CORS headers of responses.
+
+    It protects the server from DNS rebinding and from posts of foreign web pages.
+    """
 
     def __init__(self, config: GatewayConfig) -> None:
         self._names = frozenset(name.lower() for name in [config.host, *config.allowed_hosts])
@@ -32,7 +35,11 @@ class OriginPolicy:
         self._accepts_addresses = config.host in ("0.0.0.0", "::")  # noqa: S104
 
     def check(self, request: web.Request) -> None:
-        """Refuse foreign host names, and posts and preflights from origins that are not allowed.
+        """Refuse a request whose Host header does not name this server or whose origin is foreign.
+
+        The origin is compared for all methods except GET and HEAD: it must be in
+        `gateway.allowed_origins` or, except for OPTIONS, have the same host and port as the Host
+        header.
 
         Raises:
             ApiError: 403 when the Host or Origin header is not allowed.
@@ -59,7 +66,7 @@ class OriginPolicy:
             )
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """Return the response to a CORS preflight request, None for other requests."""
+        """Return a 204 for an OPTIONS request with an Origin header (CORS preflight), else None."""
         is_preflight = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
         if request.method != hdrs.METH_OPTIONS or hdrs.ORIGIN not in request.headers:
             return None
@@ -73,7 +80,7 @@ class OriginPolicy:
         return web.Response(status=204, headers=headers if is_preflight else {})
 
     def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add the headers that let an allowed origin read the response."""
+        """Add the CORS headers that let a web page read the response, if its origin is allowed."""
         if not self._origins:
             return
         response.headers[hdrs.VARY] = hdrs.ORIGIN

@@ -77,7 +77,13 @@ class ApiError(Refusal):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return a 400; `param` names the field."""
+    """Return a 400, the error of a request that is not valid.
+
+    Args:
+        message: a sentence with cause and remedy.
+        param: path of the request field that caused the error; None if no field did.
+        code: identifier of the cause for programs.
+    """
     return ApiError(400, message, param=param, code=code)
 
 
@@ -97,7 +103,10 @@ def timed_out(message: str) -> ApiError:
 
 
 def ended(failure: RequestFailed) -> ApiError:
-    """Return the HTTP error for an accepted request that failed, with a status by cause."""
+    """Return the HTTP error for an accepted request that the scheduler reports as failed.
+
+    The status depends on the reported cause.
+    """
     match failure.cause:
         case "deadline":
             return timed_out(failure.detail)

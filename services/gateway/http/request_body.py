@@ -28,7 +28,8 @@ def decode(decoder: msgspec.json.Decoder[B], body: bytes) -> B:
     """Parse a JSON body and return it as the decoder's type.
 
     Raises:
-        ApiError: 400 when the body is not valid; it names the field if the error is in one.
+        ApiError: 400 when the body is not JSON or does not fit the type; it names the field with
+            the error, if there is one.
     """
     if not body.strip():
         raise invalid("The request body is empty: send a JSON object.")
@@ -49,10 +50,15 @@ def decode(decoder: msgspec.json.Decoder[B], body: bytes) -> B:
 
 
 def convert(value: object, kind: type[T], field: str) -> T:
-    """Convert a JSON value that was decoded without a type to the type `kind`.
+    """Convert a parsed JSON value to a type without changing it, for example to a list of texts.
+
+    Args:
+        value: the value, as JSON was parsed without a type.
+        kind: the type that it must have.
+        field: name of the request field with the value, for errors.
 
     Raises:
-        ApiError: 400 when it does not fit; it names the field as `field`.
+        ApiError: 400 when the value does not have the type.
     """
     try:
         return msgspec.convert(value, kind, strict=True)
@@ -61,10 +67,14 @@ def convert(value: object, kind: type[T], field: str) -> T:
 
 
 def check_depth(value: object, field: str) -> None:
-    """Refuse a field that is nested deeper than `DEPTH_MAX`.
+    """Refuse a parsed JSON value whose lists and dicts are nested deeper than `DEPTH_MAX`.
+
+    Args:
+        value: the value.
+        field: name of the request field with the value, for errors.
 
     Raises:
-        ApiError: 400 when it is; it names the field as `field`.
+        ApiError: 400 when it is nested deeper.
     """
     level = [value]
     for _ in range(DEPTH_MAX + 1):

@@ -33,7 +33,7 @@ DESCRIPTORS_WANTED = 8_192
 
 
 class GuardedHandler(RequestHandler):
-    """A connection that is closed when a request's headers are not complete in time."""
+    """One HTTP connection, closed if a request's headers are not complete in time."""
 
     __slots__ = ("_guarded", "_header_timeout_s", "_header_timer")
 
@@ -44,12 +44,15 @@ class GuardedHandler(RequestHandler):
         super().__init__(server, **kwargs)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the timer for the first request's headers."""
+        """Start the timer that closes the connection if no headers are complete in time."""
         super().connection_made(transport)
         self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes. Complete headers stop the timer, the first bytes of a request start it."""
+        """Parse received bytes, and start or stop the timer of the headers.
+
+        Complete headers stop it; the first bytes of a further request start it.
+        """
         before = self._request_count
         super().data_received(data)
         if self._request_count != before:
@@ -58,7 +61,7 @@ class GuardedHandler(RequestHandler):
             self._start_header_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Stop the timer and count one open connection less."""
+        """Stop the timer of the headers and count the connection as closed."""
         self._guarded.open_connections -= 1
         self._stop_header_timer()
         super().connection_lost(exc)
@@ -70,7 +73,16 @@ class GuardedHandler(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer malformed HTTP with an API error; aiohttp would log a traceback for each."""
+        """Return the response to a request that is not valid HTTP, with OpenAI's error body.
+
+        Replaces aiohttp's method, which would log a traceback for each such request.
+
+        Args:
+            request: the request with its parsed parts.
+            status: HTTP status of the error.
+            exc: the exception that aiohttp caught, if any.
+            message: aiohttp's sentence about the error.
+        """
         if isinstance(exc, ConnectionError):
             # The client closed the connection, so this response is not read.
             return web.Response(status=CLIENT_CLOSED_STATUS)
@@ -97,7 +109,7 @@ class GuardedHandler(RequestHandler):
 
 
 class GuardedServer(web.Server):
-    """Maker of guarded connections; beyond its limit it makes connections that are refused."""
+    """Server that makes a `GuardedHandler` per connection, and refuses those over its limit."""
 
     def __init__(
         self, *args: Any, header_timeout_s: float, connections_max: int, **kwargs: Any
@@ -129,7 +141,7 @@ class GuardedServer(web.Server):
 
 
 class GuardedRunner(web.AppRunner):
-    """Runner that serves an application with a `GuardedServer` and limits on headers."""
+    """Runner that serves an application with a `GuardedServer` and limits the size of headers."""
 
     __slots__ = ("_config", "_connections_max")
 
@@ -150,7 +162,7 @@ class GuardedRunner(web.AppRunner):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of responses that clients have not read yet."""
+        """Bytes of responses in this process that the system has not taken over for sending yet."""
         handlers = self.server.connections if self.server is not None else []
         transports = [handler.transport for handler in handlers]
         return sum(
@@ -172,7 +184,11 @@ class GuardedRunner(web.AppRunner):
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit of open files up to `DESCRIPTORS_WANTED`; return the resulting limit."""
+    """Raise the process's limit of open files up to `DESCRIPTORS_WANTED`, never lower it.
+
+    Returns:
+        The resulting limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(DESCRIPTORS_WANTED, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -189,8 +205,8 @@ async def read_json_body(
     Args:
         request: a request whose headers were read.
         config: the limits on size and time.
-        reserve: called with the body's expected length in bytes, again when it grows; may raise
-            ApiError to refuse it.
+        reserve: reserves memory for the body; called with its announced length in bytes, and again
+            with the received length if that is larger. It may raise ApiError to refuse the body.
 
     Raises:
         ApiError: 400 when the body ends early or has an unknown transfer encoding, 408 when it is
@@ -242,7 +258,7 @@ async def _read(
 
 
 async def finish_response(request: web.Request, response: web.StreamResponse) -> None:
-    """Send the end of a response, or disconnect the client if it does not read it in time."""
+    """Send the end of a response; disconnect a client that needs over `RESPONSE_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(RESPONSE_TIMEOUT_S):
             await response.prepare(request)

@@ -12,11 +12,13 @@ _ACCEPTED = "Drafted tokens that were accepted."
 
 
 def families(prefix: str, statistics: Sequence[DraftStatistics]) -> Iterator[Metric]:
-    """Yield Prometheus metrics of drafts: vLLM's totals always, others for methods that had drafts.
+    """Yield Prometheus metrics of draft tokens: totals, and counts by method and position.
+
+    The totals have vLLM's names and are always present.
 
     Args:
         prefix: first part of every metric's name.
-        statistics: the scheduler's counts, one entry per method.
+        statistics: the scheduler's counts since its start, one entry per method that had drafts.
     """
     for name, text, total in (
         ("num_drafts", _ROWS, sum(one.rows for one in statistics)),

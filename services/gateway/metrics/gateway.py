@@ -37,7 +37,7 @@ _REQUEST_BOUNDS_S = (
 
 
 class Histogram:
-    """Counts of durations by range. Counting one costs a search in a short list."""
+    """Counts of durations, one count per range between ascending bounds, and their sum."""
 
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
         """Begin with counts of 0.
@@ -50,16 +50,16 @@ class Histogram:
         self._sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one duration, given in seconds."""
+        """Add one duration in seconds to its range's count and to the sum."""
         self._counts[bisect.bisect_left(self._bounds_s, seconds)] += 1
         self._sum_s += seconds
 
     def family(self, name: str, documentation: str) -> HistogramMetricFamily:
-        """Return the counts as a Prometheus histogram.
+        """Return the counts, cumulated over ascending ranges, as a Prometheus histogram.
 
         Args:
             name: name of the metric, with its prefix and unit.
-            documentation: meaning of the metric.
+            documentation: meaning of the metric, shown on /metrics.
         """
         bounds = [*map(str, self._bounds_s), "+Inf"]
         total = 0
@@ -71,7 +71,7 @@ class Histogram:
 
 
 class GatewayMetrics(Collector):
-    """Counts and durations of one gateway since its start, exposed as Prometheus metrics."""
+    """Counts and durations of one gateway since its start, and its page /metrics."""
 
     def __init__(self, status: StatusBoard) -> None:
         self._status = status
@@ -93,7 +93,7 @@ class GatewayMetrics(Collector):
         self._registry.register(self)
 
     def exposition(self) -> bytes:
-        """Return the page in Prometheus' text format."""
+        """Return the page /metrics in Prometheus' text format, encoded."""
         page: bytes = generate_latest(self._registry)
         return page
 
@@ -128,11 +128,17 @@ class GatewayMetrics(Collector):
         self.count_end(finish_reason)
 
     def count_end(self, finish_reason: str) -> None:
-        """Count a completion that ended with `stop`, `length`, `abort` or `error`."""
+        """Count an ended completion by its reason: `stop`, `length`, `abort` or `error`."""
         self._ends[finish_reason] = self._ends.get(finish_reason, 0) + 1
 
     def count_rejection(self, cause: str) -> None:
-        """Count a rejected request by cause, also when the gateway repeats a rejection itself."""
+        """Count a rejected request by the scheduler's cause, such as `queue_full`.
+
+        It counts, too, when the gateway repeats the scheduler's rejection by itself.
+
+        Args:
+            cause: the cause in the scheduler's message.
+        """
         self._rejections[cause] = self._rejections.get(cause, 0) + 1
 
     def count_response(self, status: int) -> None:
@@ -140,7 +146,7 @@ class GatewayMetrics(Collector):
         self._responses[status] = self._responses.get(status, 0) + 1
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric; called by prometheus_client."""
+        """Yield every metric of the page /metrics; prometheus_client calls this method."""
         yield from self._own()
         ready = not self._status.unready_reason()
         yield _gauge("ready", "1 when new requests are served, else 0.", ready)

@@ -20,7 +20,9 @@ _SCHEDULER = "scheduler_"
 
 
 def families(prefix: str, status: StatusReported) -> Iterator[Metric]:
-    """Yield Prometheus metrics of a report: state, counters, cached tokens, gauges; not drafts.
+    """Yield Prometheus metrics of the scheduler's report, except those of draft tokens.
+
+    In this order: state, counters, cached tokens by kind, gauges.
 
     Args:
         prefix: first part of every metric's name.
@@ -35,15 +37,16 @@ def families(prefix: str, status: StatusReported) -> Iterator[Metric]:
 
 
 def base_unit(reported: str, value: float) -> tuple[str, float]:
-    """Convert a number that the scheduler reports to its name and value in Prometheus' base units.
+    """Convert a reported number's name and value to Prometheus' base units, which are seconds.
 
     Args:
         reported: the scheduler's name, for example `decode_ms`.
         value: the number in the unit of that name.
 
     Returns:
-        The exposed name without prefix and `_total`, and the value; durations are in seconds. Names
-        of the cache stay, and all others begin with `scheduler_`.
+        (name, value). The name has no prefix and no `_total` and begins with `cache_` or
+        `scheduler_`; `decode_ms` becomes `scheduler_decode_seconds`. Only names with `_ms` change
+        the value.
     """
     name = _FORBIDDEN.sub("_", reported).removesuffix("_total")
     if name.endswith("_ms"):

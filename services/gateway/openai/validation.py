@@ -24,7 +24,7 @@ CHOICES_TOTAL_MAX = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options of one request, taken from its fields after they were checked."""
+    """Checked options of one request, with defaults in place of fields that were not set."""
 
     count: int
     """Choices per prompt."""
@@ -45,11 +45,10 @@ class RequestOptions:
     """The request itself."""
 
     def sampling(self, number: int, vocab_size: int) -> Sampling:
-        """Return the sampling parameters of one choice.
+        """Return the scheduler's sampling parameters for one choice, which has its own seed.
 
         Args:
-            number: position of the choice among those of its prompt, counted from 0; each has
-                its own seed.
+            number: position of the choice among those of its prompt, counted from 0.
             vocab_size: number of the model's token ids.
 
         Raises:
@@ -151,10 +150,10 @@ def check_completion(request: CompletionRequest, config: Config) -> RequestOptio
 
 
 def mix_seed(seed: int, number: int) -> int:
-    """Return the seed of one choice, a SplitMix64 hash of the request's seed and its number.
+    """Return the sampling seed of one choice, from 0 up to 2**63 - 1.
 
-    Choice 0 has the request's own seed. Only the low 63 bits of it count.
-    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014.
+    Choice 0 gets the low 63 bits of the request's seed. Others get a SplitMix64 hash of them and
+    the number. Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014.
 
     Args:
         seed: the request's seed.

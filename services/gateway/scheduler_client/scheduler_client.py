@@ -18,10 +18,10 @@ Events = list[LinkEvent[ToGateway]]
 
 
 class Link(Protocol):
-    """Interface for sending messages to the scheduler."""
+    """Interface with which `OpenRequests` sends messages to the scheduler."""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message to the scheduler.
+        """Send a message to the scheduler without waiting for it.
 
         Raises:
             PeerUnknown: when no session is open.
@@ -30,7 +30,7 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the session."""
+        """Close the session with the scheduler."""
         ...
 
 
@@ -38,7 +38,7 @@ class Timer(Protocol):
     """Handle of a timer that a `CallLater` has set."""
 
     def cancel(self) -> None:
-        """Cancel the callback."""
+        """Cancel the timer, so that its callback is not called."""
         ...
 
 
@@ -51,7 +51,7 @@ class CallLater(Protocol):
 
 
 class SchedulerClient:
-    """Sends to the scheduler and passes received events to one handler, in the event loop's thread.
+    """Link to the scheduler in an event loop, with one function that handles all received events.
 
     The descriptor of a ZeroMQ socket is edge-triggered: it becomes readable once, and any call into
     the socket may reset it. So every receive reads until the socket is empty, every send is
@@ -74,7 +74,7 @@ class SchedulerClient:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, handle: Callable[[Events], None]) -> None:
-        """Connect to the scheduler.
+        """Begin to receive from the scheduler; the session opens later and is then an event.
 
         Args:
             handle: called in the event loop's thread with each list of received events.

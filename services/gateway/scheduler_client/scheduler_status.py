@@ -15,7 +15,7 @@ FINGERPRINT_CHARS = 12
 
 
 class StatusBoard:
-    """The scheduler's last report, and whether this gateway serves new requests."""
+    """The scheduler's last status report, and whether this gateway serves new requests."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -31,17 +31,17 @@ class StatusBoard:
 
     @property
     def last(self) -> StatusReported | None:
-        """The last report of any age, None before the first."""
+        """The scheduler's last status report, also if it is stale; None before the first."""
         return self._last
 
     @property
     def context_tokens_max(self) -> int:
-        """Longest prompt plus completion in tokens, 0 while it is not known."""
+        """Most tokens that prompt and completion may have together, 0 while it is not known."""
         return self._last.context_tokens_max if self._last else 0
 
     @property
     def fingerprint(self) -> str | None:
-        """The model fingerprint's first characters, which clients see, None while unknown."""
+        """The first `FINGERPRINT_CHARS` characters of the model fingerprint, None while unknown."""
         known = self._last.model_fingerprint if self._last else ""
         return known[:FINGERPRINT_CHARS] or None
 
@@ -59,11 +59,18 @@ class StatusBoard:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the last report is younger than `FRESH_S`."""
+        """Whether the last report arrived less than `FRESH_S` ago in the present session."""
         return self._last is not None and self._clock.now() - self._at_s < FRESH_S
 
     async def wait_for_report(self, timeout_s: float) -> bool:
-        """Wait for a report unless there is a fresh one; return False when none comes in time."""
+        """Wait for the scheduler's next report unless the last one is fresh.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Returns:
+            True with a fresh report; False after the timeout or `cancel_waits`.
+        """
         if self.is_fresh:
             return True
         if self._next_report is None:
@@ -85,11 +92,11 @@ class StatusBoard:
             waiting.set_result(has_reported)
 
     def mark_lost(self) -> None:
-        """Record that the session was lost: the last report stays readable, but is stale."""
+        """Record the loss of the session with the scheduler: the last report is stale now."""
         self._at_s = 0.0 if self._last is None else self._clock.now() - FRESH_S
 
     def unready_reason(self) -> str:
-        """Return why new requests are not served now, "" when they are."""
+        """Return why the gateway serves no new requests now, in words; "" if it does."""
         if self.is_draining:
             return "the gateway is shutting down"
         if self._last is None or not self.is_fresh:
@@ -101,10 +108,10 @@ class StatusBoard:
         return ""
 
     def as_json(self) -> dict[str, object]:
-        """Return the response of /v1/lockstep/status.
+        """Return the response body of /v1/lockstep/status as a dict.
 
         Its keys are `ready`, `reason` (why not), `age_s` (seconds since the last report, None
-        before the first) and `scheduler` (the last report).
+        before the first) and `scheduler` (the last report, None before the first).
         """
         reason = self.unready_reason()
         age_s = None if self._last is None else round(self._clock.now() - self._at_s, 3)

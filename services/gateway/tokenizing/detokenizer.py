@@ -21,11 +21,11 @@ class Detokenizer(Protocol):
     """Incremental decoder of one completion's token ids to text."""
 
     def add(self, token: int) -> str:
-        """Add the next token; return the text that is final now, often ""."""
+        """Add the next token id and return the text that later tokens cannot change, often ""."""
         ...
 
     def finish(self) -> str:
-        """Return the rest of the text; an incomplete character becomes U+FFFD."""
+        """Return the rest of the text after the last token; an incomplete character is U+FFFD."""
         ...
 
 
@@ -40,7 +40,7 @@ class ByteLevelDetokenizer:
         self._is_in_character = False
 
     def add(self, token: int) -> str:
-        """Add the next token; return the complete characters."""
+        """Add the next token id and return the characters that are complete now, often ""."""
         if token >= self._token_count:
             return ""
         if not self._is_in_character:
@@ -72,9 +72,10 @@ class ByteFallbackDetokenizer:
         self._must_strip = vocabulary.strips_first_space
 
     def add(self, token: int) -> str:
-        """Add the next token; return its text after that of the byte run before it.
+        """Add the next token id and return the text that later tokens cannot change.
 
-        A byte token returns "".
+        That is "" for byte tokens and special tokens; for another token it is the text of the byte
+        tokens before it, if any, and its own.
         """
         if token >= self._token_count:
             return ""
@@ -89,7 +90,7 @@ class ByteFallbackDetokenizer:
         return self._stripped(text) if self._must_strip else text
 
     def finish(self) -> str:
-        """Return the text of a byte run at the end, "" without one."""
+        """Return the text of byte tokens at the completion's end, "" without any."""
         text = self._end_run()
         return self._stripped(text) if self._must_strip else text
 
@@ -126,7 +127,7 @@ class WindowDetokenizer:
         self._sent_text = ""
 
     def add(self, token: int) -> str:
-        """Add the next token; return the new text, "" if it may end inside a character."""
+        """Add the next token id and return the new text, "" if it may end inside a character."""
         self._window.append(token)
         is_full = len(self._window) - self._sent_tokens >= WINDOW_TOKENS_MAX
         text = self._decode(self._window)

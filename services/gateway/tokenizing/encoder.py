@@ -45,7 +45,9 @@ class Encoder:
         self._is_normalized = any(token["normalized"] for token in special)
 
     def encode_raw(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a raw prompt. Special tokens in it stay special, so it may use the chat format.
+        """Return the token ids of a raw prompt.
+
+        Special tokens written in the prompt stay special tokens, so it may use the chat format.
 
         Args:
             text: the prompt.
@@ -57,15 +59,15 @@ class Encoder:
     def encode_conversation(
         self, fields: Any, render: Callable[[Any], str]
     ) -> "EncodedConversation":
-        """Render a conversation and encode it, without special tokens from client text.
+        """Render a conversation and encode it; special tokens in client text become plain text.
 
         Args:
             fields: all client data, as nested lists and dicts of strings.
-            render: returns the text of the fields, with the template's special tokens.
+            render: returns the text of the fields, with the chat template's special tokens.
 
         Raises:
-            ApiError: 400 when the client data contain all noncharacters that can be the mark, or
-                `render` raises it.
+            ApiError: 400 when the client data contain every noncharacter from U+FDD0 to U+FDEF, so
+                that none can mark special tokens, or when `render` raises it.
         """
         mark = _unused_mark(fields) if self._has_special(fields) else ""
         text = render(self.mark_special(fields, mark))
@@ -79,7 +81,7 @@ class Encoder:
         )
 
     def encode_rendered(self, text: str, mark: str, *, in_pieces: bool) -> list[int]:
-        """Encode part of a rendered conversation by the method used for all of it.
+        """Return the token ids of a part of a rendered conversation, encoded like the whole.
 
         Args:
             text: the part, which begins at a special token or at the start.
@@ -89,9 +91,15 @@ class Encoder:
         return self._encode_pieces(text, mark) if in_pieces else _ids(self._backend, text)
 
     def find_special_tokens(self, text: str, ids: list[int]) -> list[tuple[int, int, int]]:
-        """Return (start character, end character, index in `ids`) of each special token of a text.
+        """Return the place of each special token of an encoded text, in order.
 
-        Empty when text and ids have different special tokens.
+        Args:
+            text: the text.
+            ids: its token ids.
+
+        Returns:
+            (first character, character after the last, position in `ids`) of each special token; []
+            when `text` and `ids` do not have the same special tokens.
         """
         found = list(self._special.finditer(text))
         known = set(self._ids.values())
@@ -155,7 +163,7 @@ class Encoder:
 
 
 class EncodedConversation:
-    """A rendered conversation and its token ids, to compare others with."""
+    """A rendered conversation with its token ids; counts first tokens that another one shares."""
 
     def __init__(
         self, encoder: Encoder, text: str, ids: list[int], mark: str, *, in_pieces: bool
@@ -180,11 +188,12 @@ class EncodedConversation:
         """Return how many first tokens another conversation has in common with this one.
 
         The result may be too small, never too large. Only the text after the last common special
-        token is encoded; if it is too long, its tokens are not counted.
+        token is encoded; if it has more than `SECTION_CHARS_MAX` characters, its tokens are not
+        counted.
 
         Args:
             fields: the client data of the other conversation.
-            render: returns its text.
+            render: returns the text of `fields`.
 
         Raises:
             ApiError: 400 when `render` raises it.

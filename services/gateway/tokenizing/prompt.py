@@ -44,7 +44,7 @@ class Render(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as token ids, with the lengths at which the cache should keep state."""
+    """A prompt as token ids, with the prefix lengths at which later prompts may diverge."""
 
     ids: list[int]
     system_tokens: int = 0
@@ -54,7 +54,7 @@ class Prompt:
 
 
 class InstructionPrefixes:
-    """Memory of instruction prefixes: the first tokens that hold system prompt and tools.
+    """Cache of instruction prefixes: the first tokens that hold system prompt and tools.
 
     Conversations with equal instructions share this prefix, so its length is computed once. Keeps
     the `PREFIXES_MAX` most recently used prefixes. Thread-safe.
@@ -72,12 +72,12 @@ class InstructionPrefixes:
         arguments: dict[str, Any],
         render: Render,
     ) -> int:
-        """Return how many first tokens of a conversation are instructions, 0 without any.
+        """Return how many first tokens of a conversation are system prompt and tools, 0 if none.
 
         Args:
             conversation: the encoded conversation.
-            messages: its messages; those of the system at the start are instructions.
-            tools: its tools, which are instructions too.
+            messages: its messages; the system messages at the start are the system prompt.
+            tools: its tools.
             arguments: further arguments of the chat template.
             render: renders messages and tools.
         """
@@ -110,7 +110,7 @@ class InstructionPrefixes:
 def find_cache_boundaries(
     conversation: EncodedConversation, messages: Messages, tools: Tools, render: Render
 ) -> list[int]:
-    """Return the ascending lengths in tokens at which the next prompts may diverge from this one.
+    """Return the ascending prefix lengths in tokens at which later prompts may diverge.
 
     Three kinds of prompts may follow: the same messages and more after a tool call; an answer of
     the user, before which some templates rewrite earlier text (they strip thinking or move tools);

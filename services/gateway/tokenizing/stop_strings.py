@@ -21,11 +21,11 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Search the next piece of text.
+        """Search the next piece of text for stop strings.
 
         Returns:
-            The text that can be sent now, without the stop string, and whether one was found. The
-            end of the piece is held back while it may begin a stop string.
+            (text, found): the text that can be sent now, and whether a stop string was found,
+            before which the text ends. Characters that may begin a stop string are held back.
         """
         if not self._held and self._first_chars.isdisjoint(text):
             return text, False
@@ -41,7 +41,7 @@ class StopStrings:
         return buffer[:safe], False
 
     def finish(self) -> str:
-        """Return the text held back, at the end of the completion."""
+        """Return the text held back at the completion's end, where no stop string can follow."""
         held, self._held = self._held, ""
         return held
 

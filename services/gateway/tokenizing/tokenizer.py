@@ -44,7 +44,7 @@ SHRINKING_MAX = 4
 
 
 class Tokenizer:
-    """The model's tokenizer: encodes prompts, decodes completions and knows the stop ids.
+    """The model's tokenizer: encodes prompts, decodes completions, has the ids that end them.
 
     Encoding may run in several threads at once.
     """
@@ -98,7 +98,7 @@ class Tokenizer:
         return tool_calls.OPENING_TAG in str(self._inner.chat_template)
 
     def chars_max(self, tokens_max: int) -> int:
-        """Return a number of characters that no text of `tokens_max` tokens exceeds."""
+        """Return an upper bound of the characters in a text of `tokens_max` tokens."""
         return tokens_max * max(1, self._vocabulary.token_bytes_max) * SHRINKING_MAX
 
     def encode_chat(
@@ -165,7 +165,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; for a special token the bytes of its name."""
+        """Return the bytes of a token id's text; for a special token, its name encoded."""
         known = self._vocabulary.token_bytes
         data = known[token] if token < len(known) else b""
         if data and self._vocabulary.kind != "other":

@@ -44,10 +44,11 @@ class ToolCallParser:
         """Calls found so far."""
 
     def push(self, text: str) -> list[str | ParsedCall]:
-        """Add the next piece of text; return the text and the complete calls that are certain now.
+        """Add the next piece of text and return the parts that later text cannot change.
 
-        The list has them in the order of the completion. Text that may belong to a call is held
-        back.
+        Returns:
+            Texts and complete tool calls in the order of the completion. Text that may belong to a
+            call is held back.
         """
         self._buffer += text
         found: list[str | ParsedCall] = []
@@ -77,9 +78,9 @@ class ToolCallParser:
             self._gap = ""
 
     def finish(self) -> list[str | ParsedCall]:
-        """Return the text held back at the end of the completion, as a list with at most one text.
+        """Return the text held back at the completion's end, as a list with at most one text.
 
-        White space after calls is dropped.
+        It is [] if the text is only white space after calls.
         """
         rest = self._gap + self._buffer
         self._gap, self._buffer, self._is_inside = "", "", False

@@ -17,7 +17,7 @@ _BYTE_TOKEN_CHARS = len("<0x00>")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Properties of each token id, in lists of equal length; ids beyond them have no token."""
+    """Bytes and text of each token id, in lists of equal length; larger ids have no token."""
 
     kind: Literal["byte_level", "byte_fallback", "other"]
     """Kind of the tokenizer's decoder, as in this module's docstring."""
@@ -30,12 +30,16 @@ class Vocabulary:
 
     @property
     def token_bytes_max(self) -> int:
-        """Length of the longest token in bytes."""
+        """Length in bytes of the token with the most bytes."""
         return max(map(len, self.token_bytes), default=0)
 
 
 def read(backend: Backend) -> Vocabulary:
-    """Return the bytes and text of all tokens of a tokenizer, as its own decoder writes them."""
+    """Return the bytes and text of all token ids of a tokenizer.
+
+    Args:
+        backend: the tokenizer; its decoder decides how a vocabulary entry is turned into bytes.
+    """
     state = json.loads(backend.to_str())
     kind, strips_first_space = _kind(state.get("decoder"))
     special = {token["id"] for token in state["added_tokens"] if token["special"]}
