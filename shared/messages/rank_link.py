@@ -149,7 +149,7 @@ class KeptBlock(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, g
 
 
 class KeptCheckpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Part of a StepPlan: keep a row's state, saved at `position` tokens, as a checkpoint."""
+    """Part of a StepPlan: keep the state saved when a row had `position` tokens as a checkpoint."""
 
     sequence_id: Count
     position: Count
@@ -157,10 +157,10 @@ class KeptCheckpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class AdoptedRestore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A restore that ends with this step plan, because all ranks have answered RestoreBlocks.
+    """Part of a StepPlan: make the blocks that every rank has read for a restore resident.
 
-    The scheduler sends it to every rank in the same plan, so that the same blocks become resident
-    everywhere.
+    The scheduler sends it to every rank in the same plan, once all have answered RestoreBlocks, so
+    that the same blocks become resident everywhere.
     """
 
     restore_id: Count
@@ -189,9 +189,9 @@ class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class DraftChunk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Part of a StepPlan: tokens that the draft model reads into its own row of a sequence.
+    """Part of a StepPlan: tokens of a sequence whose KV the draft model computes for itself.
 
-    This draft row has `start` tokens before.
+    The draft model's own row of the sequence has `start` tokens before.
     """
 
     sequence_id: Count
@@ -267,7 +267,10 @@ class StepPlan(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, g
 class StepFinished(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact and receipt: a step is finished. Its tokens are sent once all ranks' digests agree."""
+    """Fact and receipt: a rank has finished a step.
+
+    The scheduler sends the step's tokens to gateways once the digests of all ranks agree.
+    """
 
     epoch: Count
     step_id: Count
@@ -306,7 +309,7 @@ class RankFailed(
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
-    """Fact, sent once a second: the latest steps that a rank has started and finished."""
+    """Fact, sent once a second: ids of the latest steps that a rank has started and finished."""
 
     epoch: Count
     rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]

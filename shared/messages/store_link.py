@@ -29,7 +29,7 @@ class OpenNamespace(
 class NamespaceOpened(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Answer to OpenNamespace, sent again when the store switches on or off."""
+    """Answer to OpenNamespace: where to write. Sent again when the store switches on or off."""
 
     namespace: Namespace
     folder: ShortText
@@ -40,7 +40,10 @@ class NamespaceOpened(
 class LocateBlocks(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Query of the places of records. Found records count as used and are pinned until released."""
+    """Query: in which files are these records? Those found count as used and are pinned.
+
+    Pinned files are not deleted before ReleaseBlocks with the same `query_id`.
+    """
 
     query_id: Count
     hashes: Hashes
@@ -121,7 +124,7 @@ class QuarantineBlocks(
 class SpillFailed(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
 ):
-    """Fact: writing into the namespace's folder failed. The store then checks its disk."""
+    """Fact: this peer cannot write into its namespace's folder. The store then checks its disk."""
 
     detail: ShortText
 
