@@ -156,13 +156,26 @@ def _holder(path: Path) -> int | None:
         return None
     if descriptor is None:
         return None
+    return lock_owner(descriptor)
+
+
+def lock_owner(descriptor: int) -> int | None:
+    """Return the process id in a file that another process locks, and close the descriptor.
+
+    Args:
+        descriptor: the open file, whose text is the id of the process that locked it.
+
+    Returns:
+        The id; None if the file is not locked or holds no id.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         text = os.read(descriptor, 32).decode(errors="replace").strip()
         return int(text) if text.isdecimal() else None
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
     return None
 
 

@@ -1,7 +1,6 @@
 """Checks that end processes, on request only: restart of the ranks, shutdown of the service."""
 
 import contextlib
-import fcntl
 import os
 import signal
 import time
@@ -104,12 +103,5 @@ def supervisor_pid(folder: Path) -> int | None:
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        text = os.read(descriptor, 32).decode(errors="replace").strip()
-        return int(text) if text.isdecimal() else None
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+    return process_file.lock_owner(descriptor)
     return None
