@@ -58,7 +58,8 @@ class DecodeExecutor:
 
         Args:
             plan: the step; holds drafts, or says how many each rank proposes, or neither.
-            forwards: gets the logits of the decodes and the markers of a drafter.
+            forwards: gets the logits of the decodes and, where a drafter proposes, its markers:
+                small arrays whose evaluation runs the drafter's forwards.
 
         Returns:
             The drafts that the forwards verify.

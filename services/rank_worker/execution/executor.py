@@ -118,7 +118,8 @@ class Executor:
     def waits_for_earlier_steps(self, plan: StepPlan) -> bool:
         """Tell whether `launch` of this plan waits until the device has finished all earlier steps.
 
-        The results of these steps should be sent before the plan is launched.
+        If so, the caller should finish these steps and send their results before it launches the
+        plan.
         """
         return (
             bool(plan.keep_blocks or plan.keep_checkpoints)
@@ -133,7 +134,7 @@ class Executor:
 
     @property
     def kv_bytes_per_row(self) -> int:
-        """Bytes that a row of any length takes on this rank, for the model and the drafter."""
+        """Additional bytes per row, independent of its length, for the model and the drafter."""
         return self._store.bytes_per_row + self._proposer.bytes_per_row
 
     @property
@@ -143,7 +144,7 @@ class Executor:
 
     @property
     def needs_draft_chunks(self) -> bool:
-        """Whether plans must hold the tokens that the drafter reads."""
+        """Whether plans must hold the tokens that the drafter reads (`StepPlan.draft_chunks`)."""
         return self._proposer.needs_chunks
 
     @property
@@ -205,10 +206,10 @@ class Executor:
 
         Args:
             plan: the next one.
-            finish_before: finishes the previous step while that is still being computed; None if
-                all steps are finished. It is called when the device has enough work of this step
-                (`SplitLauncher`), at once if the previous step verified drafts, and never if this
-                step verifies drafts or starts whole for another reason.
+            finish_before: waits for the previous step and sends its result; None if all steps are
+                finished. Called once, between the two parts of the first forward that is started in
+                parts (`SplitLauncher`), or before them if the previous step verified drafts; never
+                if all forwards start whole, as those that verify drafts do.
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.

@@ -54,7 +54,8 @@ class PrefillExecutor:
 
         Args:
             chunks: prefill chunks of the plan; those that end a prompt are sampled.
-            forwards: gets logits of chunks that are sampled, and markers of the others.
+            forwards: gets the logits of chunks that are sampled, and a marker for each forward
+                without sampling: a small array whose evaluation runs the forward.
 
         Raises:
             InvariantBroken: a chunk does not start where its row ends.

@@ -8,7 +8,10 @@ DIGEST_BYTES = 16
 
 
 class ReceiptChain:
-    """A hash chain over steps: equal digests mean equal history, not only an equal last step."""
+    """Computes the digest in each step's receipt, which covers this step and all steps before.
+
+    Ranks with equal digests had equal plans, rows and tokens in every step, not only in the last.
+    """
 
     def __init__(self) -> None:
         self._last_digest = bytes(DIGEST_BYTES)

@@ -26,7 +26,11 @@ the host takes to start the other."""
 
 
 class SplitLauncher:
-    """Starts forwards in the order in which they are built, on GPUs in two parts each."""
+    """Starts forwards in the order in which they are built, on GPUs in two parts each.
+
+    While the GPU computes the first part, the host waits for the work before it, so that the
+    previous step's result is sent early; then it starts the second part.
+    """
 
     def __init__(self, store: KVStore, *, in_parts: bool) -> None:
         """Set up a launcher for a device that has no work.
@@ -79,9 +83,10 @@ class SplitLauncher:
         self._wait = functools.partial(mx.eval, *outputs)
 
     def forget_progress(self) -> None:
-        """Make the next forward wait for all earlier work instead of the last forward's first part.
+        """Make the next forward wait for all earlier work before its first part starts.
 
-        To be called after a forward was started without this launcher.
+        To be called after a forward was started without this launcher. Otherwise the next forward
+        waits only until the device has computed the first part of the last one.
         """
         self._first_part = None
 

@@ -36,7 +36,8 @@ class PreparedStep:
 class StepLoop:
     """Takes step plans from the scheduler link in order, executes them and reports their results.
 
-    Two steps are on the device at a time, or on a CPU one, while the graph of the next is built.
+    On a GPU up to two steps are launched and not finished. On a CPU it is one, during which the
+    graph of the next step is built.
     """
 
     def __init__(

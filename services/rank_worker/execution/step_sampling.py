@@ -26,13 +26,13 @@ def build_sample(
     store: KVStore,
     sampler: Sampler,
 ) -> StepSample | None:
-    """Build the sampling of a step and note where each sequence's new token will be.
+    """Build the sampling of a step; set each sequence's last token, or the drafts it verifies.
 
     Args:
         plan: the step.
         forwards: outputs of its forwards.
         drafts: the drafts that its decodes verify.
-        batch: the running sequences; their last token or drafts to verify are updated.
+        batch: the running sequences, which are updated. Their new tokens stay on the device.
         store: the rows, as the step leaves them.
         sampler: samples tokens from the logits.
 
@@ -71,7 +71,7 @@ def build_sample(
 def read_sample(
     launched: LaunchedStep, sample: StepSample
 ) -> tuple[list[list[int]], list[list[TokenLogprobs]], list[float]]:
-    """Wait for the sampled tokens. Of drafts, return the accepted ones and the token after them.
+    """Wait for the sampled tokens; return each sequence's accepted drafts and the token after them.
 
     Args:
         launched: the step, named in errors.

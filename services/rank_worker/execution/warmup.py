@@ -34,7 +34,10 @@ _SAMPLINGS = (
 
 
 def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = False) -> None:
-    """Run the same plans on all ranks: prefill, decode and both kinds of sampling; then drop all.
+    """Run a few small steps, so that kernels are compiled and memory is allocated; then drop all.
+
+    The steps are equal on all ranks: prefill, decode, and sampling of the likeliest and of random
+    tokens.
 
     Args:
         executor: without sequences, before and after.

@@ -14,7 +14,10 @@ from services.rank_worker.sampling.sampler import Sampler, SynchronizeIds
 
 
 class DraftBuilder:
-    """Samples the drafts of one step, one per row at a time, and joins them."""
+    """Samples the drafts of one step from a drafter's logits and joins them.
+
+    Each call of `sample_next` gives one more draft to every sequence that is to have more.
+    """
 
     def __init__(
         self, sequences: Sequence[RunningSequence], lengths: Sequence[int], counts: Sequence[int]
@@ -34,11 +37,11 @@ class DraftBuilder:
 
     @property
     def last_drafts(self) -> mx.array:
-        """The drafts that were sampled last, int32 [rows that have one]."""
+        """Token ids from the last `sample_next`: int32, one per row that it sampled."""
         return self._drafts_by_index[-1]
 
     def next_rows(self) -> list[int]:
-        """Return the indices, in `sequences`, of the sequences that get another draft."""
+        """Return which sequences get another draft: indices in the constructor's `sequences`."""
         draft_index = len(self._drafts_by_index)
         return [index for index, count in enumerate(self._counts) if count > draft_index]
 

@@ -78,7 +78,8 @@ class DraftModelProposer(RankProposer):
         Args:
             sequence: whose drafts were verified.
             base_length: not used.
-            length: tokens in the model's row after the rollback.
+            length: tokens that remain in the model's row; the draft model's row keeps at most as
+                many.
         """
         del base_length
         if self._store.length(sequence.slot) > length:
@@ -90,14 +91,15 @@ class DraftModelProposer(RankProposer):
         sequences: Sequence[RunningSequence],
         forwards: ForwardOutputs,
     ) -> None:
-        """Append known tokens to the draft model's rows and start the forwards at once.
+        """Append known tokens to the draft model's rows.
 
-        Whole short texts of nearly the same length share a forward.
+        Starts the forwards without waiting for the results. Whole short texts of nearly the same
+        length share a forward.
 
         Args:
             chunks: `draft_chunks` of the plan: token ids and the position of the first.
             sequences: the sequence of each chunk.
-            forwards: gets one marker per forward.
+            forwards: gets one marker per forward: a small array whose evaluation runs the forward.
 
         Raises:
             InvariantBroken: a chunk does not start where its row ends.
@@ -143,14 +145,14 @@ class DraftModelProposer(RankProposer):
         counts: Sequence[int],
         forwards: ForwardOutputs,
     ) -> StepDrafts:
-        """Build one forward of the draft model per draft, over the rows that get one.
+        """Build the drafts of a step: each forward of the draft model gives rows their next draft.
 
         Args:
             sequences: those that decode, in slot order.
             lengths: tokens in the model's row of each.
-            counts: drafts of each; 0: the draft model only reads the last token; -1: its row is
-                left alone.
-            forwards: gets the marker of the last forward.
+            counts: drafts of each; 0: only append its last token to the draft model's row; -1:
+                leave that row alone.
+            forwards: gets one marker: a small array whose evaluation runs all these forwards.
 
         Returns:
             As many drafts as `counts` says, equal on all ranks.

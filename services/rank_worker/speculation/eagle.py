@@ -96,15 +96,15 @@ class EagleProposer(RankProposer):
         """By sequence id, oldest first."""
 
     def length(self, slot: int) -> int:
-        """Return the number of entries in the head's row of a slot."""
+        """Return the number of hidden states that were appended to the head's row of a slot."""
         return self._store.length(slot)
 
     def resize(self, row_count: int, row_tokens: int) -> None:
-        """Allocate the head's rows.
+        """Set the number of the head's rows and the capacity of each.
 
         Args:
             row_count: number of rows.
-            row_tokens: capacity of each row in tokens, without padding; 0 frees the rows.
+            row_tokens: tokens that each row can hold; padding is added to it. 0 frees the rows.
         """
         self._store.resize(row_count, row_tokens + ROW_PADDING_TOKENS if row_tokens else 0)
 
@@ -118,7 +118,7 @@ class EagleProposer(RankProposer):
         self._store.move(slot, target)
 
     def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
-        """Keep only the hidden states of the verified token and of the accepted drafts after it.
+        """Of the last decode's hidden states, keep those of its token and of the accepted drafts.
 
         Args:
             sequence: whose drafts were verified.
@@ -139,9 +139,10 @@ class EagleProposer(RankProposer):
         The state before a token still to be sampled is kept for the next step.
 
         Args:
-            chunks: (sequence, first token, token after the last) of each row.
+            chunks: (sequence, index of the chunk's first token, index after its last) of each row.
             hidden: [B, L, H] in the model's dtype; rows may be padded on the right.
-            forwards: gets the markers.
+            forwards: gets markers: small arrays whose evaluation runs the head and copies the last
+                states.
         """
         assert hidden is not None
         next_tokens = [sequence.tokens[start + 1 : stop + 1] for sequence, start, stop in chunks]
@@ -179,7 +180,7 @@ class EagleProposer(RankProposer):
             sequences: those that decode, in slot order.
             lengths: tokens in the model's row of each.
             counts: drafts of each; 0: only append the kept states; -1: leave the row alone.
-            forwards: gets the marker of the last forward.
+            forwards: gets one marker: a small array whose evaluation runs the head's last forward.
 
         Returns:
             As many drafts as `counts` says, equal on all ranks.

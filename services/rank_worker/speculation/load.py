@@ -31,7 +31,8 @@ ReportFraction = Callable[[float], None]
 def check_drafter(config: Config) -> None:
     """Compare the configured drafter with the model: tokenizers or vocabulary sizes must agree.
 
-    Compares files only, and only if neither must be downloaded first.
+    Reads only files on this machine: if the drafter or the model must be downloaded first, they are
+    not compared. Does nothing if the ranks propose no drafts.
 
     Raises:
         ConfigError: no drafter is configured, it does not exist, or it does not fit the model.
@@ -68,13 +69,13 @@ def open_drafter(
     """Find the configured drafter, compare it with the model and compute the memory that it needs.
 
     Args:
-        config: names it.
+        config: the settings, of which `speculation` names the drafter.
         context_tokens_max: longest sequence of the model that it drafts for, in tokens.
         dtype: of that model's hidden states; an EAGLE head computes in it.
         report: called with the loaded fraction, 0 to 1.
 
     Returns:
-        None if the ranks propose no drafts.
+        The drafter, whose weights are not read yet; None if the ranks propose no drafts.
 
     Raises:
         ConfigError: as `check_drafter`, or the files are damaged.

@@ -33,17 +33,18 @@ def open_proposer(
     sampler: Sampler,
     synchronize: SynchronizeIds,
 ) -> RankProposer:
-    """Return the `RankProposer` of a drafter; nothing is computed.
+    """Return the `RankProposer` that runs a drafter; nothing is computed.
 
     Args:
         drafter: None: the ranks propose no drafts.
         forward: the model that verifies the drafts.
-        store: its rows.
-        sampler: samples its tokens.
+        store: the rows of that model.
+        sampler: samples the drafts, and the tokens that they are compared with.
         synchronize: makes ids equal on all ranks.
 
     Raises:
-        ConfigError: the model or the drafter cannot do this, or they do not fit.
+        ConfigError: rejected drafts cannot be removed from the rows of the model or the draft
+            model, or the EAGLE head does not fit the model.
     """
     if drafter is None:
         return RankProposer()

@@ -62,7 +62,8 @@ class RankProposer:
             forwards: gets one marker per forward.
 
         Raises:
-            InvariantBroken: a chunk does not start where its row ends.
+            InvariantBroken: this rank has no draft model, or a chunk does not start where its row
+                ends.
         """
         del sequences, forwards
         if chunks:
@@ -76,13 +77,13 @@ class RankProposer:
         hidden: mx.array | None,
         forwards: ForwardOutputs,
     ) -> None:
-        """Take the hidden states of a prefill, if this drafter drafts from them.
+        """Let the drafter use the hidden states of a prefill; does nothing without `needs_hidden`.
 
         Args:
-            chunks: (sequence, first token, token after the last) of each row.
+            chunks: (sequence, index of the chunk's first token, index after its last) of each row.
             hidden: [B, L, H] in the model's dtype if `needs_hidden`; rows may be padded on the
                 right.
-            forwards: gets the markers.
+            forwards: gets the markers of the drafter's forwards.
         """
 
     def propose(
@@ -116,7 +117,7 @@ class RankProposer:
     def on_decode(
         self, sequences: Sequence[RunningSequence], rows: Sequence[int], hidden: mx.array | None
     ) -> None:
-        """Take the hidden states of a decode, if this drafter drafts from them.
+        """Let the drafter keep the hidden states of a decode; does nothing without `needs_hidden`.
 
         Args:
             sequences: those that the decode computes.
