@@ -14,10 +14,11 @@ import mlx.core as mx
 
 @dataclasses.dataclass(slots=True)
 class DraftVerification:
-    """The drafts of one row that a launched step verifies. The row holds all until a plan cuts it.
+    """Drafts of one sequence in a launched step, until a later plan says how many are accepted.
 
-    `accepted` is known when the step is finished. The executor does not act on it: the ranks apply
-    the next plan at different times relative to that, so only a plan may say how many are accepted.
+    Until then the row holds all drafts. `accepted` is known when the step is finished. The executor
+    does not act on it: the ranks apply the next plan at different times relative to that, so only a
+    plan may say how many are accepted.
     """
 
     base_length: int
@@ -40,6 +41,8 @@ class DraftVerification:
 
     def allows(self, accepted: int) -> bool:
         """Tell whether a plan may accept this number of drafts: no more than the step accepted.
+
+        While the step is not finished, all of its drafts may be accepted.
 
         Args:
             accepted: number of accepted drafts, according to the plan.

@@ -43,7 +43,7 @@ class StepDrafts:
         return self.counts.get(sequence_id, 0)
 
     def index_range(self, sequence_id: int, count: int) -> range:
-        """Return the indices in `ids` of the first `count` drafts of a sequence."""
+        """Return where the first `count` drafts of a sequence are: their indices in `self.ids`."""
         start = self._offsets.get(sequence_id, 0)
         return range(start, start + count)
 

@@ -61,7 +61,7 @@ def penalize(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UncountedTokens:
-    """Tokens that penalties count although the table of counts lacks them: drafts before a token.
+    """Unverified drafts that penalties of later positions count, although `TokenCounts` does not.
 
     Drafts may be rejected, so they are not added to the table.
     """
@@ -72,10 +72,11 @@ class UncountedTokens:
     """int32 [tokens]."""
 
     def among(self, indices: Sequence[int]) -> "UncountedTokens":
-        """Return the tokens of some rows of the logits.
+        """Return the tokens that belong to some rows of the logits.
 
         Args:
-            indices: the rows; they are renumbered 0, 1, 2, ... in this order.
+            indices: numbers of these rows; in the result the rows are numbered 0, 1, 2, ... in this
+                order.
         """
         numbers = {row: number for number, row in enumerate(indices)}
         kept = [index for index, row in enumerate(self.rows) if row in numbers]

@@ -15,7 +15,7 @@ rows take the highest logit."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Sampling settings of one sequence, and the steps of the sampling that they need."""
+    """Sampling settings of one sequence, with flags for the parts of sampling that they need."""
 
     sampling: Sampling
     key_state: int
@@ -63,7 +63,10 @@ def read_settings(sampling: Sampling, vocab_size: int) -> RowSettings:
 
 
 class RowSelection:
-    """Some rows of a batch of arrays, ascending. Selecting all rows copies nothing."""
+    """Ascending indices of some rows of arrays, which `take` reads and `put` replaces.
+
+    If all rows are selected, nothing is copied.
+    """
 
     def __init__(self, indices: Sequence[int], total: int) -> None:
         """Select `indices`, ascending, out of `total` rows."""
@@ -73,7 +76,7 @@ class RowSelection:
 
     @classmethod
     def where(cls, flags: Sequence[bool]) -> "RowSelection":
-        """Select the rows whose flag is set."""
+        """Select the rows whose flag is True; there is one flag per row."""
         return cls([index for index, flag in enumerate(flags) if flag], len(flags))
 
     def __len__(self) -> int:

@@ -84,12 +84,13 @@ class Sampler:
     ) -> SampledTokens:
         """Build the sampling of one token per row.
 
-        The tokens of rows without drafts are counted for penalties at once. `count` counts those of
-        rows with drafts, when a plan says how many are accepted.
+        For penalties, the new tokens of sequences without drafts are counted here. `count` counts
+        those of sequences with drafts, when a plan says how many are accepted.
 
         Args:
             logits: [R, V] in the model's dtype.
-            sequence_ids: the sequence of each row. The k + 1 rows of one sequence are adjacent.
+            sequence_ids: the sequence of each row. The k + 1 rows of a sequence with k drafts are
+                adjacent.
             positions: number of tokens before each row's new token in its sequence, prompt
                 included.
             drafts: the drafts of these sequences. A row's penalties count the drafts before it.
@@ -130,13 +131,14 @@ class Sampler:
     ) -> mx.array:
         """Sample drafts from a drafter's logits, as `sample` does at these positions.
 
-        Keys, settings and counts are the same, so the closer the logits are, the more drafts are
-        accepted. Nothing is counted and nothing is synchronized between ranks.
+        Random keys, settings and token counts are the same, so the closer the logits are to the
+        model's, the more drafts are accepted. The drafts are not counted and not made equal on all
+        ranks.
 
         Args:
             logits: [R, any vocabulary size] in any float dtype.
             sequence_ids: the sequence of each row.
-            positions: of the draft of each row in its sequence, prompt included.
+            positions: number of tokens before each row's draft in its sequence, prompt included.
             uncounted: the drafts before these, for penalties.
 
         Returns:
@@ -155,11 +157,11 @@ class Sampler:
         return any(self._settings[sequence_id].is_penalized for sequence_id in sequence_ids)
 
     def count(self, generated: Sequence[tuple[int, mx.array]]) -> None:
-        """Count, for penalties, the tokens that sequences with drafts have generated.
+        """Count, for penalties, the tokens of sequences whose drafts were verified.
 
         Args:
-            generated: (sequence id, accepted and sampled token ids, int32 [tokens]) for each
-                sequence.
+            generated: for each sequence its id, and the ids of its accepted drafts and of the token
+                sampled after them, int32 [tokens].
         """
         penalized = [
             (sequence_id, tokens)
