@@ -30,7 +30,10 @@ _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 class Canary:
-    """The canary of one rank: its checks and one finding for each. Does nothing with one rank."""
+    """Tests of a rank's collectives and model before it is ready, with their findings.
+
+    Does nothing in a world of one rank, or where the order to join turns the canary off.
+    """
 
     def __init__(self, order: JoinWorld, world: Collectives, clock: Clock) -> None:
         self.is_on = order.canary and order.world_size > 1
@@ -41,7 +44,7 @@ class Canary:
         self._clock = clock
 
     def check_sums(self, model: nn.Module) -> None:
-        """Compare sums over all ranks with their known results, and time the sums of a decode step.
+        """Compare sums over all ranks with known results; time the sums that a decode step has.
 
         Sizes and dtypes are those that this model's steps send. Adds the findings of
         `sums.check_sums` and `sums.time_sums`.
@@ -70,14 +73,14 @@ class Canary:
     ) -> None:
         """Run a long prompt through the model and add a finding with the digest of its result.
 
-        Equal digests on all ranks are required; the scheduler compares them.
+        The scheduler compares the digests of all ranks, which must be equal.
 
         Args:
             executor: of this rank, without sequences, before and after.
             context_tokens_max: longest sequence in tokens; equal on all ranks.
             row_tokens_max: longest row in tokens that fits into this rank's memory; the smallest of
                 all ranks counts.
-            on_cpu: whether the model runs on the CPU, which shortens the prompt.
+            on_cpu: whether the model runs on the CPU, where the prompt has less time by default.
 
         Raises:
             CanaryFailed: the model's logits are not finite.

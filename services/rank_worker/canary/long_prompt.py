@@ -43,14 +43,16 @@ def check_prompt(
     budget_s: float,
     exact: bool,
 ) -> CanaryFinding:
-    """Run a prompt of 4,500 tokens, or of rank 0's longest within the budget; digest the result.
+    """Run prompts of growing length and return a finding with the digest of the last one's result.
+
+    The next length, at most 4,500 tokens, is run if its expected duration is within the budget.
 
     Args:
         executor: warm and without sequences, before and after.
         world: all ranks call this at the same point.
         context_tokens_max: longest sequence in tokens, the sampled token included.
         clock: measures durations.
-        budget_s: longest expected duration of the next length, in seconds; rank 0's counts.
+        budget_s: limit for the expected duration of one prompt, in seconds; rank 0 decides for all.
         exact: digest ids and bits of the highest log probabilities (equal devices), else only the
             likeliest token's id.
 
@@ -84,10 +86,13 @@ def check_prompt(
 
 
 def default_budget_s(*, on_cpu: bool) -> float:
-    """Return the time budget in seconds, used where no setting gives one.
+    """Return the limit for the expected duration of one prompt, in seconds, without a setting.
 
     It is small on a CPU: such worlds are for development, and long prompts reveal faults of fast
     links.
+
+    Args:
+        on_cpu: whether the model runs on the CPU.
     """
     return CPU_BUDGET_S if on_cpu else BUDGET_S
 
@@ -98,9 +103,10 @@ def prompt_lengths(length_max: int) -> list[int]:
 
 
 def longest_prompt_within(row_tokens_max: int) -> int:
-    """Return the longest prompt, in tokens, whose row fits into memory; rows grow in steps.
+    """Return the longest prompt, in tokens, whose row fits into memory; rows grow in steps of 256.
 
-    Never less than the first length, because the warm-up has used two rows of that length.
+    Never less than the first of `PROMPT_TOKENS`, because the warm-up has used two rows of that
+    length.
 
     Args:
         row_tokens_max: longest row that fits, in tokens.

@@ -74,8 +74,8 @@ def check_sums(
         clock: measures durations.
 
     Returns:
-        One finding per size and dtype: digest of all repetitions, bytes of one sum, median
-        microseconds.
+        One finding per size and dtype: digest of the results of all repetitions, bytes of one sum,
+        median microseconds of a sum.
 
     Raises:
         CanaryFailed: a sum is wrong on this rank.
@@ -270,8 +270,8 @@ def time_sums(
         clock: measures durations.
 
     Returns:
-        One finding per batch size in `DECODE_ROWS`: digest, bytes, and median microseconds of all
-        `count` sums.
+        One finding per batch size in `DECODE_ROWS`: digest of the result, and for all `count` sums
+        together their bytes and median microseconds.
     """
     return [_time_decode(world, count, rows, hidden_size, dtype, clock) for rows in DECODE_ROWS]
 

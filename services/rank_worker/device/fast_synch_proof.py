@@ -23,9 +23,10 @@ _log = Log("rank_worker.fast_synch")
 
 
 class FastSynchProof:
-    """Records, withholds and revokes the proof on behalf of this rank.
+    """Records, withholds and revokes the proof that Metal's fast synchronization works here.
 
-    Does nothing unless fast synchronization is enabled in the environment.
+    The proof is an entry in this user's file of proven builds (`shared.os.fast_synch`): with it the
+    next start enables fast synchronization. Does nothing unless the environment has it enabled.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class FastSynchProof:
 
     @contextlib.contextmanager
     def withheld(self) -> Iterator[None]:
-        """Remove the proof while part of the canary runs, and for good if the canary fails.
+        """Remove the proof while the block runs part of the canary; for good if the canary fails.
 
-        Any other exception says nothing about synchronization: the proof is recorded again.
+        Otherwise a removed proof is recorded again, also after another exception, which says
+        nothing about synchronization.
         """
         with self._lock:
             state = fast_synch.proof_state(self._path, self._build)
@@ -91,13 +93,13 @@ class FastSynchProof:
             self._revoke()
 
     def recorder(self, findings: Sequence[CanaryFinding]) -> Callable[[], None] | None:
-        """Return a function that records the proof once this rank's world serves.
+        """Return a function that records the proof; to be called after this rank's first step.
 
         Args:
             findings: of the canary, which has passed; both sums and a prompt are needed.
 
         Returns:
-            None when this world proves nothing.
+            None if fast synchronization is off, or the canary has not checked sums and a prompt.
         """
         names = [finding.name for finding in findings]
         is_complete = all(

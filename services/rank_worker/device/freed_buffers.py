@@ -30,7 +30,13 @@ class FreedBuffers:
         self._tokens = 0
 
     def step_finished(self, plan: StepPlan) -> None:
-        """Count a finished step and its prefilled tokens; empty the cache if that is due."""
+        """Count a finished step; after 256 steps or 2,048 prefilled tokens check the cache.
+
+        A cache above the limit is emptied, and the counts begin again at 0.
+
+        Args:
+            plan: of the finished step; its prefilled tokens are counted.
+        """
         self._steps += 1
         self._tokens += sum(one.length for one in plan.prefill_chunks)
         if self._steps >= CLEAR_EVERY_STEPS or self._tokens >= CLEAR_EVERY_TOKENS:

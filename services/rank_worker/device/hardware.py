@@ -49,9 +49,10 @@ def free_bytes(device: Device, ranks_on_host: int) -> int:
 
 
 def wire_memory(device: Device) -> None:
-    """Let MLX keep up to all of the device's memory wired on Metal; does nothing elsewhere.
+    """Let MLX wire as much memory as the device has, on Metal; does nothing elsewhere.
 
-    macOS compresses memory that is idle for a while, weights included.
+    macOS does not compress wired memory. It compresses other memory that is idle for a while,
+    weights included.
     """
     if device.kind == "metal" and device.memory_bytes:
         mx.set_wired_limit(device.memory_bytes)

@@ -29,12 +29,12 @@ def load_facts(
     draft_fingerprint: str,
     kv_bits: int,
 ) -> Facts:
-    """Return the facts that determine which collectives a rank runs while loading.
+    """Return the facts, by name, that determine which collectives a rank runs while loading.
 
     Args:
         code: the build id of Lockstep.
         fingerprint: fingerprint of the loaded model.
-        context_tokens_max: longest sequence, which limits the warm-up and the canary.
+        context_tokens_max: longest sequence in tokens, which limits the warm-up and the canary.
         method: `speculation.method`, which determines the forwards of the warm-up.
         draft_fingerprint: fingerprint of the draft model or head; "" without one.
         kv_bits: `rank_worker.kv_bits`.
@@ -74,8 +74,8 @@ def find_difference(facts: Facts, rows: Sequence[Sequence[int]]) -> str | None:
     """Return a sentence about the facts that differ between ranks; None when all are equal.
 
     Args:
-        facts: this rank's facts.
-        rows: rows of all ranks, in rank order.
+        facts: this rank's facts, whose names are used.
+        rows: facts of all ranks from `encode_row`, in rank order.
     """
     columns = zip(*(_cells(one, len(facts)) for one in rows), strict=True)
     different = [

@@ -31,7 +31,7 @@ def launched_rank() -> int | None:
     """Return the rank that a launcher such as mlx.launch gave this process; None without one.
 
     Raises:
-        ConfigError: when the variable is not a number.
+        ConfigError: when the environment variable `RANK_VARIABLE` is not a number.
     """
     text = os.environ.get(RANK_VARIABLE)
     if text is None:

@@ -21,7 +21,10 @@ _RETRY_S = 0.1
 
 
 class RendezvousClient:
-    """Connects to one peer in a thread of its own, again and again until the deadline."""
+    """Connects to one peer, in a thread, until all ranks that the peer expects have reached it.
+
+    It tries again and again until the deadline.
+    """
 
     def __init__(self, peer: int, address: str, greeting: bytes, deadline_s: float) -> None:
         """Prepare to connect; `start` begins.
@@ -47,7 +50,10 @@ class RendezvousClient:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the rendezvous is complete or the deadline has passed; `cause` tells which."""
+        """Wait until the rendezvous is complete or has failed, about until the deadline.
+
+        Then `cause` is "" or says why it failed.
+        """
         # A name server that does not answer may block the thread for longer.
         self._thread.join(max(0.0, self._left_s()) + 2 * FINAL_REPLY_S)
 

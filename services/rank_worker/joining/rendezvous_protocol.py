@@ -39,7 +39,11 @@ _ROOT_VARIABLES = ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP", "NCCL_PORT")
 
 
 def ring_addresses(files: Mapping[str, str]) -> list[list[str]]:
-    """Return the ring's addresses by rank; [] when the world has no hostfile of ours."""
+    """Return the ring's addresses by rank; [] when the scheduler sent no hostfile.
+
+    Args:
+        files: contents of the files in the order to join, by the variable that names the file.
+    """
     rows: list[list[str]] = json.loads(files.get("MLX_HOSTFILE", "[]"))
     return rows
 
@@ -70,7 +74,11 @@ def parse_greeting(line: bytes, order: JoinWorld) -> int | Literal["invalid", "o
 
 
 def incomplete(ranks: list[int]) -> bytes:
-    """Return the server's last line after the deadline: the ranks that did not connect."""
+    """Return the server's last line when ranks are missing at the deadline.
+
+    Args:
+        ranks: the ranks that did not connect.
+    """
     return INCOMPLETE + ",".join(map(str, ranks)).encode() + b"\n"
 
 
