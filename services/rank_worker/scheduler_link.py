@@ -107,14 +107,14 @@ class SchedulerLink:
         self._end_process(exit_code)
 
     def request_exit(self, exit_code: int) -> None:
-        """Make the thread exit the process as `exit` does, without waiting for it."""
+        """Make this thread exit the process as `exit` does; return without waiting for that."""
         self._exit_code = exit_code
         self._link.wake()
 
     def due_in_s(self) -> float:
-        """Return the seconds until `turn` must act even if no message arrives, 0 or more.
+        """Return how long `turn` has nothing to do if no message arrives, in seconds, 0 or more.
 
-        It acts then to send a heartbeat, to keep the connection or to exit.
+        Then a heartbeat must be sent, or the connection be kept alive, or the process exit.
         """
         now_s = self._clock.now()
         if self._exit_deadline_s is not None:
@@ -127,7 +127,7 @@ class SchedulerLink:
         """Wait for messages, at most until the next heartbeat; handle them and send queued ones.
 
         Returns:
-            False when the process has ended, which only happens with another `end_process`.
+            False after the process was to exit; only seen where `end_process` returns, as in tests.
         """
         if self._exit_code is not None:
             return self._finish_exit(self._exit_code)

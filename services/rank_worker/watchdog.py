@@ -46,7 +46,7 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def start_step(self, step_id: int, deadline_s: float) -> None:
-        """Note that the device computes a step now.
+        """Watch a step from now on, instead of the step before.
 
         Args:
             step_id: id of the step.
@@ -55,7 +55,7 @@ class Watchdog:
         self._current = (step_id, self._clock.now() + deadline_s)
 
     def set_idle(self) -> None:
-        """Note that the device has no work."""
+        """Watch no step until the next `start_step`, because the device has no work."""
         self._current = None
 
     def check(self) -> None:
@@ -74,7 +74,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def hard_deadline(seconds: float) -> Iterator[None]:
-    """End the process with code 1 when a block takes longer than `seconds`.
+    """End the process with code 1 when the `with` block takes longer than `seconds`.
 
     Works even while the block holds the GIL.
     """

@@ -60,8 +60,8 @@ def serve(
     Args:
         config: the settings.
         order: the scheduler's order to join; its environment variables are set already.
-        link: to the scheduler.
-        on_joined: called when MLX has read the environment.
+        link: connection to the scheduler.
+        on_joined: called once MLX has joined, so that the files of the environment can be removed.
         device: of this rank.
         clock: measures durations.
         blas: the BLAS library that was preloaded; "" if none was.
