@@ -35,7 +35,7 @@ def check_consistency(config: Config) -> None:
 
 
 def settings_without_effect(config: Config) -> list[str]:
-    """Return one sentence per setting that has no effect or is a known risk."""
+    """Return one sentence per setting that has no effect or whose value is a known risk."""
     world, sentences = config.world, []
     if config.backend == "off":
         why = (

@@ -15,13 +15,15 @@ _REMEDY = (
 
 
 def check(config: Config) -> list[str]:
-    """Look for an adapter's files (FILES) in the model's folder.
+    """Warn of a LoRA adapter in the model's folder, because Lockstep does not apply adapters.
 
     Returns:
-        A list with one warning when there is an adapter that will not be used, else [].
+        A list with one warning when the folder holds a model and an adapter's files (FILES), else
+        [].
 
     Raises:
-        ConfigError: when the folder holds only an adapter, or the model is split over ranks.
+        ConfigError: when the folder holds only an adapter, or holds one and there are several
+            ranks.
     """
     try:
         folder = Path(config.model.path).expanduser()

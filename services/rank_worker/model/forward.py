@@ -24,11 +24,12 @@ EMBEDDING_NAMES = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_
 
 
 class Forward:
-    """Builds forwards of a model of any family, with logits only where they are needed.
+    """Builds lazy forwards of a model of any family, with logits only where they are needed.
 
-    Almost every family in mlx-lm computes `head(self.model(tokens, cache))`, with a head that works
-    on each position separately. Reducing the result of `self.model` to the needed positions makes
-    the family's own code compute the head (with its scaling and soft caps) only for these.
+    Almost every family in mlx-lm computes `head(self.model(tokens, cache))`, where the head turns
+    hidden states into logits, each position separately. Reducing the result of `self.model` to the
+    needed positions makes the family's own code compute the head (with its scaling and soft caps)
+    only for these.
 
     For families that are built differently, the last token runs in a forward of its own.
     """
@@ -79,7 +80,7 @@ class Forward:
 
     @property
     def can_select(self) -> bool:
-        """Whether the head can be computed for selected positions only."""
+        """Whether logits can be computed for selected positions, without those of all others."""
         return self._can_select
 
     @property
@@ -257,7 +258,7 @@ class Forward:
 
 
 def can_select_positions(model: nn.Module) -> bool:
-    """Tell whether a model's head can be computed for selected positions only.
+    """Tell whether a model can compute logits of selected positions, without those of all others.
 
     The model is called to find out, without computing anything, and left unchanged.
     """

@@ -31,7 +31,8 @@ def rank_weights(memory_bytes: Sequence[int], world_size: int) -> list[int]:
         world_size: number of ranks.
 
     Returns:
-        One positive number per rank; all 1 for equal shares.
+        One positive number per rank. All are 1 if a memory is unknown or the smallest is at least
+        EQUAL_SHARES_RATIO of the largest.
     """
     is_known = len(memory_bytes) == world_size
     if not is_known or min(memory_bytes) >= EQUAL_SHARES_RATIO * max(memory_bytes):

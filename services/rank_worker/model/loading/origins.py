@@ -33,13 +33,15 @@ class WeightOrigins:
 
 
 def find_origins(make: MakeModel, files: Sequence[WeightFile]) -> WeightOrigins:
-    """Return the origins of a model's parameters; no weight is read or computed.
-
-    When the model cannot be traced, returns no origins: MLX then reads all weights itself.
+    """Trace which stored numbers a model's parameters are made of; no weight is read or computed.
 
     Args:
         make: builds, splits and casts the model from the arrays of its files.
         files: the model's weight files.
+
+    Returns:
+        The origins of the parameters. None of them if the model cannot be traced: MLX then reads
+        all weights itself.
     """
     # Hundreds of thousands of small objects without cycles: collecting garbage only takes time.
     is_enabled = gc.isenabled()

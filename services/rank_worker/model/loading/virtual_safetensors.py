@@ -44,7 +44,7 @@ def read_arrays(weights: Sequence[WeightOrigin], reader: WeightReader) -> list[m
     """Read weights as they are stored, without the casts.
 
     Args:
-        weights: origins with types in DTYPES.
+        weights: origins of the weights; their stored types must be in DTYPES.
         reader: reads the slices.
 
     Returns:
