@@ -104,4 +104,3 @@ def supervisor_pid(folder: Path) -> int | None:
     except OSError:
         return None
     return process_file.lock_owner(descriptor)
-    return None
