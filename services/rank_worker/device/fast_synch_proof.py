@@ -25,8 +25,9 @@ _log = Log("rank_worker.fast_synch")
 class FastSynchProof:
     """Records, withholds and revokes the proof that Metal's fast synchronization works here.
 
-    The proof is an entry in this user's file of proven builds (`shared.os.fast_synch`): with it the
-    next start enables fast synchronization. Does nothing unless the environment has it enabled.
+    The proof is an entry in this user's file of proven builds (`shared.os.fast_synch`). The rank
+    reports it when it starts, and the scheduler uses it to decide on fast synchronization. Does
+    nothing unless the environment enables fast synchronization.
     """
 
     def __init__(
