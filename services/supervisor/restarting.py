@@ -78,12 +78,13 @@ class RoleRestart:
         self._pids_before = {process.pid for process in self._running()}
 
     def run(self) -> bool:
-        """End the old processes and wait until new ones run and are ready; a store need only run.
+        """End the old processes, then wait until new ones run and are ready.
 
-        The new ones are started by `lockstep up`, launchd or systemd, not here.
+        The new ones are started by `lockstep up`, launchd or systemd, not here. A cache store need
+        not become ready.
 
         Returns:
-            False if unfinished requests were cut off.
+            False if a gateway took all of its drain time, so that unfinished requests were cut off.
 
         Raises:
             UnavailableError: when an old process cannot be ended, or no new one starts and becomes

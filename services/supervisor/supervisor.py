@@ -44,7 +44,11 @@ _CLEAN = (limits.EXIT_OK, -signal.SIGTERM)
 
 
 class Supervisor:
-    """Keeper of one host's processes: starts them, restarts ended ones, kills stuck ones."""
+    """Keeper of one host's processes: starts them, restarts ended ones, kills stuck ones.
+
+    A process is stuck if it was stopped (SIGSTOP), is a rank that stays after its epoch, or is a
+    scheduler that sends no status.
+    """
 
     def __init__(self, share: HostShare, children: ProcessGroup, console: Console) -> None:
         """Open the links to the scheduler and the store; `run` starts the processes.

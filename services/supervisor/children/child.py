@@ -36,13 +36,17 @@ HEALTHY_AFTER_S = 60.0
 
 
 class Backoff:
-    """Restart delays of one process, doubling from `FIRST_DELAY_S` to `LONGEST_DELAY_S`."""
+    """Restart delays of one process in seconds, from `FIRST_DELAY_S` up to `LONGEST_DELAY_S`.
+
+    Each exit by its own fault doubles the next delay. A run of `HEALTHY_AFTER_S` makes it the first
+    one again.
+    """
 
     def __init__(self) -> None:
         self._next_delay_s = FIRST_DELAY_S
 
     def after(self, ran_for_s: float, *, is_own_fault: bool = True) -> float:
-        """Return the restart delay in seconds for a process that has exited.
+        """Return the restart delay in seconds for a process that has exited, and set the next one.
 
         Args:
             ran_for_s: seconds from the process's start to its exit.
@@ -62,7 +66,7 @@ class Backoff:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Role:
-    """A child's name in the log and its arguments for the `lockstep` command line."""
+    """A child's name in the log, and the arguments of the `lockstep` command that runs it."""
 
     name: str
     arguments: tuple[str, ...]
@@ -83,8 +87,8 @@ def command(python: str, role: Role, config_file: str) -> list[str]:
 class Child:
     """One role's process: starts it, restarts it after delays, forwards its output, ends it.
 
-    Every `now_s` is the supervisor's own time in seconds. It counts at most 1 s per tick, so that
-    no process is blamed for a time in which the supervisor itself was suspended.
+    Every `now_s` is the supervisor's own time in seconds. It advances by at most 1 s per tick, so
+    that no process is blamed for a time in which the supervisor itself was suspended.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class Child:
         return self._process.pid if self._process else None
 
     def start_if_due(self, now_s: float) -> None:
-        """Start the process if none runs and the restart delay is over.
+        """Start the process if none runs and the restart delay since the last exit is over.
 
         Args:
             now_s: the supervisor's time in seconds.
@@ -130,11 +134,11 @@ class Child:
             self._start(now_s)
 
     def reset_backoff(self) -> None:
-        """Record that the process has served: its next restart delay is the shortest again."""
+        """Set the next restart delay to the shortest, because the process has worked properly."""
         self._backoff.reset_backoff()
 
     def disable_restart(self) -> None:
-        """Start no further process. Call it after `reap` has returned an exit code."""
+        """Prevent all later starts. Call it after `reap` has returned an exit code."""
         self._start_at_s = math.inf
 
     def stopped_s(self, now_s: float) -> float:
@@ -148,10 +152,14 @@ class Child:
     def reap(self, now_s: float) -> int | None:
         """Return the exit code if the process has exited since the last call, else None.
 
-        After an exit, set the time of the restart. Records stops (SIGSTOP) too.
+        After an exit, set the time of the restart and log it. Also record for `stopped_s` whether
+        the process was stopped (SIGSTOP) or continued.
 
         Args:
             now_s: the supervisor's time in seconds.
+
+        Returns:
+            The exit code; a negative number is the signal that ended the process.
         """
         if self._process is None:
             return None
@@ -171,13 +179,13 @@ class Child:
         return code
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process."""
+        """Send SIGTERM to the process, if one runs. Does not wait for its end."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
 
     def has_ended(self, now_s: float) -> bool:
-        """Tell whether no process runs any more, after reaping an exited one.
+        """Return whether no process runs any more; unlike `reap`, schedule no restart.
 
         Args:
             now_s: the supervisor's time in seconds.
@@ -190,10 +198,13 @@ class Child:
         return self._process is None
 
     def kill_stuck(self, why: str) -> None:
-        """Kill a process that cannot end by itself, once, and log why. Does not wait for its end.
+        """Send SIGKILL, once, to a process that cannot end by itself and to its children; log why.
+
+        Does not wait for its end, which a later `reap` finds.
 
         Args:
-            why: the rest of a sentence that begins with the role's name.
+            why: the rest of a log sentence that begins with the role's name, for example "has been
+                stopped for 10 s".
         """
         if self._process is not None and not self._is_killed:
             self._is_killed = True

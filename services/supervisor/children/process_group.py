@@ -15,7 +15,7 @@ from shared.configuration.loading import API_KEYS_VARIABLE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """The child processes of this host; None or [] for a role that it does not run."""
+    """Child processes of one `lockstep up`; None or [] for roles that this host does not run."""
 
     scheduler: Child | None
     ranks: list[Child]

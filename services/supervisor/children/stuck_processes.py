@@ -19,7 +19,7 @@ START_S = 60.0
 
 
 class LingeringRanks:
-    """Rank processes of this host that were told to leave an ended epoch and still run."""
+    """Ranks of this host that the scheduler told to leave an ended epoch and that still run."""
 
     def __init__(self, host: str) -> None:
         """Start without any; `host` is the host name that this host's ranks report."""
@@ -27,7 +27,10 @@ class LingeringRanks:
         self._listed_since_s: dict[int, float] = {}
 
     def update(self, status: StatusReported, now_s: float) -> None:
-        """Record which ranks of this host were told to end, but by the scheduler's report have not.
+        """Replace the list by the processes of this host that the scheduler reports as dismissed.
+
+        A process keeps the time of its first listing while it stays in the reports. Process ids of
+        the present world are left out, because the system may have reused them.
 
         Args:
             status: the scheduler's report.
@@ -41,7 +44,7 @@ class LingeringRanks:
         }
 
     def due(self, now_s: float) -> set[int]:
-        """Return the ids of processes that have been listed for at least `LEAVE_GRACE_S`.
+        """Return the process ids that must be killed: those listed for at least `LEAVE_GRACE_S`.
 
         Args:
             now_s: the time in seconds, by the clock of `update`.
@@ -51,7 +54,7 @@ class LingeringRanks:
 
 
 class SchedulerLiveness:
-    """Detection of a scheduler process that hangs: it runs, but sends no status."""
+    """Detection of a scheduler process that hangs: it runs, but its status reports have ended."""
 
     def __init__(self) -> None:
         self._start = 0
@@ -60,23 +63,23 @@ class SchedulerLiveness:
         self._started_at_s = 0.0
 
     def update(self, start: int, now_s: float) -> None:
-        """Record that a scheduler process has sent a status.
+        """Record that the running scheduler process has sent a status report.
 
         Args:
-            start: number of the process, counted from 1.
+            start: number of the process among those started by this supervisor, counted from 1.
             now_s: time of the status in seconds.
         """
         self._start, self._status_at_s = start, now_s
 
     def expired(self, start: int, now_s: float) -> bool:
-        """Tell whether the scheduler process has been silent for too long and must be killed.
+        """Return whether the scheduler process sent no status for too long and must be killed.
 
         That is `SILENT_S` after its last status or, without one, `START_S` after its number was
         first seen here, so call this regularly. It is False as long as no scheduler has ever
         reported: this host's key may lack the permission.
 
         Args:
-            start: number of the running process, counted from 1.
+            start: number of the running process among those started, counted from 1.
             now_s: the time in seconds, by the clock of `update`.
         """
         if start != self._latest_start:

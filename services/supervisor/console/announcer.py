@@ -12,7 +12,7 @@ NO_STATUS_S = 3.0
 
 
 class Announcer:
-    """Writer of announcements to the console: changes of the world since the last status."""
+    """Writer of lines to the console about changes of the world between two status reports."""
 
     def __init__(self, share: HostShare, console: Console) -> None:
         self._share = share
@@ -26,7 +26,7 @@ class Announcer:
         self._is_waiting = False
 
     def announce_start(self) -> None:
-        """Announce the model, ranks and backend that are about to start."""
+        """Write the line that names the model, ranks and backend that are about to start."""
         size = self._config.world.size
         where = f" on {self._share.name}" if self._share.name else ""
         self._console.print_line(
@@ -37,11 +37,12 @@ class Announcer:
     def announce(
         self, status: StatusReported, start: int, *, is_gateway_ready: Callable[[], bool]
     ) -> None:
-        """Announce the changes since the previous status: draining, failure, loading, readiness.
+        """Write lines about changes since the last status: draining, failure, loading, readiness.
 
         Args:
             status: the scheduler's report.
-            start: number of the scheduler process, since each counts epochs from 1.
+            start: number of the scheduler process, counted from 1; each process counts epochs from
+                1.
             is_gateway_ready: asks the gateway and returns its answer; True on a host without one.
         """
         self._refusal = ""
@@ -72,7 +73,10 @@ class Announcer:
                 self._console.log_line("lockstep", f"ready again (epoch {status.epoch})")
 
     def announce_no_status(self, refusal: str, for_s: float) -> None:
-        """Announce why the scheduler does not report: a refused handshake, or no answer.
+        """Write why the scheduler does not report: a refused handshake, or no answer.
+
+        A refusal is written once. The progress line shows the wait after `NO_STATUS_S`, on hosts
+        without a scheduler of their own.
 
         Args:
             refusal: cause of the failed handshake; "" if none failed.

@@ -27,7 +27,7 @@ _CHUNK_BYTES = min(512, select.PIPE_BUF)
 
 
 class NonBlockingStream:
-    """Output that never blocks its writer: unread text is kept up to a bound, then dropped."""
+    """Output that never blocks its writer: it queues unread text and drops text over a bound."""
 
     def __init__(self, stream: TextIO) -> None:
         """Take over `stream`, which must have no other writer.
@@ -44,11 +44,17 @@ class NonBlockingStream:
         stream.flush()
 
     def isatty(self) -> bool:
-        """Tell whether the stream is a terminal."""
+        """Return whether the stream is a terminal."""
         return self._is_terminal
 
     def write(self, text: str) -> int:
-        """Queue a text for `flush`, or drop it if too much is unread. Return its length."""
+        """Queue a text for `flush`; drop it if more than `UNREAD_BYTES_MAX` would be queued.
+
+        Dropped texts are counted, and a line with the count follows later.
+
+        Returns:
+            The length of `text` in characters, also if it was dropped.
+        """
         data = text.encode(self._encoding, errors="replace")
         if self._unread_bytes + len(data) > UNREAD_BYTES_MAX:
             self._lines_dropped += 1
@@ -100,7 +106,7 @@ def non_blocking(stream: TextIO) -> "NonBlockingStream | TextIO":
 
 
 class Console:
-    """One output stream shared by the supervisor and its children's log lines. Thread-safe."""
+    """Output of `lockstep up`: log lines of all roles and one progress line. Thread-safe."""
 
     def __init__(self, stream: TextIO | NonBlockingStream) -> None:
         """Write to `stream`. NO_COLOR or TERM=dumb turn colours and redrawing off."""
@@ -130,7 +136,13 @@ class Console:
             self._write(f"{text}\n")
 
     def show_progress(self, text: str) -> None:
-        """Show `text` as the progress line; "" removes it. An unchanged text is not repeated."""
+        """Show a text as the progress line, which the next text replaces on a terminal.
+
+        Elsewhere each new text is a line of its own. An unchanged text is not written again.
+
+        Args:
+            text: the line; "" removes the progress line.
+        """
         with self._lock:
             if text == self._progress:
                 return
@@ -141,7 +153,11 @@ class Console:
                 self._write(f"{text}\n")
 
     def flush(self, wait_s: float = 0.0) -> None:
-        """Write text that a non-blocking stream has queued, waiting at most `wait_s` seconds."""
+        """Write queued text, waiting at most `wait_s` seconds for the reader of the output.
+
+        Does nothing for a stream that is not a `NonBlockingStream`, because its text was written at
+        once. Ignores errors.
+        """
         if isinstance(self._stream, NonBlockingStream):
             with self._lock, contextlib.suppress(OSError, ValueError):
                 self._stream.flush(wait_s)

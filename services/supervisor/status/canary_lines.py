@@ -9,7 +9,7 @@ from shared.messages import CanaryFinding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CanaryCosts:
-    """Costs of sums over ranks, of a prompt and of a decode, as a rank's canary measured them."""
+    """Times and throughput that one rank's canary measured: sums over ranks, a prompt, a decode."""
 
     latency_us: float
     """Median time in microseconds of the fastest small sum."""
@@ -26,7 +26,11 @@ class CanaryCosts:
 
 
 def costs(findings: Sequence[CanaryFinding]) -> CanaryCosts | None:
-    """Return the costs in a rank's canary findings, None if no sums over ranks were measured."""
+    """Return the times and throughput in a rank's canary findings.
+
+    Returns:
+        None if the findings have no sums over ranks.
+    """
     sums = [one for one in findings if one.name.startswith(SUM_PREFIX)]
     if not sums:
         return None
@@ -50,9 +54,10 @@ def costs(findings: Sequence[CanaryFinding]) -> CanaryCosts | None:
 
 
 def describe(findings: Sequence[CanaryFinding]) -> str:
-    """Return the costs in a rank's canary findings as one line, "" without sums over ranks.
+    """Return the times and throughput in a rank's canary findings as one line of text.
 
-    It has latency and throughput of a sum and, if measured, the times of a decode and a prompt.
+    It has the latency and throughput of a sum over ranks and, if measured, the times of a decode
+    and a prompt. It is "" if the findings have no sums.
     """
     measured = costs(findings)
     if measured is None:

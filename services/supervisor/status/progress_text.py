@@ -19,7 +19,7 @@ def base_url(config: Config) -> str:
 
 
 def is_loaded(status: StatusReported) -> bool:
-    """Tell whether there are ranks and every rank has loaded its shard."""
+    """Return whether the report has ranks and all of them have loaded their shards."""
     return bool(status.ranks) and all(rank.state == "ready" for rank in status.ranks)
 
 

@@ -30,7 +30,7 @@ GATEWAY_DEADLINE_S = 0.5
 
 
 class StatusWatch:
-    """Link to the scheduler that queries its status every `interval_s` seconds."""
+    """Link to the scheduler that asks for its status every `interval_s` seconds, within `poll`."""
 
     def __init__(
         self,
@@ -62,12 +62,15 @@ class StatusWatch:
         )
 
     def poll(self, timeout_s: float) -> StatusReported | None:
-        """Wait for a status and return the latest one received, None without any.
+        """Wait for the link's next events and return the latest status among them.
 
-        Sends a query if `interval_s` seconds have passed since the last one.
+        First sends a query if `interval_s` seconds have passed since the last query.
 
         Args:
-            timeout_s: longest wait for any event in seconds.
+            timeout_s: longest wait for an event in seconds.
+
+        Returns:
+            None if no status was among the events.
         """
         self._query()
         latest = None
@@ -108,7 +111,7 @@ class StatusWatch:
 
 
 class StoreWatch:
-    """Link to this host's cache store that asks each of its processes once for its state."""
+    """Link to this host's cache store; asks each new store process once for its state."""
 
     def __init__(self, config: Config) -> None:
         self._link: Dialer[FromStore] = Dialer(
@@ -116,9 +119,9 @@ class StoreWatch:
         )
 
     def has_reported_on(self) -> bool:
-        """Tell whether the store has reported since the last call that it is on (keeps blocks).
+        """Return whether the store has reported since the last call that it keeps blocks.
 
-        Never waits.
+        Never waits. A new store process is asked when the link to it opens.
         """
         is_on = False
         for event in self._link.poll(0.0):
@@ -139,7 +142,7 @@ class StoreWatch:
 
 
 def gateway_readiness(config: Config) -> int | None:
-    """Return the HTTP status of the gateway's `/readyz`, None without an answer; 200 is ready."""
+    """Return the HTTP status of GET /readyz: 200 if ready, None without an answer."""
     address = base_url(config).removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=GATEWAY_DEADLINE_S)
     try:
@@ -152,7 +155,7 @@ def gateway_readiness(config: Config) -> int | None:
 
 
 def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusReported:
-    """Return the scheduler's answer to a query of its status.
+    """Open a link, ask the scheduler for its status, and return the answer.
 
     Args:
         config: contains the scheduler's address.
