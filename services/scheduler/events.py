@@ -112,7 +112,7 @@ class WriteLog:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveEvidence:
-    """Write facts about differing receipts to a file, for an investigation."""
+    """Write a step's plan and its differing receipts to a file, for an investigation."""
 
     name: str
     """Part of the file's name."""

@@ -111,11 +111,11 @@ class Shell:
         return self._exit_code
 
     def request_drain(self) -> None:
-        """Record a signal to drain and stop; the loop handles it."""
+        """Make the loop drain and stop; called by a signal handler."""
         self._drains_requested += 1
 
     def request_hand_over(self) -> None:
-        """Record a signal to hand over to another scheduler; the loop handles it."""
+        """Make the loop end at once and leave its requests to another scheduler; for a signal."""
         self._hand_over_requested = True
 
     def _take_ranks(self, events: list[LinkEvent[ToScheduler]]) -> None:

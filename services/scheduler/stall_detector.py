@@ -16,10 +16,10 @@ class StallDetector:
         self._ticked_at_s: float | None = None
 
     def stalled_for_s(self, now_s: float) -> float:
-        """Record a tick; return the seconds since the last one if it was a stall, else 0.
+        """Record a tick; return the seconds since the last one if the scheduler stalled, else 0.
 
         Args:
-            now_s: time of the tick. A gap of more than STALL_S seconds to the tick before is a
+            now_s: time of the tick in seconds. A gap of more than STALL_S to the tick before is a
                 stall.
         """
         before_s, self._ticked_at_s = self._ticked_at_s, now_s

@@ -15,7 +15,7 @@ _WINDOW_S = 2.0
 
 
 class TokenRates:
-    """Mean number of generated tokens per second over the last two seconds."""
+    """Counts generated tokens, for their mean number per second over the last two seconds."""
 
     def __init__(self) -> None:
         self._entries: deque[tuple[float, int]] = deque()
@@ -33,7 +33,11 @@ class TokenRates:
         self._forget(now_s)
 
     def tokens_per_second(self, now_s: float) -> float:
-        """Return the mean number of tokens per second over the last two seconds; 0 when idle."""
+        """Return the mean number of tokens per second over the last two seconds; 0 when idle.
+
+        Args:
+            now_s: the time in seconds.
+        """
         self._forget(now_s)
         return self._tokens / _WINDOW_S
 
@@ -65,9 +69,9 @@ def report(
         rates: tokens per second of the last seconds.
         counters: counters since the scheduler started, by name.
         waiting: number of waiting requests.
-        tokens_limit: most tokens of prompt and completion; 0: unknown.
-        drain: drain state.
-        now_s: the time.
+        tokens_limit: most tokens of prompt and completion of a request; 0: unknown.
+        drain: whether new requests are refused, and why.
+        now_s: the time in seconds.
     """
     reason = world.explain()
     if not reason:

@@ -62,8 +62,10 @@ class StepPipeline:
     def send_plans(self, now_s: float) -> None:
         """Send plans up to the limit of plans in flight; an idle batch first waits for a burst.
 
+        A burst is several requests that arrive at nearly the same time, to run in one batch.
+
         Args:
-            now_s: the time. If it waits, `wake_at_s` is when to call this again.
+            now_s: the time in seconds. If it waits, `wake_at_s` is when to call this again.
         """
         self.wake_at_s = None
         if self._world.state is not WorldState.READY:
@@ -85,14 +87,14 @@ class StepPipeline:
             self._actions.append(SendToRanks(self._world.peers, restore, self._world.epoch))
 
     def receive(self, peer: PeerId, receipt: StepFinished, now_s: float) -> str | None:
-        """Take in one rank's receipt, and emit the tokens of steps whose receipts all agree.
+        """Add one rank's receipt to its step; emit the tokens of steps whose receipts all agree.
 
         A repeated receipt, and one of another epoch or of an unknown peer, is only counted.
 
         Args:
             peer: the rank process that sent it.
             receipt: the receipt.
-            now_s: when it arrived.
+            now_s: when it arrived, in seconds; the deadline of the next step counts from then.
 
         Returns:
             Why the epoch must end, one sentence, or None.

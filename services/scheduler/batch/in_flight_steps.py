@@ -24,7 +24,10 @@ class InFlightStep:
 
 
 class InFlightSteps:
-    """The plans in flight, oldest first. Steps finish in order."""
+    """The plans in flight of one epoch, oldest first, with the receipts that arrived for each.
+
+    Steps finish in the order of their plans.
+    """
 
     def __init__(self) -> None:
         self.next_step_id = StepId(1)
@@ -87,7 +90,7 @@ class InFlightSteps:
 
         Args:
             world_size: number of ranks, each of which sends one receipt.
-            now_s: the time; the deadline of the next step counts from then.
+            now_s: the time in seconds; the deadline of the next step counts from then.
         """
         if not self._steps or len(self._steps[0].receipts) < world_size:
             return None
@@ -97,7 +100,7 @@ class InFlightSteps:
         return step
 
     def overdue_reason(self, now_s: float) -> str | None:
-        """Return a sentence if the oldest step has passed its deadline, else None."""
+        """Return a sentence if the oldest step has passed its deadline at `now_s`, else None."""
         if not self._steps:
             return None
         step = self._steps[0]
@@ -111,16 +114,16 @@ class InFlightSteps:
         )
 
     def extend_deadlines(self, seconds: float, now_s: float) -> None:
-        """Extend deadlines by the seconds in which the scheduler could not read receipts.
+        """Postpone the deadline of the oldest step after a time in which no receipts were read.
 
         Args:
-            seconds: how long it could not.
-            now_s: the time, which bounds the new beginning of the deadlines.
+            seconds: how long the scheduler did not run, by which the deadline is postponed.
+            now_s: the time in seconds; the step's time counts anew from then at the latest.
         """
         self._progress_at_s = min(now_s, self._progress_at_s + seconds)
 
     def stalled_s(self, now_s: float) -> float:
-        """Return the seconds without progress; 0 with nothing in flight.
+        """Return the seconds since the last progress; 0 with nothing in flight.
 
         Progress is a finished step, or a plan sent to idle ranks.
         """
@@ -130,15 +133,16 @@ class InFlightSteps:
 def find_disagreement(step: InFlightStep, vocabulary_size: int) -> str | None:
     """Compare the receipts of a step with each other and with its plan.
 
-    Their digests must be equal, and rank 0's tokens must fit the plan's samples, drafts and the
-    vocabulary.
+    The digests of all ranks must be equal. Rank 0 must report for each sample at least one token
+    and at most one more than its drafts, only token ids of the vocabulary, and log probabilities
+    for all tokens of a sample or for no token.
 
     Args:
         step: a step with the receipts of all ranks.
-        vocabulary_size: token ids are below it.
+        vocabulary_size: number of token ids; each id is below it.
 
     Returns:
-        A sentence about the first difference or impossible value, or None if they are good.
+        A sentence about the first difference or impossible value; None: the receipts are good.
     """
     digests = {rank: receipt.digest for rank, receipt in step.receipts.items()}
     if len(set(digests.values())) > 1:

@@ -10,27 +10,29 @@ from shared.messages import AdmittedSequence, DraftChunk, PrefillChunk, SlotMove
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepWork:
-    """The amounts of work in a step that decide how long it takes."""
+    """The numbers of tokens and rows in a step that decide how long it takes."""
 
     chunk_tokens: int
     """Tokens of all prefill chunks."""
     chunk_position: int
-    """Mean position of the chunks in their prompts, weighted by tokens."""
+    """Mean start of the chunks in their prompts in tokens, weighted by length; 0: no chunks."""
     decodes: int
     """Sequences that decode."""
     row_count: int
+    """Rows that the KV cache of each rank has, used or not."""
     row_tokens: int
+    """Capacity of each of these rows in tokens."""
     width: int = 1
     """Tokens per decoding row: one, and the most drafts of a row."""
     method: Method = "ngram"
     """Method that proposed the drafts."""
     read_tokens: int = 0
-    """Tokens that rows of the draft model read."""
+    """Known tokens that rows of the ranks' draft model read, which they lack."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan and what the scheduler needs when its receipts arrive."""
+    """A plan, the sequences that it samples, and its amounts of work, until its receipts arrive."""
 
     plan: StepPlan
     samples: list[Sequence]
@@ -64,7 +66,7 @@ class PlannedStep:
 
 @dataclasses.dataclass(slots=True)
 class PlanBuilder:
-    """Collects the parts of the step plan being built."""
+    """Collects the moves, admissions, prefill chunks, decodes and drafts of the next step plan."""
 
     now_s: float
     moves: list[SlotMove] = dataclasses.field(default_factory=list)
@@ -89,11 +91,11 @@ class PlanBuilder:
 
     @property
     def read_tokens(self) -> int:
-        """Tokens that rows of the draft model read."""
+        """Number of known tokens that rows of the ranks' draft model read in this plan."""
         return sum(len(chunk.tokens) for chunk in self.draft_reads)
 
     @property
     def chunk_position(self) -> int:
-        """Mean position of the chunks in their prompts, weighted by tokens."""
+        """Mean start of the chunks in their prompts in tokens, weighted by length; 0: no chunks."""
         tokens = sum(chunk.length for chunk in self.chunks)
         return sum(one.start * one.length for one in self.chunks) // tokens if tokens else 0

@@ -26,7 +26,7 @@ _LOOKAHEAD_COUNT = 8
 
 
 class PrefillPlanner:
-    """Plans chunks for running sequences first, then admits waiting ones."""
+    """Plans prefill chunks of running sequences first, then admits waiting ones."""
 
     def __init__(
         self,
@@ -43,23 +43,24 @@ class PrefillPlanner:
         self._cache = cache
 
     def look_ahead(self, timing: StepTiming, now_s: float, *, may_evict: bool) -> None:
-        """Start restores for the next waiting sequences.
+        """Request restores of cache blocks for the first waiting sequences, before their admission.
 
         Args:
-            timing: measured step times.
-            now_s: the time.
-            may_evict: a plan is being made, which can carry evictions.
+            timing: measured step times, by which a restore is compared with a prefill.
+            now_s: the time in seconds, from which deadlines of restores count.
+            may_evict: a plan is being made, which can carry evictions that make room for the
+                blocks.
         """
         if len(self._waiting):
             for sequence in self._waiting.first(_LOOKAHEAD_COUNT):
                 self._fetch_blocks(sequence, timing, now_s, may_evict=may_evict)
 
     def plan(self, plan: PlanBuilder, timing: StepTiming) -> None:
-        """Add chunks and admissions to a plan whose decodes are complete.
+        """Add prefill chunks and admissions to a plan whose decodes are complete.
 
         Args:
-            plan: the plan being built.
-            timing: measured step times, which limit the tokens.
+            plan: the plan being built, which changes.
+            timing: measured step times, which limit the tokens of the chunks.
         """
         position = self._next_position()
         tokens_max = min(

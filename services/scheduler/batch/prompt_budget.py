@@ -12,12 +12,13 @@ _PRICE_MAX = 4.0
 
 
 class PromptBudget:
-    """Tokens that a step may still prefill, priced at the position of its first chunk.
+    """Counts down the prompt tokens that one step may prefill.
 
-    A token deeper in a prompt takes longer and costs more of the budget, and never less than one
-    token. A forward has a fixed cost, so no chunk is smaller than a scrap, an eighth of the step's
-    tokens: a remainder of that size is added to the chunk before it, and a beginning of that size
-    waits for the next step.
+    The budget is in tokens at the position of the step's first chunk. A token deeper in a prompt
+    takes longer, so it takes its relative time, 1 to 4 tokens, off the budget. A forward has a
+    fixed cost, so small chunks (scraps, up to an eighth of the step's tokens) are avoided: a
+    remainder of that size is added to the chunk before it, and a beginning of that size waits for
+    the next step.
     """
 
     def __init__(self, tokens: int, position: int, timing: StepTiming) -> None:
@@ -34,11 +35,11 @@ class PromptBudget:
         self._token_ms = timing.prefill_token_ms(position)
 
     def would_cut_scrap(self, rest: int, position: int) -> bool:
-        """Tell whether the rest of the budget is too small a first chunk for a prompt (a scrap).
+        """Tell whether the budget left permits only a scrap, a small chunk, of a prompt.
 
         Args:
-            rest: tokens of the prompt that are not prefilled.
-            position: tokens before them.
+            rest: number of tokens of the prompt that are not prefilled.
+            position: number of tokens before them.
 
         Returns:
             True if the budget left is at most an eighth of a step's and cannot finish the prompt.
@@ -55,12 +56,12 @@ class PromptBudget:
         return min(self._fitting(position), limits.FORWARD_TOKENS_MAX) + self._scrap
 
     def take(self, rest: int, position: int, length_max: int) -> int:
-        """Return how many tokens of a prompt to prefill, and take them off the budget.
+        """Return the length of a prompt's next chunk in tokens, and take its cost off the budget.
 
         Args:
-            rest: tokens of the prompt that are not prefilled.
-            position: tokens before them.
-            length_max: the most tokens of the chunk, regardless of the budget.
+            rest: number of tokens of the prompt that are not prefilled.
+            position: number of tokens before them.
+            length_max: most tokens of the chunk, such as up to the next checkpoint.
         """
         length = rest
         if rest > self.tokens_max(position):

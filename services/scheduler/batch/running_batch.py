@@ -60,16 +60,16 @@ class RunningBatch:
     def start(
         self, budget: RowBudget, form: BlockFormat | None, epoch: Epoch, *, can_roll_back: bool
     ) -> bool:
-        """Begin an epoch.
+        """Begin an epoch: no slot is used, and measured step times start anew.
 
         Args:
-            budget: KV memory of each rank.
+            budget: memory of each rank for KV rows and cache blocks.
             form: format of cache blocks; None: the cache is off.
             epoch: number of the epoch.
             can_roll_back: rows can be rolled back, so drafts can be verified.
 
         Returns:
-            Whether the known cache blocks became useless because the namespace has changed.
+            True if the known cache blocks became useless because the namespace has changed.
 
         Raises:
             InvariantBroken: when sequences are running.
@@ -99,7 +99,13 @@ class RunningBatch:
             self.cache.cancel_wait(sequence.blocks)
 
     def record_step(self, step: PlannedStep, busy_ms: float, idle_ms: float) -> None:
-        """Record how long a finished step kept the device busy and idle, in milliseconds."""
+        """Record a finished step's times, from which chunk sizes, deadlines and draft costs follow.
+
+        Args:
+            step: the step.
+            busy_ms: StepFinished.busy_ms of its receipt.
+            idle_ms: StepFinished.idle_ms if requests were open all the time, else 0.
+        """
         work = step.work
         if work.width == 1 and (work.chunk_tokens or not work.read_tokens):
             self.timing.record_step(work.chunk_tokens, work.decodes, busy_ms, work.chunk_position)
@@ -132,10 +138,15 @@ class RunningBatch:
         return self._speculation.draft_statistics()
 
     def look_ahead(self, now_s: float) -> None:
-        """Start restores and index prompts for sequences that will be planned soon.
+        """Prepare later plans: request restores for waiting sequences, and index prompts.
+
+        Restores of cache blocks are requested for the first waiting sequences, before these can be
+        admitted. Prompts still being prefilled are added, a part per call, to their sequences'
+        n-gram indexes, from which drafts are copied.
 
         Args:
-            now_s: the time; waits for restores whose deadline has passed by then end.
+            now_s: the time in seconds; a restore whose deadline has passed by then is no longer
+                awaited.
         """
         self.cache.expire_restores(now_s)
         self._prefill.look_ahead(self.timing, now_s, may_evict=False)
@@ -147,7 +158,7 @@ class RunningBatch:
         Args:
             epoch: the current epoch.
             step_id: number of the step in its epoch.
-            now_s: the time.
+            now_s: the time in seconds, for admissions and restores.
         """
         chosen = self._choose_drafts()
         if chosen is None:

@@ -32,7 +32,7 @@ class RunningSequences:
 
     @property
     def has_departed(self) -> bool:
-        """Tell whether a sequence has left since the last plan; its blocks can still be kept."""
+        """Tell whether a sequence has left since the last plan; the next can keep its blocks."""
         return bool(self._departed)
 
     def admit(self, sequence: Sequence, now_s: float) -> Slot:
@@ -83,7 +83,7 @@ class RunningSequences:
             plan.moves.append(move)
 
     def row_tokens_needed(self) -> int:
-        """Return the row length in tokens that the next step needs for all running sequences."""
+        """Return the row length in tokens that the longest running sequence needs next."""
         longest = 0
         for one in self._by_id.values():
             tokens = one.planned_tokens

@@ -62,10 +62,10 @@ class SpeculationPlanner:
         self._rolled_back.clear()
 
     def look_ahead(self, running: Iterable[Sequence]) -> None:
-        """Index part of the prompts being prefilled, so that drafts can be copied from them.
+        """Add part of the prompts being prefilled to the n-gram indexes that drafts come from.
 
         Args:
-            running: the running sequences.
+            running: the running sequences; those whose prefill is planned completely are skipped.
         """
         states = [self._draft_state_of(one) for one in running if not one.is_decoding]
         self._speculator.index_prompts([one for one in states if one is not None])
@@ -100,7 +100,7 @@ class SpeculationPlanner:
         )
 
     def is_idle(self, running: Iterable[Sequence]) -> bool:
-        """Tell whether no running sequence takes drafts."""
+        """Tell whether no running sequence takes drafts, so that plans need no choice of drafts."""
         if not self.can_roll_back:
             return True
         return all(
@@ -143,12 +143,16 @@ class SpeculationPlanner:
     def read_prompts(
         self, plan: PlanBuilder, running: Iterable[Sequence], token_ms: Callable[[int], float]
     ) -> None:
-        """Let the draft model read prompts that a plan prefills, up to the plan's prefill tokens.
+        """Add reads to a plan: rows of the draft model read prompts that the plan prefills.
+
+        A prompt is read if that is expected to save time. All reads together have at most as many
+        tokens as the plan's prefill chunks.
 
         Args:
-            plan: a plan whose prefill chunks are complete.
+            plan: a plan whose prefill chunks are complete; it changes.
             running: the sequences that run with this plan.
-            token_ms: returns the prefill time of one token at a position of a prompt; 0: unknown.
+            token_ms: returns the prefill milliseconds of one token at a position of a prompt; 0:
+                unknown.
         """
         if not plan.chunks or not self.can_roll_back:
             return
@@ -177,7 +181,10 @@ class SpeculationPlanner:
 
         Args:
             drafts: the plan's drafts.
-            read: tokens that rows of the draft model read in it.
+            read: number of tokens that rows of the draft model read in it.
+
+        Returns:
+            True if the choice of drafts had asked to wait for the results of all plans in flight.
         """
         return self.can_roll_back and self._speculator.record_plan(drafts, read)
 
@@ -202,7 +209,13 @@ class SpeculationPlanner:
             self._speculator.record_verification(sequence.draft_state, proposed, emitted, taken)
 
     def record_step(self, step: PlannedStep, busy_ms: float, idle_ms: float) -> None:
-        """Record how long a finished step kept the device busy and idle, in milliseconds."""
+        """Record a finished step's times, from which the costs of drafts and reads follow.
+
+        Args:
+            step: the step.
+            busy_ms: StepFinished.busy_ms of its receipt.
+            idle_ms: StepFinished.idle_ms if requests were open all the time, else 0.
+        """
         if self.can_roll_back:
             reads = [len(chunk.tokens) for chunk in step.plan.draft_chunks]
             self._speculator.record_step(

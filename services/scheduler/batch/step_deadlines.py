@@ -16,7 +16,8 @@ _StepKind = tuple[str, int, int]
 class StepDeadlines:
     """Decides how long each step of an epoch may take before the world counts as lost.
 
-    A new epoch starts new processes, which must warm up again.
+    Work counts as new until a step of its kind (such as decodes of as many rows) has finished in
+    this epoch, because new processes compile kernels and allocate memory again.
     """
 
     def __init__(self, timing: StepTiming) -> None:
@@ -24,11 +25,11 @@ class StepDeadlines:
         self._seen: set[_StepKind] = set()
 
     def deadline_s(self, shape: StepWork) -> float:
-        """Return how many seconds a step may take.
+        """Return how many seconds a step may take: ten times its predicted time, 5 to 60 s.
 
         Args:
-            shape: the work in the step; a kind of work that is new in this epoch gets the longest
-                deadline.
+            shape: the work in the step. If any kind of it is new in this epoch, or its time cannot
+                be predicted yet, the step gets the longest deadline.
         """
         if not self._seen.issuperset(_kinds(shape)):
             return limits.STEP_DEADLINE_MAX_S
@@ -45,7 +46,7 @@ class StepDeadlines:
         """Record that a step has finished, so that its kinds of work are no longer new.
 
         Args:
-            shape: the work in the step.
+            shape: the work in the step, as passed to `deadline_s`.
         """
         self._seen.update(_kinds(shape))
 

@@ -77,7 +77,7 @@ class _ChunkCost:
 
 
 class StepTiming:
-    """Measured durations of steps, and the chunk sizes and predictions that follow from them.
+    """Measures durations of steps, and derives prefill chunk sizes and expected durations.
 
     They are those of one epoch, because another world has other durations.
     """
@@ -112,7 +112,10 @@ class StepTiming:
         return self._decode_ms[nearest] * (1.0 if nearest > rows else max(1.0, rows / nearest))
 
     def chunk_tokens(self, *, decoding: bool, position: int = 0) -> int:
-        """Return how many tokens the next step may prefill without delaying decodes too long.
+        """Return how many tokens the next step may prefill.
+
+        With decodes, the step must not take longer than the setting `decode_stall_ms`; without any,
+        a second. A step is at most twice as large as the largest measured.
 
         Args:
             decoding: the step has decodes, which wait for it to end.
@@ -130,12 +133,13 @@ class StepTiming:
         return max(_CHUNK_TOKENS_MIN, tokens)
 
     def joint_tokens_max(self, position: int = 0) -> float:
-        """Return the most tokens of several prompts in one step without decodes.
+        """Return the most tokens of prefill if a step without decodes has more than one prompt.
 
-        It is infinite until prefill was measured.
+        The first prompt's token waits for the last prompt, so this is less than for a single
+        prompt. It is infinite until a prefill was measured.
 
         Args:
-            position: position of the first token in its prompt.
+            position: position of the step's first token in its prompt.
         """
         token_ms = self.prefill_token_ms(position)
         return _JOINT_PREFILL_MS / token_ms if token_ms else math.inf

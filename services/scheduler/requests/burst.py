@@ -22,8 +22,9 @@ _RETURN_S = 0.05
 class Burst:
     """Decides how long an idle batch waits for more requests before its first plan.
 
-    The wait begins with a request after which another one is expected. It ends a few milliseconds
-    after the last request that arrived, and after 25 ms at the latest.
+    Requests that arrive at nearly the same time (a burst) so run in one batch. The wait begins with
+    a request after which another one is expected. It ends a few milliseconds after the last request
+    that arrived, and after 25 ms at the latest.
     """
 
     def __init__(self) -> None:
@@ -62,10 +63,10 @@ class Burst:
         self._until_s = min(now_s + _GAP_S, self._began_s + _BURST_S)
 
     def wait_until_s(self, now_s: float) -> float | None:
-        """Return when the wait for further requests ends, or None when plans need not wait.
+        """Return the time at which the wait for further requests ends; None: plans need not wait.
 
         Args:
-            now_s: the time; a wait whose end has passed counts as none.
+            now_s: the time in seconds; a wait whose end has passed counts as none.
         """
         return self._until_s if self._began_s is not None and now_s < self._until_s else None
 
@@ -73,8 +74,8 @@ class Burst:
         """End the wait for further requests, because those that have arrived are being planned.
 
         Args:
-            now_s: the time. If the wait has run out by then, the requests it was for are no longer
-                expected, so they cause no further wait.
+            now_s: the time in seconds. If the wait has run out by then, the requests it was for are
+                no longer expected, so they cause no further wait.
         """
         if self._began_s is not None and now_s >= self._until_s:
             # The expected requests did not arrive, so no further wait is made for them.

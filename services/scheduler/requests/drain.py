@@ -44,21 +44,24 @@ class Drain:
         self._is_set_by_operator = is_on
 
     def begin_stop(self, now_s: float) -> None:
-        """Begin to stop: refuse new requests and give open ones the drain time to end.
+        """Begin to stop: refuse new requests, and let open ones run for the drain time at most.
 
-        A second call ends the drain time at once.
+        The drain time is the setting `scheduler.drain_s`. A second call ends it at once.
 
         Args:
-            now_s: the time at which the drain time begins.
+            now_s: the time in seconds, from which the drain time counts.
         """
         self._until_s = now_s if self.is_stopping else now_s + self._drain_s
 
     def may_stop(self, now_s: float, *, open_requests: int, is_writing: bool) -> bool:
-        """Tell whether the scheduler may stop now.
+        """Tell whether a stopping scheduler may end now.
+
+        It may when no requests are open and no blocks are being written, or writing has taken too
+        long, or when the drain time is over. A scheduler that is not stopping may not.
 
         Args:
-            now_s: the time.
-            open_requests: requests that have not ended.
+            now_s: the time in seconds.
+            open_requests: number of requests that have not ended.
             is_writing: blocks of ended requests are still being kept or spilled.
         """
         if self._until_s is None or now_s >= self._until_s:

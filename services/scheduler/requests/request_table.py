@@ -45,7 +45,7 @@ class RequestLimits:
 
 
 class RequestTable:
-    """The open requests of all gateways; tells each gateway how its requests end."""
+    """The open requests of all gateways; reports to each gateway what becomes of its requests."""
 
     def __init__(
         self, config: SchedulerConfig, waiting: WaitingQueue, actions: list[Action]
@@ -123,14 +123,14 @@ class RequestTable:
         detail: str,
         retry_after_s: float | None = None,
     ) -> None:
-        """Reject a request.
+        """Tell a gateway that its request is not accepted, and count it by cause.
 
         Args:
             gateway: the gateway that sent it.
-            request_id: the request.
-            cause: a cause of RequestRejected.
+            request_id: the gateway's id of the request.
+            cause: a value of RequestRejected.cause.
             detail: a sentence for the client.
-            retry_after_s: when trying again may help; None: unknown.
+            retry_after_s: seconds after which another try may succeed; None: unknown.
         """
         self.counters[f"requests_rejected_{cause}_total"] += 1
         self._send(
@@ -144,7 +144,7 @@ class RequestTable:
         )
 
     def report_admitted(self, sequence: Sequence) -> None:
-        """Tell the gateway that a request runs for the first time, and its cached prefix."""
+        """Tell the gateway that a request runs for the first time, with its cached prefix."""
         sequence.queue_deadline_at_s = math.inf
         cached = sequence.blocks.cached or CachedPrefix()
         name = sequence.request.request_id
@@ -205,8 +205,10 @@ class RequestTable:
     def expired(self, now_s: float) -> Iterator[tuple[Sequence, FailureCause, str]]:
         """Yield each sequence past a deadline, with the cause and a sentence for the client.
 
-        Sequences end by a deadline for the whole request, or by one for the wait for their first
-        slot.
+        One deadline is for the whole request, and one for the wait for its first slot.
+
+        Args:
+            now_s: the time in seconds.
         """
         for sequence in self:
             if now_s > sequence.deadline_at_s:
@@ -218,7 +220,7 @@ class RequestTable:
                 yield sequence, "queue_deadline", detail
 
     def record_duration(self, seconds: float) -> None:
-        """Record how long a finished request ran, in seconds, to estimate Retry-After."""
+        """Record the seconds that a finished request ran, from which Retry-After is estimated."""
         self._mean_request_s += 0.1 * (seconds - self._mean_request_s)
 
     def _end_if_complete(self, sequence: Sequence) -> None:

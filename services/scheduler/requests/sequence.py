@@ -20,7 +20,7 @@ class SequenceState(Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """Everything the scheduler knows of one request. All counts are tokens.
+    """A request, its tokens so far, and its place in the queue or the batch. Counts are in tokens.
 
     `planned_tokens` runs ahead of `tokens`: it counts what the KV row holds once all plans sent are
     computed, so it includes tokens that were sampled on the device and are not known here yet.
@@ -84,7 +84,7 @@ class Sequence:
 
     @property
     def computed_tokens(self) -> int:
-        """Known tokens in its row once all plans in flight are computed."""
+        """Tokens of `tokens` that its KV row holds once all plans in flight are computed."""
         return min(self.planned_tokens, len(self.tokens))
 
     @property
@@ -108,6 +108,6 @@ class Sequence:
         self.is_verifying = False
 
     def forget_in_flight(self) -> None:
-        """Forget that plans with this sequence are in flight, because their epoch has ended."""
+        """Count no samples of this sequence as in flight, because their epoch has ended."""
         self.samples_in_flight = 0
         self.is_verifying = False

@@ -172,12 +172,12 @@ class StepCosts:
     def steps_since_plain(self, rows: int) -> int:
         """Return how many steps with drafts ran since one without drafts was measured.
 
-        A batch size that was not measured, but is within a factor of two of one measured with
-        drafts, counts as measured just now for a few steps, since it changes often as requests come
-        and go.
+        For a batch size without measurement this is 0 for a few steps if a similar one (within a
+        factor of two) was measured with drafts, since the size changes often as requests come and
+        go.
 
         Args:
-            rows: sequences that decode; only steps with as many count.
+            rows: number of sequences that decode; only steps with as many count.
 
         Returns:
             The number of steps; NEVER_MEASURED if no step without drafts was measured, since the

@@ -6,7 +6,7 @@ from shared.messages import DraftStatistics
 
 
 class DraftCounters:
-    """Counts since the scheduler started: drafts by method and position, and plans with drafts."""
+    """Counts since the scheduler started: drafts by method and position, plans, tokens read."""
 
     def __init__(self) -> None:
         self._drafted_steps = 0
@@ -34,12 +34,12 @@ class DraftCounters:
             accepted_at[position] += 1
 
     def planned(self, *, has_drafts: bool, was_held: bool, read: int = 0) -> None:
-        """Count one plan.
+        """Count one plan, in the totals of plans with drafts, plans held back and tokens read.
 
         Args:
             has_drafts: it has drafts.
             was_held: it was held back for the results of plans in flight.
-            read: tokens that rows of the draft model read in it.
+            read: number of tokens that rows of the draft model read in it.
         """
         self._drafted_steps += has_drafts
         self._held_plans += was_held
@@ -54,7 +54,7 @@ class DraftCounters:
         }
 
     def statistics(self) -> list[DraftStatistics]:
-        """Return the counts of drafts, one entry per method, by name of the method.
+        """Return the proposed and accepted drafts by position, one entry per method, by its name.
 
         Positions after the last one that had a draft are left out.
         """

@@ -16,7 +16,7 @@ WHY_NOT = "sliding windows, recurrent state, or a family that cannot verify seve
 
 
 def is_model(method: str) -> TypeGuard[Model]:
-    """Tell whether the ranks propose the drafts of this method."""
+    """Tell whether the ranks propose the drafts of this method: a draft model or an EAGLE head."""
     return method in ("draft_model", "eagle")
 
 

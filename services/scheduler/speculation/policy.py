@@ -42,7 +42,7 @@ _ASSUMED_SPEEDUP = 2.0
 
 
 class Chances(Protocol):
-    """Chances that the drafts of a sequence are accepted."""
+    """Interface of acceptance rates from which the policy expects tokens of a sequence's drafts."""
 
     def add_chances(self, gains: list[float], matched: int, tokens_in_flight: int) -> None:
         """Add to `gains[j]` the chance that the first j + 1 drafts are all accepted.
@@ -57,7 +57,7 @@ class Chances(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence that could have drafts in the next plan."""
+    """A sequence that could have drafts in the next plan, with its chances and limits."""
 
     acceptance: Chances
     matched: int
@@ -70,7 +70,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """The decision about drafts of the next plan."""
+    """The number of drafts of the next plan, or that it must wait for results."""
 
     drafts: int = 0
     """Most drafts of a sequence."""
@@ -144,10 +144,14 @@ def choose(
 
 
 def choose_all(candidates: list[Candidate]) -> DraftChoice:
-    """Choose the most drafts regardless of their cost, waiting for tokens in flight if necessary.
+    """Choose as many drafts as allowed, regardless of their cost (speculation is not adaptive).
 
     Args:
         candidates: sequences that could have drafts.
+
+    Returns:
+        The most drafts of any of them; if one has tokens in flight, that the plan must wait for
+        these; a step without drafts if no candidate has a match.
     """
     found = [one for one in candidates if one.matched and one.drafts_max > 0]
     if not found:
@@ -158,11 +162,11 @@ def choose_all(candidates: list[Candidate]) -> DraftChoice:
 
 
 def count_worth_sending(acceptance: Chances, matched: int, count: int, chance_min: float) -> int:
-    """Return how many of a sequence's first drafts are likely enough to be sent.
+    """Return how many drafts of a sequence, from the first, are likely enough to be sent.
 
     Args:
         acceptance: chances of the sequence's drafts.
-        matched: as for `Chances.add_chances`.
+        matched: length of its match in tokens, as for `Chances.add_chances`.
         count: most drafts.
         chance_min: smallest chance that a draft and all before it are accepted.
     """
@@ -172,11 +176,11 @@ def count_worth_sending(acceptance: Chances, matched: int, count: int, chance_mi
 
 
 def can_pay(drafted_rows: int, rows: int, drafts_max: int, periods_ms: list[float]) -> bool:
-    """Tell whether drafts would be faster than none if all of them were accepted.
+    """Tell whether drafts would be at least 3 % faster than none if all of them were accepted.
 
     Args:
-        drafted_rows: rows with drafts.
-        rows: sequences that decode.
+        drafted_rows: number of rows with drafts.
+        rows: number of sequences that decode.
         drafts_max: most drafts per row.
         periods_ms: expected milliseconds per step by drafts per row; index 0 means no drafts.
 

@@ -30,7 +30,8 @@ _CHANCE_MIN = 0.005
 class PositionRates:
     """Acceptance rates of drafts over all sequences, by class of their position in the row.
 
-    Each early position is a class; late ones share the last class.
+    Each of the first four positions is a class, the next two share one, and all later ones share
+    the last.
     """
 
     def __init__(self) -> None:
@@ -39,14 +40,14 @@ class PositionRates:
 
     @property
     def drafts_tried(self) -> float:
-        """Verified drafts at the first position, plus the trials assumed at the start."""
+        """Number of verified drafts at the first position, plus the trials assumed at the start."""
         return self._trials[0]
 
     def record(self, kind: int, *, hit: bool) -> None:
         """Record whether one draft was accepted.
 
         Args:
-            kind: class of its position.
+            kind: class of the draft's position, 0 to CLASSES - 1.
             hit: it was accepted.
         """
         self._trials[kind] += 1.0
@@ -118,7 +119,7 @@ class PositionAcceptance:
 
 
 class OptimisticChances:
-    """Chances assumed for a probe: each draft is accepted at a good rate."""
+    """Chances assumed for a probe: each draft is accepted with probability RATE."""
 
     RATE = 0.85
 

@@ -9,7 +9,7 @@ from services.scheduler.speculation.position_rates import PositionAcceptance, Po
 
 
 class DraftState:
-    """Speculation state of one sequence, which survives preemption and epochs."""
+    """Speculation method and draft counts of one sequence; survives preemption and epochs."""
 
     __slots__ = ("accepted", "drafts_max", "method", "rejected")
 
@@ -82,4 +82,4 @@ class PromptRow:
     tokens_left: int
     """Completion tokens until it ends by length."""
     token_ms: float
-    """Prefill time of one token; 0: unknown."""
+    """Milliseconds in which the model prefills one token; 0: unknown."""

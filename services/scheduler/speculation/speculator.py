@@ -56,7 +56,7 @@ class PlannedDrafts:
     counts: list[int] = dataclasses.field(default_factory=list)
     """StepPlan.draft_counts; `drafts` is empty then."""
     reads: list[int] = dataclasses.field(default_factory=list)
-    """Tokens that the row of the draft model reads first."""
+    """Known tokens that the row of the draft model lacks and reads before it proposes."""
     method: Method = "ngram"
     """Method that proposes the drafts."""
 
@@ -66,10 +66,10 @@ class PlannedDrafts:
         return any(self.drafts) or max(self.counts, default=-1) > 0
 
     def decode_work(self, rows: int) -> DecodeWork:
-        """Return the decoding work of a step with these drafts, for `StepCosts`.
+        """Return the rows and drafts of a step with these drafts, by which its costs are recorded.
 
         Args:
-            rows: sequences that decode in it; 0 if its cost must not be recorded.
+            rows: number of sequences that decode in it; 0 if its cost must not be recorded.
         """
         lengths = [max(0, count) for count in self.counts] or [len(one) for one in self.drafts]
         longest = max(lengths, default=0)
@@ -110,7 +110,7 @@ class Speculator:
         """Return the draft state of a new sequence; None: it takes no drafts.
 
         Args:
-            tokens: the sequence's own list, which only grows.
+            tokens: the sequence's own list of tokens, which only grows.
             request: the client's speculation parameters; "ngram" is possible with any settings.
         """
         method = self._config.method if request.method == "default" else request.method
@@ -124,11 +124,12 @@ class Speculator:
         return None
 
     def index_prompts(self, draft_states: list[DraftState]) -> None:
-        """Index part of the prompts being prefilled, so that drafts can be copied from them.
+        """Add part of the prompts being prefilled to the n-gram indexes that drafts come from.
+
+        Each call indexes a few hundred tokens of all prompts together, in less than a millisecond.
 
         Args:
-            draft_states: of the sequences being prefilled. Each call indexes a few hundred tokens
-                of all together, which takes less than a millisecond.
+            draft_states: draft states of the sequences being prefilled.
         """
         budget = _INDEX_TOKENS
         for one in draft_states:
@@ -138,11 +139,13 @@ class Speculator:
                 budget -= one.proposer.extend(budget)
 
     def should_read_prompt(self, prompt: PromptRow, rows: int) -> bool:
-        """Tell whether the draft model should read a prompt while the prompt is prefilled.
+        """Tell whether the draft model should read a prompt while the model prefills it.
+
+        It should if drafts are expected to save the time of reading, or a probe of them is due.
 
         Args:
             prompt: the prompt of a sequence whose drafts the ranks propose.
-            rows: running sequences.
+            rows: number of running sequences.
         """
         if self.model_drafts is None or 0 < self._config.disable_above_sequences < rows:
             return False
@@ -181,7 +184,10 @@ class Speculator:
 
         Args:
             drafts: the drafts of the plan.
-            read: tokens that rows of the draft model read in it.
+            read: number of tokens that rows of the draft model read in it.
+
+        Returns:
+            True if `choose` had asked to wait for the results of the plans in flight.
         """
         was_held, self._was_held = self._was_held, False
         self.counters.planned(has_drafts=drafts.has_drafts, was_held=was_held, read=read)
@@ -217,14 +223,14 @@ class Speculator:
         was_held: bool,
         reads: Sequence[int] = (),
     ) -> None:
-        """Record a finished step.
+        """Record the times of a finished step, from which the costs of drafts and reads follow.
 
         Args:
             work: its decodes.
             busy_ms: StepFinished.busy_ms.
             idle_ms: StepFinished.idle_ms if requests were open all the time, else 0.
             was_held: its plan waited for results of steps without drafts.
-            reads: tokens read by each draft row that read any.
+            reads: tokens read by each row of the draft model that read any.
         """
         if self.model_drafts is not None and work.rows and work.method == self.model_drafts.method:
             self.model_drafts.probes.record_excess(busy_ms - self.costs.periods_ms(work.rows, 0)[0])

@@ -7,14 +7,14 @@ from shared.messages import CanaryFinding, RankReady
 
 
 def explain_mismatch(reports: Sequence[RankReady], hosts: Sequence[str]) -> str | None:
-    """Compare model fingerprints and names of canary computations; explain how they differ.
+    """Compare the ranks' models and canary computations by fingerprint and by name.
 
     Args:
         reports: of the ranks that have loaded, in rank order.
-        hosts: their machines.
+        hosts: their machines, in the same order.
 
     Returns:
-        A sentence with the remedy; None if all ranks have the same.
+        A sentence on which ranks differ, with the remedy; None if all have the same.
     """
     if len({report.model_fingerprint for report in reports}) > 1:
         ranks = _describe_ranks(reports, hosts, [one.model_fingerprint[:8] for one in reports])

@@ -34,7 +34,10 @@ class _Entry:
 
 
 class DismissedRanks:
-    """Rank processes that should have ended but may still run, the oldest first."""
+    """Rank processes that were told to leave but may still run, the oldest first.
+
+    Status reports list them, so that the supervisor on their host ends them.
+    """
 
     def __init__(self) -> None:
         self._entries: deque[_Entry] = deque(maxlen=COUNT_MAX)
@@ -44,7 +47,7 @@ class DismissedRanks:
 
         Args:
             member: the process.
-            now_s: the time; it is listed for REMEMBERED_S seconds from then on.
+            now_s: the time in seconds; it is listed for REMEMBERED_S seconds from then on.
         """
         self._entries.append(_Entry(member.peer, member.hello, now_s))
 
@@ -76,10 +79,11 @@ class DismissedRanks:
         )
 
     def report(self, now_s: float) -> list[DismissedRank]:
-        """Return the processes that may still run, without those dismissed too long ago.
+        """Return host and process id of those that may still run.
 
         Args:
-            now_s: the time; entries older than REMEMBERED_S seconds are forgotten.
+            now_s: the time in seconds; processes dismissed more than REMEMBERED_S before are
+                forgotten.
         """
         self._retain(lambda entry: now_s - entry.at_s <= REMEMBERED_S)
         return [DismissedRank(host=one.hello.host, pid=one.hello.pid) for one in self._entries]

@@ -30,7 +30,7 @@ class JoinOrders:
     def make(
         self, epoch: Epoch, backend: Backend, chosen: Sequence[RankProcess]
     ) -> list[JoinWorld]:
-        """Return the join order of each rank, by rank.
+        """Return the JoinWorld message for each process, in rank order.
 
         Args:
             epoch: the epoch that begins.

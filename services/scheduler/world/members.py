@@ -10,7 +10,7 @@ from shared.messages import RankHello, RankReady, RankStatus
 
 @dataclasses.dataclass(slots=True)
 class RankProcess:
-    """A process that said hello and serves, or may come to serve, as one rank of an epoch."""
+    """A process that has sent RankHello and has a rank in the current epoch, or waits for one."""
 
     peer: PeerId
     hello: RankHello

@@ -57,7 +57,7 @@ class FailedEpoch:
 
 
 class Recovery:
-    """The history of failed epochs and its consequences for the next one."""
+    """Counts failed epochs; decides whether the next starts, its backend and its KV memory."""
 
     def __init__(self, config: Config, actions: list[Action]) -> None:
         """Start without failed epochs.
@@ -97,11 +97,11 @@ class Recovery:
             self._log("error", "world_start_abandoned", failure=failure, detail=self.detail)
 
     def note_progress(self) -> None:
-        """Forget earlier failed epochs, because this one has produced tokens."""
+        """Clear the count of failed epochs, because the current epoch has produced tokens."""
         self._failed_at_s.clear()
 
     def note_ready(self) -> None:
-        """Record that the ranks of this epoch have loaded and passed the canary."""
+        """Forget the last failed epoch and failed canaries, because the ranks passed the canary."""
         self._canaries_failed = 0
         self._last = None
 
@@ -119,7 +119,8 @@ class Recovery:
 
         Args:
             failed: the epoch.
-            now_s: when it ended; only failures within a window of time are counted together.
+            now_s: when it ended, in seconds; failures longer ago than epochs_failed_window_s are
+                not counted.
         """
         self._last = failed
         if failed.kind not in ("unreachable", "unavailable"):
@@ -134,12 +135,12 @@ class Recovery:
             self._fall_back_to_ring(starts, failed)
 
     def note_late_failure(self, message: RankFailed, kind: FailureKind) -> None:
-        """Record the cause given by another rank of the epoch that failed last.
+        """Correct the cause of the last failed epoch by a later report of another of its ranks.
 
         A rank whose collectives fail often reports before the rank that knows the cause.
 
         Args:
-            message: that rank's report.
+            message: that rank's report; one of an older epoch has no effect.
             kind: the kind of failure that it reports; "" has no effect.
         """
         failed = self._last
@@ -193,7 +194,7 @@ class Recovery:
         self._log("warning", "kv_budget_reduced", was_bytes=kv_bytes, bytes_max=self._kv_bytes_max)
 
     def limit_budget(self, budget: RowBudget) -> RowBudget:
-        """Return a KV budget, limited by earlier epochs that ran out of memory.
+        """Return a KV budget, reduced if an earlier epoch ran out of device memory with as much.
 
         Args:
             budget: what the ranks of this epoch report.

@@ -39,7 +39,10 @@ class WorldState(Enum):
 
 
 class World:
-    """The rank processes and the current epoch, of which there is at most one at a time."""
+    """The rank processes that are connected, and the current epoch, if there is one.
+
+    It forms an epoch when enough processes wait, and decides when the epoch must end.
+    """
 
     def __init__(
         self, config: Config, jaccl_devices: str, actions: list[Action], hostfile: str = ""
@@ -92,12 +95,12 @@ class World:
         return member.hello.host if member else ""
 
     def handle_hello(self, peer: PeerId, message: RankHello, now_s: float) -> str | None:
-        """Add a rank process; with enough of them an epoch begins.
+        """Add a rank process; begin an epoch if none exists and enough processes wait.
 
         Args:
             peer: the process.
             message: its hello.
-            now_s: when it arrived.
+            now_s: when it arrived, in seconds.
 
         Returns:
             None, or why the current epoch must end: the process replaces one of its ranks or is one
@@ -121,7 +124,7 @@ class World:
         return None
 
     def handle_loading(self, peer: PeerId, message: RankLoading) -> None:
-        """Record a rank's progress in joining and loading, for status and deadlines."""
+        """Record how far a rank has joined and loaded, for the status and the deadlines."""
         member = self._members.get(peer)
         if member is not None and member.rank is not None and member.state != "ready":
             member.state = "loading" if message.stage != "joining" else "joining"
@@ -164,12 +167,14 @@ class World:
         return None
 
     def handle_lost(self, peer: PeerId, cause: str, now_s: float) -> bool:
-        """Remove a rank process whose link is lost; return whether this ends the epoch.
+        """Remove a rank process whose link is lost; return whether it was a rank of this epoch.
+
+        If it was, the epoch must end.
 
         Args:
             peer: the rank process.
             cause: why the transport considers the link lost.
-            now_s: when that was found.
+            now_s: when that was found, in seconds.
         """
         member = self._members.pop(peer, None)
         is_ranked = member is not None and member.rank is not None
@@ -179,10 +184,18 @@ class World:
         return is_ranked
 
     def handle_failed(self, peer: PeerId, message: RankFailed, now_s: float) -> bool:
-        """Remove a rank process that has failed; return whether this ends the epoch or all starts.
+        """Remove a rank process that has failed; return whether the epoch must end.
 
         A message of an unknown peer is ignored. A message of a rank whose epoch has just ended
         still counts, because it may explain a failure that another rank reported first.
+
+        Args:
+            peer: the rank process.
+            message: its report.
+            now_s: when it arrived, in seconds.
+
+        Returns:
+            True if the process was a rank of this epoch, or no further epoch may start.
         """
         if not self.knows(peer):
             return False
@@ -206,7 +219,11 @@ class World:
         return peer in self._members or self.dismissed.has(peer)
 
     def overdue_reason(self, now_s: float) -> str | None:
-        """Return a sentence on why loading has taken too long, or None if it has not."""
+        """Return a sentence if the ranks have not joined or loaded before the deadline, else None.
+
+        Args:
+            now_s: the time in seconds.
+        """
         self._now_s = now_s
         if self.state is not WorldState.LOADING:
             return None
@@ -223,8 +240,8 @@ class World:
 
         Args:
             cause: why it ends, one sentence.
-            now_s: the time.
-            was_stuck: it had running sequences but produced no token.
+            now_s: the time in seconds.
+            was_stuck: it had running sequences but produced no token, which counts as a failure.
         """
         if self.state in (WorldState.LOADING, WorldState.READY):
             was_ready = self.state is WorldState.READY
@@ -247,7 +264,7 @@ class World:
 
         Args:
             cause: why the epoch ends, one sentence for the ranks.
-            now_s: the time.
+            now_s: the time in seconds, from which the ranks are listed as dismissed.
             has_failed_canary: the epoch ends because of wrong results in the canary.
         """
         self._now_s = now_s
@@ -267,11 +284,11 @@ class World:
         self.state = WorldState.GATHERING
 
     def extend_deadlines(self, seconds: float, now_s: float) -> None:
-        """Extend deadlines by the seconds in which the scheduler could not read messages.
+        """Postpone the deadlines of joining and loading after a time without reading messages.
 
         Args:
-            seconds: how long it could not.
-            now_s: the time, which bounds the new beginning of the deadlines.
+            seconds: how long the scheduler did not run, by which they are postponed.
+            now_s: the time in seconds; the deadlines count from then at the latest.
         """
         self._started_at_s = min(now_s, self._started_at_s + seconds)
 
@@ -280,9 +297,9 @@ class World:
         return [member.ready for member in self._ranked() if member.ready is not None]
 
     def kv_budget(self) -> RowBudget:
-        """Return the KV budget of the rank with the least memory, limited by earlier epochs.
+        """Return the KV memory that each rank may use, as reported by the rank with the least.
 
-        An epoch that ran out of device memory reduces the budget of all later ones.
+        After an epoch that ran out of device memory, all later ones get less.
         """
         budget = self.recovery.limit_budget(smallest_budget(self.reports()))
         self._kv_bytes = budget.bytes_max

@@ -68,7 +68,7 @@ class ModelDraftPlan:
     counts: list[int] = dataclasses.field(default_factory=list)
     """As StepPlan.draft_counts."""
     reads: list[int] = dataclasses.field(default_factory=list)
-    """Tokens that the row of the draft model reads first."""
+    """Known tokens that the row of the draft model lacks and reads before it proposes."""
     speedup: float = 0.0
     """As DraftChoice.speedup."""
 
@@ -101,14 +101,15 @@ class ModelDrafts:
         self._completed_by_choice = 0
 
     def choose(self, rows: list[DecodingRow], costs: StepCosts) -> ModelDraftPlan:
-        """Choose drafts and reads of the next plan.
+        """Choose drafts of the next plan, and what rows of the draft model read in it.
 
         Args:
             rows: all decoding rows, including those without such drafts.
-            costs: measured step costs.
+            costs: measured durations of steps.
 
         Returns:
-            Drafts if they are faster than none, else a probe if one is due, else an empty plan.
+            Drafts (or reads that they need) if they are faster than none; else, if one is due, a
+            probe, which measures how many drafts are accepted; else an empty plan.
         """
         self.probes.chosen, self._completed_by_choice = None, 0
         self.reading_cost.forward_ms = costs.draft_ms(len(rows), self.method)
@@ -145,12 +146,15 @@ class ModelDrafts:
         return ModelDraftPlan(counts, reads if any(reads) else [], choice.speedup)
 
     def should_read_prompt(self, prompt: PromptRow, rows: int, costs: StepCosts) -> bool:
-        """Tell whether the draft model should read a prompt while the prompt is prefilled.
+        """Tell whether the draft model should read a prompt while the model prefills it.
+
+        It should if reading takes no longer than drafts are expected to save, if a probe is due
+        whose budget covers the reading, or if no step without drafts was measured yet.
 
         Args:
             prompt: the prompt of a sequence whose drafts the ranks propose.
-            rows: running sequences.
-            costs: measured step costs.
+            rows: number of running sequences.
+            costs: measured durations of steps.
         """
         if prompt.drafts_max < 1 or not self._is_adaptive:
             return prompt.drafts_max > 0
@@ -181,11 +185,11 @@ class ModelDrafts:
         return self.probes.is_due(cost_ms, read_ms)
 
     def record_plan(self, *, has_drafts: bool, has_reads: bool = False) -> None:
-        """Record the plan that was made after `choose`.
+        """Record whether the plan made after `choose` contains drafts and reads.
 
         Args:
             has_drafts: it has drafts of this method.
-            has_reads: rows of the draft model read tokens in it.
+            has_reads: in it, rows of the draft model read known tokens that they lack.
         """
         if self.probes.record_plan(has_drafts=has_drafts, has_reads=has_reads):
             return

@@ -32,20 +32,25 @@ ones."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
-    """A plan that sends drafts only to measure their acceptance, or that reads for such a plan."""
+    """A plan with drafts made only to measure their acceptance, or one that prepares such a plan.
+
+    A preparing plan has no drafts: rows of the draft model read the tokens that they lack.
+    """
 
     acceptances: list[PositionAcceptance]
     """Rates of all sequences with drafts of this method, whose old counts the probe makes fade."""
     expected_ms: float
-    """Expected milliseconds beyond those of a plain step."""
+    """Expected milliseconds of its step beyond those of a step without drafts."""
     only_reads: bool = False
     """Rows of the draft model read for a later probe; the plan has no drafts."""
 
 
 class Probes:
-    """Decides when drafts that were slower than none are tried again, by a budget of time.
+    """Decides when drafts that made decoding slower are tried again in a probe.
 
-    A budget belongs to one method and grows with the time of plain steps.
+    A probe is a plan with drafts made only to measure how many are accepted. It costs time, so it
+    needs a budget: a small part (0.5 to 2 %) of the time of plain steps (those without drafts)
+    since the last probe. Each method of speculation has its own budget.
     """
 
     def __init__(self, method: Model, common: PositionRates) -> None:
@@ -64,18 +69,22 @@ class Probes:
         self._common = common
 
     def begin_epoch(self) -> None:
-        """Forget which plan was a probe, because none is in flight; keep the budget of time."""
+        """Forget that the last plan was a probe, as its epoch has ended; keep the time budget."""
         self.chosen = self._made = None
 
     def record_plan(self, *, has_drafts: bool, has_reads: bool) -> bool:
-        """Record that a plan was made; return True if it is a probe that has drafts.
+        """Record that a plan was made after a choice; return whether it measures drafts as a probe.
 
-        Such a probe uses up the budget, and old acceptance counts fade, so that its results weigh
-        more.
+        A plan is a probe if the choice was one and the plan contains it: its drafts, or its reads
+        if it only prepares a probe. One with drafts sets the budget of time to 0 and halves the
+        weight of the sequences' older acceptance counts, so that its own results weigh more.
 
         Args:
             has_drafts: the plan has drafts of this method.
-            has_reads: rows of the draft model read tokens in it.
+            has_reads: in the plan, rows of the draft model read known tokens that they lack.
+
+        Returns:
+            True for a probe with drafts; False for a plan that prepares one, and for all others.
         """
         chosen, self.chosen, self._made = self.chosen, None, None
         if chosen is None or not (has_reads if chosen.only_reads else has_drafts):
@@ -90,29 +99,35 @@ class Probes:
         return True
 
     def record_verification(self, proposed: int, accepted: int) -> None:
-        """Record the verification of one row's drafts; half accepted make a probe a success.
+        """Record the verification of one row's drafts.
+
+        If the last plan was a probe and at least half were accepted, the probe is a success, after
+        which the next one needs no budget.
 
         Args:
-            proposed: drafts in the row.
+            proposed: number of drafts in the row.
             accepted: how many of them, from the first, were accepted.
         """
         if self._made is not None and accepted >= _SUCCESS * proposed:
             self.last_succeeded = True
 
     def record_plain_time(self, plain_ms: float) -> None:
-        """Add the time of a plain step to the budget.
+        """Let the budget for probes grow, because a step without drafts has finished.
 
         Args:
-            plain_ms: its busy and idle milliseconds.
+            plain_ms: busy and idle milliseconds of that step, of which a small part is granted to
+                probes.
         """
         self._plain_ms += plain_ms
 
     def record_excess(self, excess_ms: float) -> None:
-        """Take the last probe's time beyond that of a plain step off the budget.
+        """Take milliseconds that the last probe took beyond its expected cost off the budget.
+
+        A plan that only prepared a probe pays for all its milliseconds, since nothing was taken off
+        before. If the last plan was no probe, the call has no effect.
 
         Args:
-            excess_ms: milliseconds that the last step took more than a plain one. It is ignored if
-                that step was no probe.
+            excess_ms: milliseconds that its step took more than a step without drafts.
         """
         if self._made is not None and self._made.only_reads:
             self._plain_ms -= max(0.0, excess_ms) / (_COST + _COST_READING)
@@ -121,15 +136,15 @@ class Probes:
             self._plain_ms -= max(0.0, excess_ms - self._made.expected_ms) / _COST
 
     def probe_ms(self, rows: int, drafted_rows: int, drafts: int, costs: StepCosts) -> float:
-        """Return the milliseconds that a probe is expected to take beyond a plain step.
+        """Return the milliseconds that a probe is expected to take beyond a step without drafts.
 
         Reads of the draft model before the probe are not included.
 
         Args:
-            rows: sequences that decode.
-            drafted_rows: those of them that are probed.
-            drafts: drafts per probed row.
-            costs: measured step costs.
+            rows: number of sequences that decode.
+            drafted_rows: how many of them get drafts.
+            drafts: number of drafts of each of these.
+            costs: measured durations of steps.
         """
         periods_ms = costs.periods_ms(rows, drafted_rows, self._method)
         return periods_ms[drafts] - periods_ms[0] + costs.resume_ms
@@ -137,16 +152,20 @@ class Probes:
     def probe_loss_ms(
         self, rows: int, probed: list[ModelDraftState], drafts: int, costs: StepCosts
     ) -> float:
-        """Return the expected milliseconds of a probe beyond plain steps for as many tokens.
+        """Return the milliseconds that a probe is expected to lose.
+
+        That is its time, less the time in which steps without drafts generate as many tokens as are
+        expected of the probe.
 
         Args:
-            rows: sequences that decode.
-            probed: draft states of those that are probed.
-            drafts: drafts per probed row.
-            costs: measured step costs.
+            rows: number of sequences that decode.
+            probed: draft states of those that get drafts.
+            drafts: number of drafts of each of these.
+            costs: measured durations of steps.
 
         Returns:
-            The loss, at least a fifth of a plain step, since the accepted tokens are only expected.
+            The loss, at least a fifth of a step without drafts, since the accepted tokens are only
+            expected.
         """
         gains = [0.0] * drafts
         for one in probed:
@@ -156,11 +175,13 @@ class Probes:
         return max(_LOST_MIN * plain_ms, cost_ms - plain_ms * sum(gains) / rows)
 
     def is_due(self, lost_ms: float, read_ms: float, *, is_blind: bool = False) -> bool:
-        """Tell whether the budget covers a probe, or the last probe was a success.
+        """Tell whether a probe may be made: the budget covers it, or the last probe was a success.
+
+        A success counts for at most four probes in a row.
 
         Args:
             lost_ms: expected loss of the probe in milliseconds.
-            read_ms: milliseconds of the draft model's reads before it.
+            read_ms: milliseconds in which rows of the draft model read before it.
             is_blind: by measured costs no number of drafts is faster than none, so the budget is
                 smaller and successes do not count.
         """

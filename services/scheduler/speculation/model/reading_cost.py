@@ -22,19 +22,20 @@ _TOKEN_MS_MIN = 1e-5
 
 
 class ReadingCost:
-    """Measured time of reads by rows of the draft model, and how many tokens a step may read.
+    """Measures how long rows of the draft model take to read, and limits the tokens of a read.
 
-    It is that of one epoch, because another world has other times.
+    In a read a row of the ranks' draft model takes in known tokens that it lacks, like a prefill.
+    The measurements are of one epoch, because another world has other times.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._most = min(limits.FORWARD_TOKENS_MAX, config.step_tokens_max)
         self.tokens_max = min(_FIRST_TOKENS, self._most)
-        """Most tokens that rows which lack many may read in the next step."""
+        """Most tokens that all rows which lack many tokens may read together in the next step."""
         self.token_ms = 0.0
-        """Time per token; 0: unknown."""
+        """Milliseconds per token read; 0: unknown."""
         self.forward_ms = 0.0
-        """Fixed time of a forward, set by the caller; 0: unknown."""
+        """Fixed milliseconds of a forward of the draft model, set by the caller; 0: unknown."""
         self._budget_ms = _STALL_SHARE * config.decode_stall_ms
 
     def cost_ms(self, tokens: int) -> float:
@@ -47,12 +48,12 @@ class ReadingCost:
         return self.forward_ms + tokens * token_ms if tokens else 0.0
 
     def record_step(self, tokens: int, rows: int, excess_ms: float) -> None:
-        """Record the duration of a finished step in which rows of the draft model read.
+        """Record the duration of a step with reads; adjust the time per token and `tokens_max`.
 
         Args:
-            tokens: tokens that were read.
-            rows: rows that read.
-            excess_ms: milliseconds beyond those of the same step without reads.
+            tokens: number of tokens that were read.
+            rows: number of rows of the draft model that read.
+            excess_ms: milliseconds that the step took more than one without reads.
         """
         excess_ms = max(0.0, excess_ms)
         rest_ms = max(0.0, excess_ms - rows * self.forward_ms)

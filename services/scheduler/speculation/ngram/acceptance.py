@@ -32,28 +32,39 @@ _CHANCE_MIN = 0.005
 
 
 def class_of(matched: int) -> int:
-    """Return the class of match lengths, 0 to CLASSES - 1, that `matched` tokens belong to."""
+    """Return the class of a match length: 0 below 3 tokens, up to CLASSES - 1 from 18 tokens.
+
+    Args:
+        matched: length of the match in tokens.
+    """
     return _CLASS_OF[min(matched, _LONGEST)]
 
 
 class AcceptanceRates:
-    """Acceptance rates of n-gram drafts over all sequences, by class of match length."""
+    """Acceptance rates of n-gram drafts over all sequences, by class of match length.
+
+    A match is a run of tokens at the end of a text that occurs earlier in it too. The token that
+    followed there is the predicted one, and a draft.
+    """
 
     def __init__(self) -> None:
         self.by_class = list(_FIRST_RATES)
 
     def record(self, kind: int, *, hit: bool) -> None:
-        """Record whether one sampled token was the one that a match had predicted.
+        """Record whether a sampled token was the one that a match had predicted.
 
         Args:
-            kind: class of the match's length.
-            hit: it was the predicted one.
+            kind: class of the match's length, as returned by `class_of`.
+            hit: the sampled token was the predicted one.
         """
         self.by_class[kind] += _COMMON_WEIGHT * (hit - self.by_class[kind])
 
 
 class SequenceAcceptance:
-    """Acceptance rates of one sequence's n-gram drafts, by class of match length."""
+    """Acceptance rates of one sequence's n-gram drafts, by class of match length.
+
+    They start as the rates of all sequences and follow its own last tokens.
+    """
 
     __slots__ = ("_common_rates", "_hits", "_trials", "rates")
 
@@ -66,11 +77,11 @@ class SequenceAcceptance:
         """Expected acceptance rate by class."""
 
     def record(self, matched: int, hit: bool) -> None:
-        """Record whether one sampled token was the one that a match had predicted.
+        """Record whether a sampled token was the one that a match had predicted.
 
         Args:
             matched: length of the match in tokens.
-            hit: it was the predicted one.
+            hit: the sampled token was the predicted one.
         """
         kind = class_of(matched)
         self._common_rates.record(kind, hit=hit)

@@ -61,7 +61,7 @@ class GramIndex:
         self._tables: list[_Table] = []
         """Newest first."""
         self.buckets_read = 0
-        """Buckets read so far, a measure of work."""
+        """Hash table buckets read so far, a measure of work."""
 
     @property
     def bytes_held(self) -> int:
@@ -105,7 +105,11 @@ class GramIndex:
         return stop - begin
 
     def earlier_ends(self, end: int) -> Iterator[int]:
-        """Yield where the n-gram that ends at `end` ended before, the latest first."""
+        """Yield the ends of earlier occurrences of an n-gram, the latest first.
+
+        Args:
+            end: end of the n-gram: the index in the text of the token that follows it.
+        """
         size, tokens = self._size, self._tokens
         if end < size:
             return

@@ -29,7 +29,8 @@ _NEW_TOKENS_MAX = 64
 class NgramProposer:
     """Copies drafts for one sequence from where its last tokens occurred before (prompt lookup).
 
-    Its cost per step does not grow with the text.
+    The last tokens that also occurred earlier are the match; drafts are the tokens that followed
+    the earlier occurrence. The cost per step does not grow with the text.
     """
 
     def __init__(self, tokens: list[int], record_outcome: OutcomeCallback) -> None:
@@ -75,17 +76,17 @@ class NgramProposer:
 
     @property
     def buckets_read(self) -> int:
-        """Buckets of the indexes read so far, a measure of work."""
+        """Hash table buckets of the indexes read so far, a measure of work."""
         return sum(index.buckets_read for index in self._indexes)
 
     def extend(self, budget: int) -> int:
-        """Compare new tokens of the list with the match, and index a part of the text.
+        """Take in tokens added to the list: continue or replace the match, and index more text.
 
         Args:
-            budget: most tokens to index.
+            budget: most tokens to index in this call, since indexing takes time.
 
         Returns:
-            How many were indexed.
+            The number of tokens that were indexed.
         """
         done = max([index.add(budget) for index in self._indexes])
         known = len(self._tokens)
@@ -103,10 +104,16 @@ class NgramProposer:
         return done
 
     def propose(self, count: int) -> list[int]:
-        """Return up to `count` tokens that followed the match, [] without a match.
+        """Return up to `count` tokens that followed the match's earlier occurrence.
 
-        Past the end of the text the tokens repeat, because a match that reaches the end is a
-        period of the text.
+        Past the end of the text the tokens repeat, because a match that reaches the end is a period
+        of the text.
+
+        Args:
+            count: most drafts to return.
+
+        Returns:
+            The drafts; [] if there is no match.
         """
         source = self._source
         if not source or count <= 0 or self._known < len(self._tokens):
