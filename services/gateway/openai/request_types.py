@@ -28,7 +28,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
-    """A text part of a message's content."""
+    """A text part of the content of a system, developer, user or tool message."""
 
     # Not a tag: msgspec accepts a missing tag where a union has only one type.
     type: Literal["text"]
@@ -38,7 +38,7 @@ class TextPart(Struct, forbid_unknown_fields=True):
 
 
 class AssistantTextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """A text part of an assistant message."""
+    """A text part of the content of an assistant message."""
 
     text: str
     """The text."""
@@ -58,7 +58,7 @@ AssistantParts = Annotated[
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True):
-    """The function of a tool call."""
+    """Name and arguments of the function that an earlier tool call named."""
 
     name: ShortName
     """Name of the function, at most 256 characters."""
@@ -100,7 +100,7 @@ class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SystemMessage(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
-    """Instructions of the application."""
+    """Instructions of the application to the model."""
 
     content: str | Parts
     """The text, or 1 to 1,024 text parts, which are joined."""
@@ -152,7 +152,7 @@ class AssistantMessage(
 
 
 class ToolMessage(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True):
-    """The result of a tool call."""
+    """The result of a tool call, sent back to the model."""
 
     tool_call_id: ShortName
     """Id of the tool call in an earlier assistant message."""
@@ -164,7 +164,7 @@ ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage 
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """Options of streamed responses."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     """True: the last chunk has the token counts and `lockstep`. Default: false."""

@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorDetail(Struct, forbid_unknown_fields=True):
-    """Cause of an error."""
+    """Message, kind and cause of an error."""
 
     message: str
     """A sentence with cause and remedy."""
@@ -34,14 +34,14 @@ class Error(Struct, forbid_unknown_fields=True):
 
 
 class PromptTokensDetails(Struct, forbid_unknown_fields=True):
-    """Prompt tokens by origin."""
+    """How many of the prompt tokens came from the prefix cache."""
 
     cached_tokens: int
     """Prompt tokens found in the prefix cache, in memory or on SSD."""
 
 
 class CompletionTokensDetails(Struct, forbid_unknown_fields=True):
-    """Completion tokens by origin."""
+    """Counts of draft tokens that verification accepted and rejected."""
 
     accepted_prediction_tokens: int
     """Completion tokens that were accepted drafts."""
@@ -65,7 +65,7 @@ class TokenUsage(Struct, forbid_unknown_fields=True):
 
 
 class CacheUsage(Struct, forbid_unknown_fields=True):
-    """Prompt tokens found in the prefix cache."""
+    """Use of the prefix cache by one prompt: its tokens by origin, and why some were computed."""
 
     memory_tokens: int
     """Prompt tokens found in memory."""
@@ -82,7 +82,7 @@ class CacheUsage(Struct, forbid_unknown_fields=True):
 
 
 class LockstepExtension(Struct, forbid_unknown_fields=True):
-    """Facts that OpenAI's API has no field for."""
+    """Facts about a response that OpenAI's API has no field for."""
 
     cache: CacheUsage | None
     """Use of the prefix cache by the first choice; null if it is not known."""
@@ -98,7 +98,7 @@ class CalledToolFunction(Struct, forbid_unknown_fields=True):
 
 
 class ResponseToolCall(Struct, forbid_unknown_fields=True):
-    """A tool call of the model."""
+    """A tool call that the model made in this response."""
 
     id: str
     """Id of the call, for the tool message that answers it."""
@@ -111,7 +111,7 @@ class ResponseToolCall(Struct, forbid_unknown_fields=True):
 
 
 class ChatToken(Struct, forbid_unknown_fields=True):
-    """A token with its log probability."""
+    """A token and its log probability."""
 
     token: str
     """Text of the token."""
@@ -122,14 +122,14 @@ class ChatToken(Struct, forbid_unknown_fields=True):
 
 
 class ChatTokenEntry(ChatToken, forbid_unknown_fields=True):
-    """A generated token with its alternatives."""
+    """A generated token, its log probability, and the most likely tokens at its position."""
 
     top_logprobs: list[ChatToken]
     """The most likely tokens at this position, as many as requested."""
 
 
 class ChatLogprobs(Struct, forbid_unknown_fields=True):
-    """Log probabilities of a chat choice."""
+    """Log probabilities of the tokens of a chat choice, or of one piece of it in a stream."""
 
     content: list[ChatTokenEntry]
     """One entry per generated token."""
@@ -138,7 +138,7 @@ class ChatLogprobs(Struct, forbid_unknown_fields=True):
 
 
 class TextLogprobs(Struct, forbid_unknown_fields=True):
-    """Log probabilities of a text completion."""
+    """Log probabilities of the tokens of a text completion, in lists with one entry per token."""
 
     text_offset: list[int]
     """Start of each token in the text, in characters."""
@@ -152,7 +152,7 @@ class TextLogprobs(Struct, forbid_unknown_fields=True):
 
 
 class ResponseMessage(Struct, forbid_unknown_fields=True):
-    """A message of the model."""
+    """The message that the model generated for one choice."""
 
     role: Literal["assistant"]
     """Always `assistant`."""
@@ -165,7 +165,7 @@ class ResponseMessage(Struct, forbid_unknown_fields=True):
 
 
 class ChatChoice(Struct, forbid_unknown_fields=True):
-    """One completion of a conversation."""
+    """One complete answer to a conversation, in a response that is not streamed."""
 
     index: int
     """Number of the choice, counted from 0."""
@@ -178,7 +178,7 @@ class ChatChoice(Struct, forbid_unknown_fields=True):
 
 
 class TextChoice(Struct, forbid_unknown_fields=True):
-    """One completion of a text."""
+    """One complete continuation of a prompt, in a response that is not streamed."""
 
     index: int
     """Number of the choice, counted from 0 over all prompts."""
@@ -191,7 +191,7 @@ class TextChoice(Struct, forbid_unknown_fields=True):
 
 
 class ResponseBase(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of every completion response."""
+    """Fields of every completion response and of every chunk of a stream."""
 
     id: str
     """Id of the response, the same in all chunks of a stream."""
@@ -204,7 +204,7 @@ class ResponseBase(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatCompletion(ResponseBase, forbid_unknown_fields=True, kw_only=True):
-    """Completions of a conversation."""
+    """Body of a chat response that is not streamed."""
 
     object: Literal["chat.completion"]
     """Always `chat.completion`."""
@@ -217,7 +217,7 @@ class ChatCompletion(ResponseBase, forbid_unknown_fields=True, kw_only=True):
 
 
 class TextCompletion(ResponseBase, forbid_unknown_fields=True, kw_only=True):
-    """Completions of prompts."""
+    """Body of a text completion response that is not streamed."""
 
     object: Literal["text_completion"]
     """Always `text_completion`."""
@@ -230,7 +230,7 @@ class TextCompletion(ResponseBase, forbid_unknown_fields=True, kw_only=True):
 
 
 class Delta(Struct, forbid_unknown_fields=True):
-    """Part of a message in a chunk."""
+    """The part of an assistant message that one event of a stream adds."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     """Always `assistant`; in the first chunk of a choice only."""
@@ -243,7 +243,7 @@ class Delta(Struct, forbid_unknown_fields=True):
 
 
 class ChatChunkChoice(Struct, forbid_unknown_fields=True):
-    """Part of a choice in a chunk."""
+    """The part of one chat choice that one event of a stream adds."""
 
     index: int
     """Number of the choice, counted from 0."""
@@ -270,7 +270,7 @@ class ChatCompletionChunk(ResponseBase, forbid_unknown_fields=True, kw_only=True
 
 
 class TextChunkChoice(Struct, forbid_unknown_fields=True):
-    """Part of a text completion in a chunk."""
+    """The part of one text completion that one event of a stream adds."""
 
     index: int
     """Number of the choice, counted from 0 over all prompts."""
@@ -297,7 +297,7 @@ class TextCompletionChunk(ResponseBase, forbid_unknown_fields=True, kw_only=True
 
 
 class ModelInfo(Struct, forbid_unknown_fields=True):
-    """The served model."""
+    """Name and limits of the served model."""
 
     id: str
     """Name for the field `model` of requests."""
@@ -321,14 +321,14 @@ class ModelList(Struct, forbid_unknown_fields=True):
 
 
 class Health(Struct, forbid_unknown_fields=True):
-    """Liveness of the process."""
+    """Answer of /health and /livez: the process runs."""
 
     status: Literal["ok"]
     """Always `ok`."""
 
 
 class Readiness(Struct, forbid_unknown_fields=True):
-    """Whether new requests are served, and why not."""
+    """Answer of /readyz: whether the gateway serves new requests, and why not."""
 
     ready: bool
     """Whether new requests are served."""
@@ -337,7 +337,7 @@ class Readiness(Struct, forbid_unknown_fields=True):
 
 
 class GatewayStatus(Readiness, forbid_unknown_fields=True):
-    """Readiness and the scheduler's last report."""
+    """Answer of /v1/lockstep/status: readiness and the scheduler's last report."""
 
     age_s: float | None
     """Seconds since the last report; null before the first."""
