@@ -57,7 +57,7 @@ _CAUSE_CHARS_MAX = 4_000
 
 
 class StoreCore:
-    """Turns events into actions, from its state: phase, peers, record files and counters."""
+    """Decides what the cache store does, without I/O: turns events into actions for the shell."""
 
     def __init__(self, directory: str) -> None:
         """Start switched off. The first TimePassed causes the scan of the directory.
@@ -76,7 +76,7 @@ class StoreCore:
         self._opened_in_s = 0.0
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Handle one event.
+        """Update the state for one event, and return the actions that it causes.
 
         Args:
             event: a peer's message, the begin or end of a session, a result of the disk, or a tick.
@@ -109,7 +109,7 @@ class StoreCore:
 
     @property
     def is_on(self) -> bool:
-        """Whether the directory is usable, so that records are committed and located."""
+        """Whether the directory is usable, so that ranks can store blocks and find stored ones."""
         return self._switch.phase is Phase.ON
 
     def check_invariants(self) -> None:

@@ -77,7 +77,7 @@ class FileMissing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Periodic tick, at which probes, reopening and sweeps of old partial files may be due."""
+    """Periodic tick: the core checks or reopens the directory, and deletes old partial files."""
 
 
 Event = (

@@ -23,7 +23,10 @@ class Phase(enum.Enum):
 
 
 class Switch:
-    """The phase, and when to probe or reopen the directory. Times are monotonic seconds."""
+    """The store's phase, and when to check the open directory or reopen an unusable one.
+
+    A probe is such a check. Times are monotonic seconds.
+    """
 
     def __init__(self) -> None:
         self.phase = Phase.OFF
@@ -38,7 +41,7 @@ class Switch:
         return self.phase is not Phase.OPENING and now_s >= self._due_at_s
 
     def start_opening(self) -> None:
-        """Enter the phase OPENING, in which nothing is due."""
+        """Enter the phase OPENING: no probe or reopening is due until the result is known."""
         self.phase = Phase.OPENING
 
     def schedule_probe(self, now_s: float) -> None:
@@ -57,7 +60,8 @@ class Switch:
 
         Args:
             cause: why the directory cannot be used, as a sentence.
-            now_s: the time. The wait from it doubles with each failure, see RETRY_LONGEST_S.
+            now_s: the time, from which a wait counts that doubles with each failure up to
+                RETRY_LONGEST_S.
         """
         if now_s - self._on_at_s >= STABLE_S:
             self._retry_s = RETRY_FIRST_S

@@ -42,7 +42,7 @@ class DirectoryHeld(ConfigError):
 
 
 class Directory:
-    """The directory of one cache store process: locks, opens and probes it."""
+    """The directory of one cache store process: locks it, scans it and checks that it is usable."""
 
     def __init__(self, path: Path, bytes_max: int, address: str) -> None:
         """Set up without touching the disk.
@@ -101,6 +101,9 @@ class Directory:
 
     def open(self) -> DirectoryOpened:
         """Claim the directory, check that it is writable, delete partial files, and scan it.
+
+        Returns:
+            Its record files and other files, and the size limit.
 
         Raises:
             ConfigError: as `claim`.
@@ -200,7 +203,7 @@ class Directory:
 
 
 def default_bytes_max(free_bytes: int) -> int:
-    """Return the size limit in bytes for a directory without a configured limit.
+    """Return the size limit if none is configured: a quarter of the space, at most 100 GiB.
 
     Args:
         free_bytes: free space of the disk plus the space of the store's own files.

@@ -32,7 +32,10 @@ Removal = Literal["delete", "quarantine"]
 
 
 class FilePins:
-    """The files that peers may be reading, because a query has located and not released them."""
+    """Files that stay on disk because a query of a peer has located records in them (pins).
+
+    The peer may read them until it releases the query.
+    """
 
     def __init__(self) -> None:
         self._by_peer: dict[PeerId, dict[int, frozenset[FileKey]]] = {}
@@ -52,6 +55,11 @@ class FilePins:
 
     def pin(self, peer: PeerId, query_id: int, keys: Iterable[FileKey]) -> list[FileKey]:
         """Pin files for a query, in place of those that a query of this id has pinned before.
+
+        Args:
+            peer: the rank that sent the query.
+            query_id: its number for the query.
+            keys: the files in which records were located.
 
         Returns:
             Files of the earlier query that no query pins any more, sorted.
@@ -120,7 +128,8 @@ class StoredFiles:
 
         Args:
             opened: the result of the scan, with the size limit.
-            now_s: the time in monotonic seconds, from which the files' ages are subtracted.
+            now_s: the time in monotonic seconds; a file's age is subtracted to get the time of its
+                last use.
         """
         pending, self._pending_removal = self._pending_removal, {}
         self.index = RecordIndex()
@@ -265,10 +274,10 @@ class StoredFiles:
         return [key for key, count in named.items() if count == len(found[key].records)]
 
     def quarantine(self, folder: FolderKey, hashes: Iterable[bytes], cause: str) -> int:
-        """Quarantine the files that hold these records; return the number of files.
+        """Move the files that hold these records into the quarantine; return the number of files.
 
         The other records of a file go with it. An older copy of a record is located from then on;
-        ranks check it when they read it.
+        ranks check it when they read it. The cause is `<word>: <sentence>`.
         """
         files = [self.index.find(folder, block_hash) for block_hash in hashes]
         keys = {file.key for file in files if file is not None}

@@ -28,8 +28,12 @@ class Reuse:
     """The part of a row that ranks copy from blocks at admission."""
 
     tokens: int = 0
+    """Number of leading tokens of the sequence that the row gets from blocks; 0: it starts
+    empty."""
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    """The blocks in order; the last one may be used in part."""
     checkpoint: bytes | None = None
+    """Hash of the checkpoint at `tokens`; None where rows need none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,10 +46,10 @@ class PrefixLookup:
 
 
 class PendingBlocks:
-    """Blocks and checkpoints that running sequences will compute, so that others can wait.
+    """Blocks and checkpoints that running sequences will compute, and others can wait for.
 
-    Every running sequence makes progress or leaves, and both end its entries, so no wait lasts
-    forever.
+    Every running sequence either computes its entries or leaves the batch. Both remove them here,
+    so no wait lasts forever.
     """
 
     def __init__(self) -> None:
@@ -58,11 +62,12 @@ class PendingBlocks:
         return entry_hash in self._owners
 
     def add(self, blocks: SequenceBlocks, wanted: list[tuple[int, bytes]]) -> None:
-        """Add the blocks that a sequence will compute, unless another one owns them.
+        """Add the entries that a sequence will compute, except those that another one owns.
 
         Args:
-            blocks: the sequence.
-            wanted: (end, hash) of each, by rising end; the end is a row length in tokens.
+            blocks: the record of the sequence, which becomes their owner.
+            wanted: (end, hash) of each block or checkpoint, by rising end. The end is the length in
+                tokens at which the sequence's row contains it.
         """
         for end, entry_hash in wanted:
             if self._owners.setdefault(entry_hash, blocks.sequence_id) == blocks.sequence_id:
@@ -70,11 +75,11 @@ class PendingBlocks:
         self.version += 1
 
     def release(self, blocks: SequenceBlocks, until_tokens: int) -> None:
-        """Remove a sequence's blocks that end at or before a row length.
+        """Remove the entries that a sequence owns and that its row contains at a length.
 
         Args:
-            blocks: the sequence.
-            until_tokens: the row length.
+            blocks: the record of the sequence.
+            until_tokens: that length in tokens; entries with a later end stay.
         """
         while blocks.pending and blocks.pending[0][0] <= until_tokens:
             _, entry_hash = blocks.pending.popleft()
@@ -87,7 +92,7 @@ class PendingBlocks:
         self.version += 1
 
     def check_invariants(self, running: list[SequenceBlocks]) -> None:
-        """Assert that every entry belongs to a running sequence."""
+        """Assert that the entries are exactly those that the records of running sequences list."""
         pending = {name: one.sequence_id for one in running for _, name in one.pending}
         assert pending == self._owners, (len(pending), len(self._owners))
 
@@ -106,11 +111,14 @@ class Admission:
         It changes no block and sends nothing; only `blocks` remembers the result.
 
         Args:
-            blocks: the waiting sequence.
-            now_s: the time, for the limit of a wait until fewer restores are open.
+            blocks: the record of the waiting sequence.
+            now_s: the scheduler's time in seconds. It ends a wait for other restores to finish,
+                which is limited (`Restorer.must_queue`).
 
         Returns:
-            The decision; with REQUEST also the match, for `request_restore`.
+            ADMIT: with the blocks that are resident. WAIT: until a restore, or another sequence
+            that computes the same blocks, has made progress. REQUEST: call `request_restore` with
+            the match that is returned too.
         """
         if blocks.epoch != self._state.epoch:
             self._reset(blocks)
@@ -143,14 +151,15 @@ class Admission:
         """Request a restore of the blocks after a match when it saves time.
 
         Args:
-            blocks: the waiting sequence, whose lookup returned REQUEST.
+            blocks: the record of the waiting sequence, whose lookup returned REQUEST.
             match: the match of that lookup.
-            now_s: the time.
-            token_ms: predicted milliseconds to compute the token at a position of a prompt.
+            now_s: the scheduler's time in seconds, from which the restore's deadline counts.
+            token_ms: returns the predicted milliseconds to compute the token at a position of a
+                prompt.
             may_evict: a plan is being built, so blocks can be evicted to make room.
 
         Returns:
-            WAIT when the sequence waits for a restore, else ADMIT.
+            WAIT when the sequence waits for a restore or must ask again later, else ADMIT.
         """
         if match.path:
             self._state.index.touch(match.path[-1], match.checkpoint)
@@ -162,7 +171,8 @@ class Admission:
     def admit(self, blocks: SequenceBlocks) -> Reuse:
         """Admit a sequence with the plan being built; return what its row reuses.
 
-        Its blocks are held for that plan, and other sequences can wait for those it will compute.
+        The blocks it reuses cannot be evicted by that plan. Other sequences with the same prefix
+        can wait for the blocks that it will compute.
         """
         match = self._match(blocks)
         tokens = match.tokens
@@ -191,16 +201,17 @@ class Admission:
     def release_pending(
         self, blocks: SequenceBlocks, until_tokens: int = UNREACHABLE_TOKENS
     ) -> None:
-        """Let no other sequence wait for a running one's blocks up to a row length.
+        """Stop other sequences from waiting for blocks of a running one.
 
         Args:
-            blocks: the running sequence.
-            until_tokens: the row length; by default all blocks.
+            blocks: the record of the running sequence.
+            until_tokens: its row length in tokens, which contains these blocks; by default all
+                blocks, because it will compute no more.
         """
         self._pending.release(blocks, until_tokens)
 
     def end_epoch(self) -> None:
-        """Forget all blocks that were to be computed."""
+        """Forget the blocks that running sequences would have computed."""
         self._pending.clear()
 
     def check_invariants(self, running: list[SequenceBlocks]) -> None:
@@ -282,13 +293,17 @@ class Admission:
 def explain_reuse(
     block_tokens: int, blocks: SequenceBlocks, match: Match, reused_tokens: int
 ) -> CachedPrefix:
-    """Return how much of a prompt is reused, from which tier, and why not more.
+    """Describe to the client how much of a prompt is reused, and why not more.
 
     Args:
         block_tokens: tokens per block.
-        blocks: the sequence.
+        blocks: the record of the sequence.
         match: its prefix match.
-        reused_tokens: the part of the match that is reused.
+        reused_tokens: leading tokens of the match that are reused.
+
+    Returns:
+        Prompt tokens reused from memory and from SSD, the position at which the most similar known
+        sequence differs, and the cause of the miss after them.
     """
     prompt_tokens = len(blocks.request.prompt)
     reused = min(reused_tokens, prompt_tokens)

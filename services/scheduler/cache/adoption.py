@@ -6,17 +6,18 @@ from services.scheduler.cache.restore_order import RestoreOrder, restore_bytes
 
 
 def adopt_blocks(state: CacheState, restore: RestoreOrder) -> int:
-    """Make the blocks of a restore that every rank has read resident.
+    """Make the leading blocks of a restore resident, as far as every rank has read them.
 
-    The caller still holds the block before them and has released their reserved memory.
+    Before the call, the memory reserved for the restore must be released, and the resident block
+    before its blocks protected from eviction.
 
     Args:
         state: the cache's shared state.
         restore: a restore that all ranks have answered.
 
     Returns:
-        The number of adopted items, from the first; 0 when there is no memory or the index has
-        changed.
+        The number of leading items that ranks adopt. 0 when there is no memory for them, or when
+        one of their blocks was computed or evicted since the restore was requested.
     """
     block_format = state.block_format
     nodes = restore.nodes[: restore.count]
@@ -44,7 +45,9 @@ def adopt_blocks(state: CacheState, restore: RestoreOrder) -> int:
 def learn_stored(state: CacheState, restore: RestoreOrder) -> None:
     """Record, from all ranks' answers to a restore, which blocks and checkpoints are stored.
 
-    If a sequence waits for more than was read, record why it gets less.
+    Items that every rank has read are stored. If a store lacks the next record or cannot read it,
+    this block, or every later checkpoint, is not. A sequence that still waits for the restore and
+    gets less than it requested learns the cause (`restore_miss`).
 
     Args:
         state: the cache's shared state.

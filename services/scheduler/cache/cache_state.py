@@ -66,12 +66,20 @@ class PlannedBlockOrders:
         self.evicted[entry_hash] = None
 
     def keep_block(self, kept: KeptBlock) -> None:
-        """Order ranks to keep a block; if its eviction is ordered, only cancel that."""
+        """Order ranks to copy a block from a row, or cancel an eviction of it in the same plan.
+
+        Args:
+            kept: the order, with sequence, tokens and hash.
+        """
         if not self._cancel_eviction(kept.hash):
             self.keep_blocks.append(kept)
 
     def keep_checkpoint(self, kept: KeptCheckpoint) -> None:
-        """Order ranks to keep a checkpoint; if its eviction is ordered, only cancel that."""
+        """Order ranks to keep a snapshot, or cancel the checkpoint's eviction in the same plan.
+
+        Args:
+            kept: the order, with sequence, row length and hash.
+        """
         if not self._cancel_eviction(kept.hash):
             self.keep_checkpoints.append(kept)
 
@@ -99,8 +107,9 @@ _NO_ORDERS = PlannedBlockOrders()
 class CacheState:
     """Which blocks are resident, who needs them, and what the next plan orders about them.
 
-    Rows and blocks share one memory budget, that of the rank with the least. Blocks may use up to a
-    bound of their own as far as rows leave it; rows that grow take the memory back.
+    Rows and blocks share the KV memory of each rank, sized by the rank with the least. Blocks may
+    use up to a bound of their own (`bytes_max`) of the memory that rows leave; when rows grow,
+    blocks are evicted.
     """
 
     def __init__(self, rows: Rows, *, is_enabled: bool = True) -> None:
@@ -161,7 +170,10 @@ class CacheState:
         return has_changed
 
     def end_epoch(self) -> None:
-        """Forget everything that ranks held; known and stored blocks stay known."""
+        """End the epoch: no block is resident or protected any more, no order is pending.
+
+        The index keeps the tokens of all blocks, and which are stored on SSD, for the next epoch.
+        """
         self.pins.clear()
         self.orders.take()
         self.index.end_epoch()
@@ -177,23 +189,26 @@ class CacheState:
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes per rank that blocks may use: their bound, or what rows leave."""
+        """Most bytes per rank that blocks may use: `bytes_max`, or less if rows leave less."""
         return min(self.bytes_max, self._rows.bytes_left)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes per rank available without an eviction; negative after rows took memory."""
+        """Bytes per rank for new blocks without an eviction; negative after rows took memory.
+
+        Memory reserved for restores does not count as free.
+        """
         return self.limit_bytes - self.index.resident_bytes - self.reserved_bytes
 
     @property
     def is_memory_low(self) -> bool:
-        """Whether rows leave so little memory that blocks must be evicted soon."""
+        """Whether rows limit the blocks' memory and less than an eighth of its bound is free."""
         if not self.is_on or self._rows.bytes_left >= self.bytes_max:
             return False
         return self.free_bytes < self.bytes_max // _LOW_MEMORY_SHARE
 
     def make_room(self, size_bytes: int, *, system: bool = False) -> bool:
-        """Evict less valuable entries until `size_bytes` are free.
+        """Evict blocks and checkpoints, least valuable first, until `size_bytes` are free.
 
         Args:
             size_bytes: memory needed per rank.
@@ -243,16 +258,18 @@ class CacheState:
     # --- residents ---------------------------------------------------------------------------
 
     def hold(self, holder: Holder, *entries: Entry) -> None:
-        """Protect these entries from eviction for a holder, and nothing else that it held before.
+        """Protect entries from eviction until the holder releases them.
+
+        They replace all entries that this holder has protected before.
 
         Args:
-            holder: kind and id of the holder.
+            holder: a restore, waiting sequence or plan, as its kind and id.
             entries: the resident blocks and checkpoints that it needs.
         """
         self.pins.hold(holder, *entries)
 
     def release(self, holder: Holder) -> None:
-        """Remove the protection from eviction of everything that `holder` holds."""
+        """End the protection of all entries that `holder` has protected with `hold`."""
         self.pins.release(holder)
 
     def keep_block(self, entry: Entry, kept: KeptBlock) -> None:
@@ -278,13 +295,16 @@ class CacheState:
         self.counters["cache_checkpoints_kept_total"] += 1
 
     def adopt(self, entries: list[Entry]) -> None:
-        """Mark restored entries as resident; the caller orders their adoption."""
+        """Mark restored entries as resident; the caller orders ranks to adopt them."""
         for entry in entries:
             self.index.set_resident(entry, resident=True)
         self.counters["cache_blocks_restored_total"] += len(entries)
 
     def take_orders(self) -> PlannedBlockOrders:
-        """Return the block orders of the plan being built, and release the blocks held for it."""
+        """Return the block orders of the plan being built, and start to collect the next plan's.
+
+        Entries that were protected from eviction only for this plan are released.
+        """
         if self.is_on:
             self.pins.release_plan()
         return self.orders.take()

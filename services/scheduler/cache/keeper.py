@@ -15,18 +15,22 @@ from shared.messages import KeptBlock, KeptCheckpoint
 
 
 class Keeper:
-    """Orders ranks to keep parts of a sequence's row as blocks and checkpoints."""
+    """Orders ranks to copy parts of a sequence's row into blocks and checkpoints, for reuse."""
 
     def __init__(self, state: CacheState, spiller: Spiller) -> None:
         self._state = state
         self._spiller = spiller
 
     def keep(self, blocks: SequenceBlocks, computed: int, *, ends: bool) -> None:
-        """Keep the parts of a row that are not resident.
+        """Order ranks to keep the whole blocks and the snapshot of a row that are not resident yet.
+
+        When the row ends, also the tokens after its last whole block, unless rows need checkpoints.
+        Whole blocks that are resident then are offered to be spilled.
 
         Args:
-            blocks: the sequence.
-            computed: tokens that are known, and in the row after all sent plans.
+            blocks: the record of the sequence.
+            computed: number of leading tokens that may be kept: their ids are known, and the row
+                contains them after all sent plans.
             ends: the next plan drops the row.
         """
         assert blocks.chain is not None

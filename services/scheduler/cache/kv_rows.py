@@ -24,17 +24,23 @@ _UNLIMITED_BYTES = 2**62
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowBudget:
-    """KV memory per rank, on the rank with the least."""
+    """KV memory that rows and blocks may use on each rank, and the bytes that rows take of it.
+
+    It is the same for all ranks, so that it fits on the rank with the least memory.
+    """
 
     bytes_max: int
+    """Most bytes per rank for rows and blocks together."""
     bytes_per_token: int
+    """Bytes of one token's KV in a row or block, without a draft model's."""
     bytes_per_row: int
+    """Bytes of a row that do not depend on its length, such as recurrent state."""
     draft_bytes_per_token: int = 0
     """Additional bytes per token of a row for a draft model or head; blocks do not hold them."""
 
     @property
     def row_bytes_per_token(self) -> int:
-        """All bytes of one token of a row."""
+        """Bytes of one token of a row, with the KV of a draft model or head."""
         return self.bytes_per_token + self.draft_bytes_per_token
 
     def row_bytes(self, row_count: int, row_tokens: int) -> int:
@@ -42,7 +48,7 @@ class RowBudget:
         return row_count * (row_tokens * self.row_bytes_per_token + self.bytes_per_row)
 
     def longest_row(self) -> int:
-        """Return the most tokens that a single row can have."""
+        """Return the most tokens that a row can have when it is alone and no block is resident."""
         if self.row_bytes_per_token == 0:
             return 2**31 - 1
         return max(0, (self.bytes_max - self.bytes_per_row) // self.row_bytes_per_token)
@@ -81,21 +87,22 @@ def smallest_budget(reports: Sequence[RankReady]) -> RowBudget:
 
 
 class SharedMemory(Protocol):
-    """Memory in the rows' budget that can be freed for them, such as that of cache blocks."""
+    """Other users of the KV memory that rows use, which can give it back, such as cache blocks."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes per rank in use."""
+        """Bytes per rank that these other users hold."""
 
     def shrink_to(self, bytes_max: int) -> bool:
-        """Free memory until at most `bytes_max` are used; return False if impossible."""
+        """Free memory until they hold at most `bytes_max` per rank; return False if impossible."""
 
 
 class Rows:
     """The slots of running sequences, and the shape of the KV arrays on every rank.
 
-    Arrays grow geometrically, so each row is copied a bounded number of times on average. They
-    shrink only when something else does not fit, or when unused rows would become much longer.
+    The shape is `row_count` rows of `row_tokens` tokens each. It grows geometrically, so each row
+    is copied a bounded number of times on average. It shrinks only when something else does not
+    fit, or when unused rows would become much longer.
     """
 
     def __init__(self, slots_max: int, tokens_step: int) -> None:
@@ -109,19 +116,22 @@ class Rows:
 
     @property
     def budget(self) -> RowBudget:
-        """The budget of this epoch."""
+        """Memory that rows and blocks may use on each rank in this epoch, and the size of a row."""
         return self._budget
 
     @property
     def tokens_max(self) -> int:
-        """Tokens that fit into all rows together, for reports."""
+        """Most tokens that all rows together can hold while no block is resident, for reports.
+
+        It is 0 before the first epoch and when tokens take no KV memory.
+        """
         if self._budget.row_bytes_per_token == 0:
             return 0
         return self._budget.bytes_max // self._budget.row_bytes_per_token
 
     @property
     def bytes_left(self) -> int:
-        """Bytes of the budget that the arrays do not use."""
+        """Bytes per rank of the KV memory that the arrays of rows, used or not, leave to blocks."""
         return self._left(self.row_count, self.row_tokens)
 
     @property
@@ -131,7 +141,7 @@ class Rows:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether one more sequence may run."""
+        """Whether fewer sequences run than the operator's limit allows."""
         return len(self._holders) < self._slots_max
 
     @property
@@ -140,10 +150,10 @@ class Rows:
         return self.rows_needed() > self.slots_used
 
     def share_with(self, others: SharedMemory) -> None:
-        """Share the budget with resident blocks, which are evicted when rows need the memory.
+        """Set the other user of the KV memory, which must give it back when rows grow.
 
         Args:
-            others: the memory that blocks use.
+            others: the resident blocks and checkpoints.
         """
         self._others = others
 
@@ -151,7 +161,7 @@ class Rows:
         """Start an epoch without rows and with all slots free.
 
         Args:
-            budget: KV memory of each rank in this epoch.
+            budget: memory that rows and blocks may use on each rank, and the size of a row.
         """
         self._budget = budget
         self._holders.clear()
@@ -159,7 +169,7 @@ class Rows:
         self.row_tokens = 0
 
     def longest_sequence_tokens(self) -> int:
-        """Return the longest sequence that fits into memory alone, in tokens.
+        """Return the most tokens that a sequence can have when it is alone in memory.
 
         It is rounded down to whole steps in which rows grow.
         """
@@ -167,10 +177,14 @@ class Rows:
         return longest - longest % self._tokens_step if longest > self._tokens_step else longest
 
     def resize(self, *, slots: int, tokens: int) -> bool:
-        """Make room for `slots` rows (0 .. slots - 1) of `tokens` tokens.
+        """Grow the shape as needed to hold `slots` rows (0 .. slots - 1) of `tokens` tokens.
 
-        Tries, in this order: the present shape, generous growth, the least growth. Blocks are
-        evicted only when no shape fits beside them.
+        Tries, in this order: the present shape, shapes with spare rows and an eighth more tokens,
+        the smallest shape. Blocks are evicted only when no shape fits beside them.
+
+        Args:
+            slots: number of rows that are needed.
+            tokens: row length that is needed.
 
         Returns:
             False, with the shape unchanged, when there is too little memory.
@@ -186,19 +200,21 @@ class Rows:
         return False
 
     def drops_idle_rows(self, tokens: int) -> bool:
-        """Tell whether growing rows to this length is a good occasion to drop unused rows.
+        """Tell whether rows that no sequence uses are dropped when rows grow to this length.
 
-        Not at every growth: short sequences beside a long one would allocate the rows each time.
+        They are dropped only when rows more than double and become long: otherwise short sequences
+        beside a long one would allocate them again each time.
 
         Args:
-            tokens: the new row length; True if it is more than twice the present one and long.
+            tokens: the new row length.
         """
         return tokens > max(2 * self.row_tokens, _LONG_ROW_TOKENS)
 
     def trim(self, *, slots: int, tokens: int) -> None:
-        """Shrink the arrays when at least half of their memory is unused.
+        """Shrink the shape when at least half of the memory of all rows is unused.
 
-        The new shape is generous, so that one more sequence does not make it grow at once.
+        The new shape has some spare rows and tokens, so that one more sequence does not make it
+        grow at once.
 
         Args:
             slots: rows that are needed.

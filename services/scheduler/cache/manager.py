@@ -40,12 +40,15 @@ class BlockCache:
 
     @property
     def is_spilling(self) -> bool:
-        """Whether blocks are being written to SSD or wait for it."""
+        """Whether a spill to SSD is ordered and not reported, or blocks wait for their spill.
+
+        Blocks that wait while a store that failed is tried again do not count.
+        """
         return self._state.is_on and self._spiller.is_busy
 
     @property
     def is_memory_low(self) -> bool:
-        """Whether rows leave so little memory that blocks must be evicted soon."""
+        """Whether rows limit the blocks' memory and less than an eighth of its bound is free."""
         return self._state.is_memory_low
 
     def start_epoch(self, block_format: BlockFormat | None, epoch: int) -> bool:
@@ -61,7 +64,10 @@ class BlockCache:
         return self._state.start_epoch(block_format, epoch)
 
     def end_epoch(self) -> None:
-        """Forget all resident blocks and open orders, because the ranks that held them are gone."""
+        """Forget all resident blocks and open orders, because the ranks that held them are gone.
+
+        The tokens of all blocks, and which are stored on SSD, stay known for the next epoch.
+        """
         self._state.end_epoch()
         self._admission.end_epoch()
         self._spiller.end_epoch()
@@ -75,11 +81,14 @@ class BlockCache:
         It changes no block and sends nothing; only `blocks` remembers the result.
 
         Args:
-            blocks: the waiting sequence.
-            now_s: the time, for the limit of a wait until fewer restores are open.
+            blocks: the record of the waiting sequence.
+            now_s: the scheduler's time in seconds. It ends a wait for other restores to finish,
+                which is limited (`Restorer.must_queue`).
 
         Returns:
-            The decision; with REQUEST also the match, for `request_restore`.
+            ADMIT: with the blocks that are resident. WAIT: until a restore, or another sequence
+            that computes the same blocks, has made progress. REQUEST: call `request_restore` with
+            this result.
         """
         if not self._state.is_on:
             return PrefixLookup(RestoreDecision.ADMIT)
@@ -97,14 +106,15 @@ class BlockCache:
         """Request a restore of stored blocks when it is faster than computing them.
 
         Args:
-            blocks: the waiting sequence.
-            lookup: its lookup, whose decision is REQUEST.
-            now_s: the time.
-            token_ms: predicted milliseconds to compute the token at a position of a prompt.
+            blocks: the record of the waiting sequence.
+            lookup: the result of `look_up` for it, whose decision is REQUEST.
+            now_s: the scheduler's time in seconds, from which the restore's deadline counts.
+            token_ms: returns the predicted milliseconds to compute the token at a position of a
+                prompt.
             may_evict: a plan is being built, so blocks can be evicted to make room.
 
         Returns:
-            WAIT when the sequence waits for a restore, else ADMIT.
+            WAIT when the sequence waits for a restore or must ask again later, else ADMIT.
         """
         assert lookup.match is not None
         return self._admission.request_restore(
@@ -114,7 +124,8 @@ class BlockCache:
     def admit(self, blocks: SequenceBlocks) -> Reuse:
         """Admit a sequence with the plan being built; return what its row reuses.
 
-        Its blocks are held for that plan, and other sequences can wait for those it will compute.
+        The blocks it reuses cannot be evicted by that plan. Other sequences with the same prefix
+        can wait for the blocks that it will compute.
         """
         if not self._state.is_on:
             blocks.cached = blocks.cached or CachedPrefix(miss="off")
@@ -123,11 +134,14 @@ class BlockCache:
         return self._admission.admit(blocks)
 
     def keep(self, blocks: SequenceBlocks, computed: int, *, ends: bool = False) -> None:
-        """Keep the parts of a row that are not resident, with the plan being built.
+        """Order ranks to keep the blocks and the snapshot of a row that are not resident yet.
+
+        The orders are part of the plan being built.
 
         Args:
-            blocks: the sequence.
-            computed: tokens that are known, and in the row after all sent plans.
+            blocks: the record of the sequence.
+            computed: number of leading tokens that may be kept: their ids are known, and the row
+                contains them after all sent plans.
             ends: the plan being built drops the row.
         """
         if not self._state.is_on or blocks.epoch != self._state.epoch:
@@ -139,7 +153,7 @@ class BlockCache:
             blocks.epoch = 0
 
     def stop_running(self, blocks: SequenceBlocks) -> None:
-        """Let no other sequence wait for blocks that this one would have computed.
+        """Stop other sequences from waiting for blocks of this one, which will compute no more.
 
         The caller calls `keep` once more, with `ends`, before the row is dropped.
         """
@@ -189,24 +203,36 @@ class BlockCache:
     # --- plans -------------------------------------------------------------------------------
 
     def expire_restores(self, now_s: float) -> None:
-        """Stop waiting for restores whose deadline has passed at `now_s`."""
+        """Let sequences stop waiting for restores that some rank has not answered in time.
+
+        Args:
+            now_s: the scheduler's time in seconds, which is compared with the restores' deadlines.
+        """
         if self._state.is_on:
             self._restorer.expire(now_s)
 
     def begin_plan(self, now_s: float) -> None:
-        """Start the cache's part of a plan: blocks that all ranks have restored become resident."""
+        """Start the cache's part of a plan: blocks that all ranks have restored become resident.
+
+        Args:
+            now_s: the scheduler's time in seconds. Restores that are late are given up first.
+        """
         if self._state.is_on:
             self._restorer.expire(now_s)
             self._restorer.adopt_answered(now_s)
 
     def finish_plan(self, now_s: float) -> PlannedBlockOrders:
-        """Return the block orders of the plan being built, with the spills that are due."""
+        """Order the spills that can start now, and return all block orders of the plan being built.
+
+        Args:
+            now_s: the scheduler's time in seconds; no spill starts during a pause after a failure.
+        """
         if self._state.is_on:
             self._spiller.order_spills(now_s)
         return self._state.take_orders()
 
     def take_restores(self) -> list[RestoreBlocks]:
-        """Return the restores to order from all ranks, each once."""
+        """Return the restores to be sent to all ranks; a later call does not return them again."""
         return self._restorer.take_outbox()
 
     # --- ranks -------------------------------------------------------------------------------
@@ -226,9 +252,10 @@ class BlockCache:
 
         Args:
             rank: the rank.
-            host: its machine, which has a store of its own.
+            host: the rank's machine, which has a cache store of its own.
             message: the rank's report.
-            now_s: when it arrived.
+            now_s: the scheduler's time in seconds; after a report of losses only, spills pause from
+                then on.
         """
         if self._state.is_on:
             self._spiller.handle_spilled(rank, host, message, now_s)

@@ -58,7 +58,7 @@ class BlockPins:
             self.release(holder)
 
     def release_entry(self, entry: Entry) -> None:
-        """Remove every holder's references to an entry that is evicted."""
+        """Remove every holder's reference to an entry, because it is evicted."""
         if not entry.references:
             return
         for holder in [one for one, entries in self._held.items() if entry in entries]:

@@ -10,7 +10,10 @@ from shared.messages import BlocksRestored, RestoreItem
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RestoreOrder:
-    """A restore that all ranks were asked for, until its answers are adopted."""
+    """A restore that all ranks were asked for, from its request until all have answered.
+
+    An item is one block, and the checkpoint at its end where rows need one.
+    """
 
     restore_id: int
     nodes: list[Node]
@@ -33,17 +36,17 @@ class RestoreOrder:
 
     @property
     def count(self) -> int:
-        """Number of leading items that every rank has read."""
+        """Number of leading items that every rank has read, once all ranks have answered."""
         return min(answer.count for answer in self.answers.values())
 
     @property
     def differs(self) -> bool:
-        """Whether ranks have read different numbers of items."""
+        """Whether the ranks that have answered have read different numbers of items."""
         return len({answer.count for answer in self.answers.values()}) > 1
 
     @property
     def anchor(self) -> Entry | None:
-        """The last resident block before the restored ones; None at a sequence's start."""
+        """The resident block that the first restored one follows; None at a sequence's start."""
         parent = self.nodes[0].parent
         anchor = parent.block if parent is not None and parent.parent is not None else None
         for node in self.nodes:

@@ -34,7 +34,7 @@ _WORTHWHILE_MS = 5.0
 
 
 class RestoreDecision(Enum):
-    """What a waiting sequence does about blocks that are not resident."""
+    """Whether a waiting sequence is admitted, or first gets blocks that are not resident."""
 
     ADMIT = "admit"
     """It can be admitted with the resident blocks."""
@@ -86,14 +86,16 @@ class Restorer:
         """Request the blocks after a match if reading them is faster than computing them.
 
         Args:
-            blocks: the sequence that would wait.
+            blocks: the record of the sequence that would wait.
             match: its resident blocks.
-            now_s: the time.
-            token_ms: predicted milliseconds to compute the token at a position of a prompt.
+            now_s: the scheduler's time in seconds, from which the restore's deadline counts.
+            token_ms: returns the predicted milliseconds to compute the token at a position of a
+                prompt.
             may_evict: a plan is being built, so blocks can be evicted to make room.
 
         Returns:
-            WAIT when a restore was requested or will be later, else ADMIT.
+            WAIT when a restore was requested, or can be later (restores must finish or blocks be
+            evicted first), else ADMIT.
         """
         if (
             not self._config.ssd
@@ -129,11 +131,12 @@ class Restorer:
     def must_queue(self, blocks: SequenceBlocks, now_s: float) -> bool:
         """Tell whether a sequence still waits for its turn, because too many restores are open.
 
-        When its time is over, the sequence is marked to be computed without a restore.
+        When its time for that is over, or a rank owes a late answer, the sequence is marked to be
+        computed without a restore.
 
         Args:
-            blocks: the waiting sequence.
-            now_s: the time, which is compared with the end of its wait.
+            blocks: the record of the waiting sequence.
+            now_s: the scheduler's time in seconds, compared with the end of the wait.
         """
         if not blocks.queue_until_s or len(self._open) < RESTORES_MAX:
             return False
@@ -143,9 +146,13 @@ class Restorer:
         return False
 
     def expire(self, now_s: float) -> None:
-        """Stop waiting for restores whose deadline has passed at `now_s`.
+        """Give up the restores that some rank has not answered in time.
 
-        Their memory is released, and the sequences that waited are computed instead.
+        Memory reserved for them becomes free, sequences that wait for them are computed instead,
+        and later answers only tell which blocks are stored.
+
+        Args:
+            now_s: the scheduler's time in seconds, which is compared with the restores' deadlines.
         """
         for restore in self._open.values():
             is_answered = len(restore.answers) == self._state.block_format.ranks
@@ -189,7 +196,8 @@ class Restorer:
         The plan being built tells the ranks how many items of each restore to adopt.
 
         Args:
-            now_s: the time; restores and spills pause from then on if a rank's store is off.
+            now_s: the scheduler's time in seconds; restores and spills pause from then on if a
+                rank's store is off.
         """
         block_format = self._state.block_format
         for restore in [
@@ -219,7 +227,7 @@ class Restorer:
                     self._retry(restore, blocks, now_s)
 
     def take_outbox(self) -> list[RestoreBlocks]:
-        """Return the orders to send to all ranks, each once."""
+        """Return the restores to be sent to all ranks; a later call does not return them again."""
         taken = self._outbox
         if taken:
             self._outbox = []
@@ -233,7 +241,7 @@ class Restorer:
         self._off_until_s = 0.0
 
     def check_invariants(self, waiting: list[SequenceBlocks]) -> None:
-        """Assert that reserved memory and waiting sequences belong to open restores."""
+        """Assert that the memory reserved and the sequences waiting match the open restores."""
         waited_for = {one.restore_id for one in waiting if one.restore_id is not None}
         assert waited_for == {one.restore_id for one in self._open.values() if one.blocks}
         in_time = [one for one in self._open.values() if not one.is_late]

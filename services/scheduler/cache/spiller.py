@@ -58,7 +58,10 @@ class Spiller:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a spill is in progress or could start."""
+        """Whether a spill is ordered and not reported, or entries wait for their spill.
+
+        Entries that wait while a store that failed is tried again do not count.
+        """
         can_start = bool(self._queue) and not self._is_probing
         return can_start or bool(self._in_progress)
 
@@ -80,7 +83,7 @@ class Spiller:
         """Order spills with the plan being built, as many as a message and `spill_bytes_max` allow.
 
         Args:
-            now_s: the time; nothing is ordered during a pause after the stores were off.
+            now_s: the scheduler's time in seconds; nothing is ordered during a pause (`back_off`).
         """
         if not self._queue or now_s < self._retry_at_s:
             return
@@ -112,9 +115,10 @@ class Spiller:
 
         Args:
             rank: the rank.
-            host: its machine, which has a store of its own.
+            host: the rank's machine, which has a cache store of its own.
             message: the rank's report.
-            now_s: when it arrived; if it only reports losses, spills pause.
+            now_s: the scheduler's time in seconds; after a report of losses only, spills pause from
+                then on.
         """
         self._state.counters["cache_spill_bytes_total"] += message.bytes_written
         self._state.counters["cache_spill_ms_total"] += message.write_ms
@@ -128,10 +132,10 @@ class Spiller:
             self._update_store(rank, host, message)
 
     def back_off(self, now_s: float) -> None:
-        """Order no spill for `BACK_OFF_S` seconds, then one at a time until one succeeds.
+        """Order no spill for `BACK_OFF_S` seconds, then one block at a time until one is stored.
 
         Args:
-            now_s: when the pause begins.
+            now_s: the scheduler's time in seconds, at which the pause begins.
         """
         self._retry_at_s = now_s + BACK_OFF_S
         self._is_probing = True

@@ -42,7 +42,7 @@ def make_block_format(
     Args:
         config: the operator's cache settings.
         reports: the reports of all ranks, in rank order.
-        budget: KV memory of the rank with the least.
+        budget: KV memory and row sizes of the epoch, as from `smallest_budget`.
 
     Raises:
         ConfigError: a block is longer than the model's context.

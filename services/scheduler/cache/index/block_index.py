@@ -26,7 +26,11 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Recency(Generic[T]):
-    """Items in order of use, in two classes: those added with `last` go after all others."""
+    """The eviction order: ordinary items first, then the late ones, each from least recently used.
+
+    The argument `last` of every method names the class: False for ordinary items, True for those
+    that are evicted after all ordinary ones, such as blocks of system prompts.
+    """
 
     def __init__(self) -> None:
         self._classes: tuple[OrderedDict[T, None], OrderedDict[T, None]]
@@ -41,19 +45,19 @@ class Recency(Generic[T]):
         return item in self._classes[0] or item in self._classes[1]
 
     def of_class(self, *, last: bool) -> Iterator[T]:
-        """Iterate over one class, least recently used first; `last`: the one after all others."""
+        """Iterate over one class (`last`: see `Recency`), least recently used first."""
         return iter(self._classes[last])
 
     def add(self, item: T, *, last: bool) -> None:
-        """Add an item as the most recently used of its class; `last`: the one after all others."""
+        """Add a new item to a class (`last`: see `Recency`) as its most recently used one."""
         self._classes[last][item] = None
 
     def remove(self, item: T, *, last: bool) -> None:
-        """Remove an item from its class; `last`: the one after all others."""
+        """Remove an item from the class that it was added to (`last`: see `Recency`)."""
         del self._classes[last][item]
 
     def touch(self, item: T, *, last: bool) -> None:
-        """Make an item the most recently used of its class; `last`: the one after all others."""
+        """Make an item the most recently used one of its class (`last`: see `Recency`)."""
         self._classes[last].move_to_end(item)
 
     def clear(self) -> None:
@@ -87,7 +91,7 @@ class Entry:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """One known block: its tokens, the block before it and those that have followed it."""
+    """One known block in the tree: its tokens, its parent (the block before it), its children."""
 
     hash: bytes
     parent: "Node | None"
@@ -127,7 +131,7 @@ class Node:
 
     @property
     def is_forgettable(self) -> bool:
-        """Whether it can leave the index: no copy, no block after it, no open restore."""
+        """Whether it can leave the index: not resident, spilled or restored now, no children."""
         return not (
             self.children
             or self.open_restores
@@ -136,7 +140,7 @@ class Node:
 
 
 class BlockIndex:
-    """All known blocks by hash, in order of use."""
+    """All known blocks by hash, and the order in which they and their checkpoints were used."""
 
     def __init__(self, nodes_max: int = NODES_MAX) -> None:
         self.recency: Recency[Entry] = Recency()
@@ -161,13 +165,13 @@ class BlockIndex:
         return iter(self._known)
 
     def find_root(self, root_hash: bytes) -> Node | None:
-        """Return the start of a tenant's sequences, by its hash; None when no block follows it."""
+        """Return the root of a tenant's blocks by its hash; None when no known block follows it."""
         return self._roots.get(root_hash)
 
     def root(self, root_hash: bytes) -> Node:
-        """Return the start of a tenant's sequences, by its hash.
+        """Return the root of a tenant's blocks by its hash, created if it is not known.
 
-        A new one is remembered when a block follows it.
+        A new root becomes part of the index when `add` adds a block below it.
         """
         root = self._roots.get(root_hash)
         if root is None:
@@ -183,7 +187,7 @@ class BlockIndex:
         return node
 
     def add(self, parent: Node, block_hash: bytes, tokens: bytes, size_bytes: int) -> Node | None:
-        """Return a child of `parent`, added without a copy (a ghost) if it is not known.
+        """Return a child of `parent`; if it is not known, add it as neither resident nor stored.
 
         Args:
             parent: the block before it, or a root.
@@ -263,10 +267,14 @@ class BlockIndex:
                 self.recency.add(entry, last=True)
 
     def touch(self, node: Node, checkpoint: Entry | None = None) -> None:
-        """Make all blocks up to `node`, and its checkpoint, the most recently used.
+        """Make a block, all blocks before it and its checkpoint the most recently used.
 
         The last block is touched first, so that a block is always evicted before its parent, and a
         checkpoint before its block.
+
+        Args:
+            node: the last block.
+            checkpoint: the checkpoint at its end; None: leave it where it is.
         """
         if checkpoint is not None and checkpoint.is_resident:
             self.recency.touch(checkpoint, last=node.is_system)
@@ -293,7 +301,7 @@ class BlockIndex:
             self._roots.pop(node.parent.hash, None)
 
     def end_epoch(self) -> None:
-        """Mark all entries as not resident; stored entries stay known."""
+        """Mark all entries as not resident and unused; blocks, and which are stored, stay known."""
         for node in self._known:
             for entry in node.entries:
                 if entry.is_resident:

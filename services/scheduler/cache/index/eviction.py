@@ -32,7 +32,7 @@ def choose_victims(
 
 
 def least_valuable_stored(index: BlockIndex, count: int) -> list[Entry]:
-    """Return stored blocks and checkpoints that full stores should evict first.
+    """Return stored blocks and checkpoints that a full cache store should evict first.
 
     Args:
         index: all known blocks; those of system prompts are left out.

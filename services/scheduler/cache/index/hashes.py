@@ -94,7 +94,11 @@ class Chain:
         return len(self.hashes)
 
     def hash_before(self, number: int) -> bytes:
-        """Return the hash of the block before block `number`; for block 0 the root hash."""
+        """Return the hash of the block before a block; for the first block the root hash.
+
+        Args:
+            number: index of the block in the sequence, from 0.
+        """
         return self.hashes[number - 1] if number else self.root
 
 

@@ -13,7 +13,7 @@ _NEIGHBOURS_MAX = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """How many tokens at the start of a sequence resident blocks hold, and known ones had."""
+    """Result of a prefix match: the resident blocks that a row can copy, and the known prefix."""
 
     path: list[Node]
     """Resident blocks from the first token on; the last one may be used in part."""
@@ -32,13 +32,17 @@ class Match:
 def find_match(
     index: BlockIndex, chain: Chain, tokens: list[int], *, needs_checkpoints: bool
 ) -> Match:
-    """Return the longest prefix of `tokens` that resident blocks hold, at most all but the last.
+    """Find the longest prefix of a sequence that resident blocks hold; the last token is left out.
 
     Args:
         index: all known blocks.
-        chain: the sequence's whole blocks.
+        chain: hashes of the sequence's whole blocks.
         tokens: the whole sequence.
         needs_checkpoints: rows can reuse blocks only up to a checkpoint.
+
+    Returns:
+        That prefix with its blocks, and how far known blocks, resident or not, have the same
+        tokens.
     """
     root = index.find_root(chain.root)
     if root is None:
@@ -103,11 +107,11 @@ def _most_similar(parent: Node, wanted: bytes) -> tuple[Node | None, int]:
 
 
 def nearest_from(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> list[Node]:
-    """Return the children of a block that are sorted at or after some tokens, nearest first.
+    """Return the children of a block whose tokens are sorted at or after `wanted`, nearest first.
 
     Args:
         parent: the block.
-        wanted: the packed token ids.
+        wanted: packed token ids, with which those of the children are compared as bytes.
         count: most children to return.
     """
     place = bisect.bisect_left(parent.children, wanted, key=tokens_of)
@@ -115,13 +119,13 @@ def nearest_from(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> l
 
 
 def nearest_before(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> list[Node]:
-    """Return the children of a block that are sorted before some tokens, nearest first.
+    """Return the children of a block whose tokens are sorted before `wanted`, nearest first.
 
     They include the children whose tokens are a prefix of `wanted`.
 
     Args:
         parent: the block.
-        wanted: the packed token ids.
+        wanted: packed token ids, with which those of the children are compared as bytes.
         count: most children to return.
     """
     place = bisect.bisect_left(parent.children, wanted, key=tokens_of)

@@ -69,10 +69,10 @@ class SequenceBlocks:
         return self.request.system_tokens
 
     def reset(self, epoch: int, chain: Chain) -> None:
-        """Start waiting in an epoch, without anything from earlier epochs or admissions.
+        """Reset the record of a sequence that starts to wait: nothing of earlier admissions stays.
 
         Args:
-            epoch: number of the epoch.
+            epoch: number of the epoch in which it waits.
             chain: hashes of its whole blocks in the namespace of the epoch.
         """
         self.epoch, self.chain = epoch, chain
@@ -82,7 +82,7 @@ class SequenceBlocks:
         self.reset_row()
 
     def reset_row(self) -> None:
-        """Forget which blocks and snapshots of its row were kept or are planned."""
+        """Reset the record of the sequence's row: its kept blocks and its snapshots."""
         self.next_boundary = UNREACHABLE_TOKENS
         self.resident_path.clear()
         self.settled_blocks = 0
