@@ -135,11 +135,11 @@ class SchedulerCore:
         return self._pipeline.wake_at_s
 
     def add_cpu_time(self, milliseconds: float) -> None:
-        """Add the time in which the shell handled an event and performed its actions."""
+        """Count the time in which the shell handled an event and performed its actions."""
         self._counters["scheduler_cpu_ms_total"] += milliseconds
 
     def check_invariants(self) -> None:
-        """Raise InvariantBroken or AssertionError when the state is inconsistent (I1, I7, I9)."""
+        """Raise InvariantBroken or AssertionError if slots or blocks conflict (I1, I7, I9)."""
         self._batch.check_invariants()
         for sequence in self._requests:
             running = sequence.state is SequenceState.RUNNING

@@ -33,7 +33,7 @@ class GatewayMessageReceived:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankConnected:
-    """A rank process has connected."""
+    """A rank process has connected; it counts once it has sent RankHello."""
 
     peer: PeerId
 
@@ -57,7 +57,7 @@ class RankMessageReceived:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePassed:
-    """A tick: deadlines must be checked."""
+    """A tick of the shell: deadlines must be checked."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -69,9 +69,11 @@ class PlanBuilder:
     """Collects the moves, admissions, prefill chunks, decodes and drafts of the next step plan."""
 
     now_s: float
+    """When the plan is made, in seconds."""
     moves: list[SlotMove] = dataclasses.field(default_factory=list)
     admitted: list[AdmittedSequence] = dataclasses.field(default_factory=list)
     first_admitted: list[Sequence] = dataclasses.field(default_factory=list)
+    """Those of the admitted sequences that were never admitted before."""
     chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
     draft_reads: list[DraftChunk] = dataclasses.field(default_factory=list)
     """Known tokens that rows of the draft model read."""
@@ -83,9 +85,11 @@ class PlanBuilder:
     """Method that proposes the drafts."""
     decodes: list[Sequence] = dataclasses.field(default_factory=list)
     samples: list[Sequence] = dataclasses.field(default_factory=list)
+    """Sequences whose last prefill chunk is in the plan, so that it samples a token for them."""
     checkpoints: list[int] = dataclasses.field(default_factory=list)
     """Ids of sequences whose state is saved at the end of this step."""
     chunk_tokens: int = 0
+    """Tokens of all prefill chunks."""
     preempted: bool = False
     """A sequence was preempted for this plan."""
 

@@ -71,10 +71,10 @@ class SpeculationPlanner:
         self._speculator.index_prompts([one for one in states if one is not None])
 
     def choose(self, decoding: list[Sequence]) -> ChosenDrafts | None:
-        """Return the drafts of the next plan; None: it must wait for earlier results.
+        """Return the drafts of the next plan; None: it must wait for results of plans in flight.
 
         Args:
-            decoding: the sequences that can decode.
+            decoding: the running sequences that can decode in it.
         """
         draft_states = [self._draft_state_of(one) for one in decoding]
         if not any(one is not None for one in draft_states):

@@ -50,12 +50,13 @@ class Sequence:
     samples_in_flight: int = 0
     """Samples in plans whose receipts have not arrived."""
     stop_ids: frozenset[int] = frozenset()
+    """Token ids that end the completion."""
     admitted_at_s: float = 0.0
     """Time of its last admission."""
     draft_state: DraftState | None = None
     """State of its speculation; None: it takes no drafts."""
     is_draft_state_chosen: bool = False
-    """`draft_state` is final."""
+    """`draft_state` was decided, at the first need of it, and stays."""
     is_verifying: bool = False
     """Drafts of it are in flight, so it can be in no other plan."""
     drafts_in_flight: int = 0

@@ -7,7 +7,7 @@ from services.scheduler.requests.sequence import Sequence
 
 
 class WaitingQueue:
-    """Waiting sequences in order of admission."""
+    """Sequences that wait for a slot, in order of admission: by priority, then arrival."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Sequence]] = []

@@ -29,7 +29,7 @@ class DraftState:
 
 
 class NgramDraftState(DraftState):
-    """State of a sequence whose drafts the scheduler proposes from the sequence's own tokens."""
+    """State of a sequence whose drafts the scheduler copies from the sequence's own tokens."""
 
     __slots__ = ("acceptance", "proposer")
 

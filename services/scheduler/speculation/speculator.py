@@ -54,7 +54,7 @@ class PlannedDrafts:
     waits_for_results: bool = False
     """The plan must wait for the results of all plans in flight."""
     counts: list[int] = dataclasses.field(default_factory=list)
-    """StepPlan.draft_counts; `drafts` is empty then."""
+    """StepPlan.draft_counts: drafts that the ranks propose; `drafts` is empty then."""
     reads: list[int] = dataclasses.field(default_factory=list)
     """Known tokens that the row of the draft model lacks and reads before it proposes."""
     method: Method = "ngram"

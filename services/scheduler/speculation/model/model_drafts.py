@@ -66,11 +66,11 @@ class ModelDraftPlan:
     """Drafts and reads of the next plan. Lists are empty or have one entry per decoding row."""
 
     counts: list[int] = dataclasses.field(default_factory=list)
-    """As StepPlan.draft_counts."""
+    """Drafts that the ranks propose per row, as StepPlan.draft_counts."""
     reads: list[int] = dataclasses.field(default_factory=list)
     """Known tokens that the row of the draft model lacks and reads before it proposes."""
     speedup: float = 0.0
-    """As DraftChoice.speedup."""
+    """Expected tokens per time relative to plain steps, as DraftChoice.speedup."""
 
 
 _NO_PLAN = ModelDraftPlan()

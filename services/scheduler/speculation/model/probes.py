@@ -38,7 +38,8 @@ class Probe:
     """
 
     acceptances: list[PositionAcceptance]
-    """Rates of all sequences with drafts of this method, whose old counts the probe makes fade."""
+    """Rates of all sequences with drafts of this method; the probe halves the weight of their
+    counts."""
     expected_ms: float
     """Expected milliseconds of its step beyond those of a step without drafts."""
     only_reads: bool = False
