@@ -30,7 +30,13 @@ them."""
 
 
 def refuse_restores(adopted: AdoptedRestore) -> list[RestoredItem]:
-    """Raise InvariantBroken; the `TakeRestored` of a rank without a cache store."""
+    """Raise InvariantBroken, because a plan adopts a restore on a rank without a cache store.
+
+    A rank without a store passes it to `BlockExecutor` as `take_restored`.
+
+    Args:
+        adopted: the restore that the plan adopts.
+    """
     raise InvariantBroken(
         f"the plan adopts restore {adopted.restore_id}, but this rank has no cache store"
     )
@@ -138,7 +144,9 @@ class BlockExecutor:
             self._host_copier.reserve(block_bytes, bytes_max)
 
     def spill(self, plan: StepPlan) -> list[PendingSpill]:
-        """Collect the items that the plan spills; on CUDA, start to copy them to the host.
+        """Return the payloads that the plan spills; on CUDA, start to copy them to host memory.
+
+        `read_spills` waits for these copies.
 
         Returns:
             One entry per hash of the plan's spill order; empty without an order.
@@ -189,7 +197,8 @@ class BlockExecutor:
             admitted: names the blocks, the number of reused tokens and the checkpoint.
 
         Raises:
-            InvariantBroken: when a block is not resident, or they do not match the sequence.
+            InvariantBroken: when a block is not resident, the reused tokens do not end in the last
+                block, or they include the sequence's last token.
         """
         reused = admitted.reused_tokens
         if not reused and not admitted.reused_blocks and admitted.checkpoint is None:

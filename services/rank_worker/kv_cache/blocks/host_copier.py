@@ -74,7 +74,9 @@ class HostBuffers:
         self._unused_bytes = 0
 
     def take(self, size_bytes: int) -> memoryview:
-        """Return a writable buffer, which returns to the pool with its last reference.
+        """Return a writable buffer from the pool, or a new one if none of this size is unused.
+
+        The buffer returns to the pool when the last reference to it is dropped.
 
         Args:
             size_bytes: length of the buffer.
@@ -159,14 +161,14 @@ class HostCopier:
             _log.warning("host_memory_short", wanted_bytes=size_bytes * count, cause=str(error))
 
     def start(self, payload: mx.array) -> tuple[memoryview, mx.array]:
-        """Prepare a copy to the host.
+        """Build a copy of a device array into host memory; evaluating the result runs it.
 
         Args:
-            payload: uint8 [bytes].
+            payload: the array, uint8 [bytes].
 
         Returns:
-            (host buffer, uint8 [1]). The buffer is complete when the array is computed, which the
-            caller must start.
+            (host buffer, uint8 [1]). The buffer is complete when the second array is computed,
+            which the caller must start.
 
         Raises:
             OSError: when there is no memory.

@@ -115,13 +115,16 @@ class BatchCacheStore:
             self._batch_slots[self._batch_slots.index(slot)] = target
 
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
-        """Count `count` more tokens in a row and return the caches for their forward.
+        """Lengthen a row by `count` tokens and return the caches for their forward.
 
         Args:
             slot: the row.
             count: number of tokens.
             columns: width of the input; must not exceed `count`, because state would process
                 padding.
+
+        Returns:
+            One cache per layer, passed to the model as `cache`.
 
         Raises:
             InvariantBroken: when the row has no room or the input is padded.
@@ -141,14 +144,14 @@ class BatchCacheStore:
         raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be padded")
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
-        """Count one more token in each row and return the caches of a forward over these rows.
+        """Lengthen rows by one token each and return the caches for their forward.
 
         Args:
             slots: rows in rising order.
             count: tokens per row; must be 1.
 
         Returns:
-            The batch and the slot of each of its rows.
+            The caches and the slot of each row of the forward.
 
         Raises:
             InvariantBroken: when a row has no room or `count` is not 1.
@@ -251,12 +254,18 @@ class BatchCacheStore:
         self._single[slot] = caches
 
     def early_layer_keys(self, share: float) -> mx.array | None:
-        """Return None: which array would be suitable depends on the kind of cache."""
+        """Return None: which array would be suitable depends on the kind of cache.
+
+        The caller then starts a forward as a whole.
+
+        Args:
+            share: not used.
+        """
         del share
         return None
 
     def marker(self) -> mx.array:
-        """Return a number, float32 [], whose evaluation computes all state of all rows.
+        """Return a scalar, float32 [], whose evaluation computes all state of all rows.
 
         It has memory of its own, so it does not prevent in-place writes.
         """
@@ -316,10 +325,13 @@ class BatchCacheStore:
 
 
 def needs_state(used_caches: Sequence[Any]) -> bool:
-    """Tell whether rows with such caches can be rebuilt only together with a state.
+    """Tell whether rows with such caches can be rebuilt from blocks only with a checkpoint.
 
     Args:
-        used_caches: caches after a forward of `PROBE_TOKENS` tokens.
+        used_caches: one cache per layer, after a forward of `PROBE_TOKENS` tokens.
+
+    Returns:
+        True when a layer has a window or recurrent arrays, which blocks do not hold.
     """
     return any(kind in STATE_KINDS for kind in part_kinds(used_caches, PROBE_TOKENS) or [])
 

@@ -56,7 +56,7 @@ class BlockLayout:
 
     @property
     def text(self) -> str:
-        """Description of the layout; for one model, equal texts mean exchangeable blocks."""
+        """Description of the layout. Ranks of one model with equal texts could exchange blocks."""
         groups = [
             f"{len(group.indices)}x{group.shape.heads}x{group.shape.dim} "
             f"{dtype_name(group.shape.dtype)}"

@@ -23,7 +23,7 @@ class BatchView:
 
 
 class KVStore(Protocol):
-    """The KV of the running batch: one row per slot.
+    """The KV of the running batch: one row per slot. Implemented by RowStore and BatchCacheStore.
 
     Row lengths are known on the host, because plans alone determine them.
     """
@@ -40,7 +40,7 @@ class KVStore(Protocol):
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether a row can be shortened, as verifying drafts needs."""
+        """Whether a row can be shortened to remove rejected drafts; required for speculation."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class KVStore(Protocol):
     def layout_text(self) -> str:
         """Description of the byte layout of blocks and checkpoints; "" without a layout.
 
-        For one model, equal texts mean that ranks could exchange blocks.
+        Ranks of one model with equal texts could exchange blocks.
         """
         ...
 
@@ -239,7 +239,9 @@ class KVStore(Protocol):
         ...
 
     def early_layer_keys(self, share: float) -> mx.array | None:
-        """Return an early layer's keys; evaluating them runs the first layers of the last forward.
+        """Return the keys of an early layer, so that a forward can be started in two parts.
+
+        Evaluating them runs the layers of the last forward before that layer, and not the others.
 
         Args:
             share: fraction of all layers that the evaluation runs, 0 to 1; at least one layer.
@@ -251,8 +253,9 @@ class KVStore(Protocol):
         ...
 
     def marker(self) -> mx.array:
-        """Return a number, an array of shape [], whose evaluation runs all forwards built so far.
+        """Return a scalar, shape [], whose evaluation runs all forwards built so far.
 
-        It depends on all KV that they write, and has memory of its own.
+        Callers evaluate it when a forward has no other output. It depends on all KV that the
+        forwards write, and has memory of its own.
         """
         ...

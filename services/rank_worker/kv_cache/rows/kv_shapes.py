@@ -64,7 +64,7 @@ PROBE_TOKENS = 2
 def read_shape(model: nn.Module) -> ModelShape:
     """Return vocabulary size and caches of a model from a forward that is built, not computed.
 
-    Runs no collective.
+    It communicates with no other rank.
 
     Args:
         model: the model, or this rank's shard; its parameters may be lazy.

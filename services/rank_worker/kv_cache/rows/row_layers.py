@@ -13,7 +13,10 @@ Quantized = tuple[mx.array, mx.array, mx.array]
 
 
 class RowLayer:
-    """Keys and values of all rows in one layer, in the dtype that the model computes."""
+    """Keys and values of all rows in one layer; the model uses it as that layer's cache.
+
+    They have the dtype that the model computes.
+    """
 
     def __init__(self, shape: LayerShape) -> None:
         self.parts: list[BlockPart] = list(shape.parts)
@@ -37,7 +40,7 @@ class RowLayer:
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array | Quantized, mx.array | Quantized]:
-        """Store new keys and values.
+        """Write new keys and values at the ends of the rows of the present forward.
 
         Args:
             keys: [rows, kv_heads, count, head_dim].
@@ -55,12 +58,15 @@ class RowLayer:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array | str | None:
-        """Return the attention mask for new tokens, in a form that `row_views` defines.
+        """Return the attention mask for the new tokens of the present forward.
 
         Args:
             N: number of new tokens per row.
             return_array: whether the mask must be an array, never "causal".
             window_size: length of a sliding window in tokens; None: all earlier tokens are visible.
+
+        Returns:
+            None, "causal", or a bool array that is true where a token may attend.
         """
         return self.view.mask(N, window_size, return_array=return_array)
 
@@ -89,7 +95,7 @@ class RowLayer:
 
 
 class QuantizedRowLayer(RowLayer):
-    """Quantized keys and values, which mlx-lm's quantized attention reads directly."""
+    """Like `RowLayer`, with keys and values stored quantized; mlx-lm's attention reads them so."""
 
     def __init__(self, shape: LayerShape, bits: int) -> None:
         """Make empty arrays.
@@ -109,7 +115,7 @@ class QuantizedRowLayer(RowLayer):
         self.arrays = [_empty(part) for part in self.parts]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
-        """Quantize new keys and values and store them.
+        """Quantize new keys and values and write them at the ends of the present forward's rows.
 
         Args:
             keys: [rows, kv_heads, count, head_dim].

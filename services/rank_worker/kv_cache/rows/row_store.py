@@ -294,7 +294,9 @@ class RowStore:
             yield run, run_tokens
 
     def early_layer_keys(self, share: float) -> mx.array | None:
-        """Return an early layer's keys; evaluating them runs the first layers of the last forward.
+        """Return the keys of an early layer, so that a forward can be started in two parts.
+
+        Evaluating them runs the layers of the last forward before that layer, and not the others.
 
         Args:
             share: fraction of all layers that the evaluation runs, 0 to 1; at least one layer.
@@ -308,7 +310,7 @@ class RowStore:
         return self._layers[max(1, int(share * len(self._layers)))].keys
 
     def marker(self) -> mx.array:
-        """Return a number, an array of shape [], whose evaluation runs all forwards built so far.
+        """Return a scalar, shape [], whose evaluation runs all forwards built so far.
 
         It depends on all KV that they write, and has memory of its own.
         """

@@ -80,7 +80,7 @@ class UniformView:
 class RaggedView:
     """Decoding rows of different lengths in one forward over rows 0 to the last one of them.
 
-    Each row is written at its own length and masked by it.
+    New tokens of each row are written after its own length, and attend to no column beyond them.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ def open_store(
         model: the model, or this rank's part of it.
         shape: the result of `read_shape`.
         bits: bits per stored number, 4 or 8; 0: the type that the model computes.
-        kind: the whole model's; None: `model` has all layers.
+        kind: `row_kind` of the whole model; None: `model` has all layers, so it is found here.
 
     Raises:
         ConfigError: when the model cannot batch sequences of different lengths, or its KV cannot be

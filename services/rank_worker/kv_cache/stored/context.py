@@ -10,7 +10,7 @@ from shared.messages import Message
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Store address, identity of the rank and memory bound of one rank's spills and restores."""
+    """Settings of a rank's spills and restores: store address, rank and memory bound."""
 
     store_address: str
     """Address of this host's cache store."""
@@ -25,7 +25,10 @@ class TierSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierContext:
-    """The rank's identity, its clock, and its ways to scheduler and store. No call waits."""
+    """Identity and clock of the rank, and functions that send to scheduler and store at once.
+
+    None of the functions waits.
+    """
 
     rank: int
     epoch: int

@@ -67,7 +67,11 @@ class DiskThreads:
         threading.Thread(target=self._run_writes, name="stored-write", daemon=True).start()
 
     def read(self, restore: RestoreTask) -> None:
-        """Queue a restore for reading: one thread, and one more per 16 MiB up to three in all."""
+        """Queue a restore for the reading threads: one, and one more per 16 MiB, at most three.
+
+        Args:
+            restore: the restore, whose items to read are selected.
+        """
         for _ in range(min(READERS, 1 + restore.planned_bytes // CLAIM_BYTES)):
             self._to_read.put(restore)
 

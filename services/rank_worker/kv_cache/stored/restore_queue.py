@@ -63,7 +63,7 @@ class RestoreQueue:
 
         Args:
             restore: the restore.
-            folder: folder of its namespace; None: the restore waits for `open`.
+            folder: folder of its namespace; None: the restore waits until `open` gets that folder.
         """
         self._open[restore.order.restore_id] = restore
         if folder is not None:
@@ -76,7 +76,13 @@ class RestoreQueue:
                 self._locate(restore, folder)
 
     def handle_located(self, message: BlocksLocated) -> None:
-        """Note where the store has the records; start to read them after its last answer."""
+        """Record the files and offsets that the store has sent for one query of a restore.
+
+        After the answer to the restore's last query, start to read its records.
+
+        Args:
+            message: the store's answer, with one place or None per hash of the query.
+        """
         query = self._queries.pop(message.query_id, None)
         if query is None or len(query[1]) != len(message.places):
             _log.warning("unexpected_reply", query_id=message.query_id)
@@ -93,9 +99,12 @@ class RestoreQueue:
             self._start_reading(restore)
 
     def finish_reading(self, restore: RestoreTask) -> None:
-        """Answer a restore that the reading threads have left, unless it was answered before.
+        """Answer a restore that all reading threads are done with, unless it is answered already.
 
         Asks the store to quarantine its unreadable records.
+
+        Args:
+            restore: the restore.
         """
         restore.is_reading = False
         for one, cause in restore.unreadable:

@@ -79,7 +79,10 @@ class RestoreTask:
         return list(dict.fromkeys(one for one in hashes if one is not None))
 
     def select_prefix(self, room_bytes: int) -> None:
-        """Set `target_items` to the longest prefix of items that the store has and memory allows.
+        """Set `target_items`, the number of leading items to read.
+
+        These are as many as the store has and memory allows, up to a checkpoint where rows need
+        one.
 
         Args:
             room_bytes: limit for the payload bytes of these items.
@@ -111,7 +114,11 @@ class RestoreTask:
     # --- while reading: any thread -----------------------------------------------------------
 
     def enter(self) -> bool:
-        """Count this thread as a reader; False when reading is done already."""
+        """Register the calling thread as a reader of this restore.
+
+        Returns:
+            False, without registering it, when all readers have left already.
+        """
         with self._lock:
             if self._is_done:
                 return False
@@ -119,7 +126,11 @@ class RestoreTask:
             return True
 
     def leave(self) -> bool:
-        """End this thread's reading; True for the last reader, when reading is done."""
+        """Remove the calling thread from the readers of this restore.
+
+        Returns:
+            True for the last reader: no thread reads this restore any more.
+        """
         with self._lock:
             self._readers -= 1
             if self._readers == 0:
@@ -127,10 +138,10 @@ class RestoreTask:
             return self._is_done
 
     def claim(self) -> list[int]:
-        """Reserve the next unread items of one file for the calling thread: up to 16 MiB or one.
+        """Reserve the next unread items of one file for the calling thread: one, or up to 16 MiB.
 
         Returns:
-            Indices of items whose blocks the caller reads; empty when none are left.
+            Indices in the order of items whose blocks the caller reads; empty when none are left.
         """
         with self._lock:
             claimed: list[int] = []
@@ -151,7 +162,7 @@ class RestoreTask:
         """Add the block that was read for an item; drop it if the restore was answered.
 
         Args:
-            index: index of the item.
+            index: index of the item in the order, from 0.
             record: the block's record.
         """
         with self._lock:
@@ -168,10 +179,10 @@ class RestoreTask:
                 self._checkpoint = (count, record)
 
     def stop_before(self, index: int, cause: Cause) -> None:
-        """Reduce the items to read to those before an item; no later item is claimed any more.
+        """Limit the items to read to those before an item; no later one is claimed any more.
 
         Args:
-            index: index of the first item that is not read.
+            index: index in the order of the first item that is not read.
             cause: the reason, reported to the scheduler.
         """
         with self._lock:
@@ -181,7 +192,7 @@ class RestoreTask:
 
     @property
     def prefix(self) -> int:
-        """Number of leading items that were read or were already resident."""
+        """Number of leading items of the order that were read or were already resident."""
         return self._prefix
 
     # --- results -----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ RESTORES_FIRST_SHARE = 0.5
 
 @dataclasses.dataclass(slots=True)
 class SpillFile:
-    """Blocks and checkpoints that are written into one file, and the result of writing it."""
+    """A file of blocks and checkpoints to be written, and the result of writing it."""
 
     folder: NamespaceFolder
     name: str
@@ -114,7 +114,7 @@ class SpillQueue:
         return self._writing.began_at_s + WRITE_S
 
     def add(self, order: SpillOrder, items: Sequence[SpillItem], *, can_write: bool) -> None:
-        """Queue the blocks of a spill order; beyond the memory bound the oldest are reported lost.
+        """Queue the blocks of a spill order. If memory is short, the oldest are reported lost.
 
         Args:
             order: the order; blocks without a payload in `items` are reported lost.
@@ -136,12 +136,12 @@ class SpillQueue:
         self._report_lost(lost)
 
     def write_next(self, folder: NamespaceFolder | None, *, is_restoring: bool) -> None:
-        """Start to write the next file, unless one is being written or restores go first.
+        """Start to write the next file, unless one is being written or an open restore delays it.
 
         Args:
             folder: folder of the open namespace; None: nothing is written.
-            is_restoring: whether a restore is open, which delays writes until half of the memory
-                bound is used.
+            is_restoring: whether a restore is open. Reading goes first then, until the queue takes
+                half of its memory limit.
         """
         if folder is None or self._writing is not None:
             return
@@ -197,7 +197,7 @@ class SpillQueue:
             )
 
     def check_deadlines(self) -> None:
-        """Report the blocks being written and all queued ones lost after `WRITE_S` of writing."""
+        """After `WRITE_S` of writing one file, report its blocks and all queued ones lost."""
         at_s = self.next_deadline_at_s
         if at_s is not None and self._context.clock.now() >= at_s and self._writing is not None:
             _log.warning("spill_hangs", file=self._writing.name, seconds=WRITE_S)

@@ -16,9 +16,9 @@ class _Staged:
 
 
 class Staging:
-    """Restored blocks and checkpoints by restore id, from the answer until a plan adopts them.
+    """Restored blocks and checkpoints that this rank has reported, until a plan adopts them.
 
-    Thread-safe.
+    They are kept by restore id. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class Staging:
         self._lock = threading.Lock()
 
     def put(self, restore: RestoreTask, count: int) -> None:
-        """Hold the first items of an answered restore until they are taken or forgotten.
+        """Keep the first items of an answered restore until a plan adopts or drops them.
 
         Args:
             restore: the restore.
-            count: number of items to hold, at least 1.
+            count: number of items to keep, at least 1.
         """
         size_bytes = sum(item.payload.nbytes for item in restore.restored_items(count))
         with self._lock:
@@ -64,12 +64,12 @@ class Staging:
         return staged.restore.restored_items(count)
 
     def forget(self, restore_id: int) -> None:
-        """Remove a restore and its items, if they are held."""
+        """Drop a restore and its items, because no plan will adopt them; ignore an unknown one."""
         with self._lock:
             self._staged.pop(restore_id, None)
 
     @property
     def size_bytes(self) -> int:
-        """Payload bytes of all held restores."""
+        """Payload bytes of all restored items that no plan has adopted yet."""
         with self._lock:
             return sum(staged.size_bytes for staged in self._staged.values())

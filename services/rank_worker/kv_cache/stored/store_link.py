@@ -124,7 +124,7 @@ class StoreLink:
         )
 
     def start(self) -> None:
-        """Connect, and serve until the process ends."""
+        """Start the threads: they connect to the store and serve until `close`."""
         self.disk.start()
         self._thread.start()
 
@@ -135,7 +135,7 @@ class StoreLink:
         self._thread.join()
 
     def post(self, post: Post) -> None:
-        """Hand an order or finished disk work to this thread without waiting. Thread-safe."""
+        """Pass an order or finished disk work to the link's thread without waiting. Thread-safe."""
         self._posted.put(post)
         if not self._is_closed:
             self._link.wake()

@@ -72,7 +72,9 @@ class StoredTier:
             self._link.close()
 
     def expect(self, block_bytes: BlockBytes | None, staged_bytes_max: int) -> None:
-        """Set the sizes of restored blocks. Before this, restores are answered with "full".
+        """Set the sizes that restored blocks must have, and the memory that they may take.
+
+        Before the first call, restores are answered with 0 items, stopped by "full".
 
         Args:
             block_bytes: returns the payload bytes of a block of n tokens; blocks of other sizes are
@@ -84,11 +86,11 @@ class StoredTier:
             self._link.disk.block_bytes = block_bytes
 
     def spill(self, order: SpillOrder, items: list[SpillItem]) -> None:
-        """Queue resident blocks to be written to SSD. For the main thread, after the plan's step.
+        """Queue resident blocks to be written to SSD; for the main thread, after the plan's step.
 
         Args:
             order: the plan's spill order.
-            items: the payloads that this rank holds.
+            items: the payloads that this rank holds; blocks without one are reported lost.
         """
         if self._link is not None:
             self._link.post(SpillRequest(order, items))
@@ -103,7 +105,7 @@ class StoredTier:
         )
 
     def restore(self, order: RestoreBlocks) -> None:
-        """Queue stored blocks to be read from SSD. For the thread of the scheduler link.
+        """Queue stored blocks to be read from SSD; the thread of the scheduler link calls it.
 
         Args:
             order: the scheduler's order, with hashes and a deadline.
@@ -124,7 +126,7 @@ class StoredTier:
         )
 
     def take(self, adopted: AdoptedRestore) -> list[RestoredItem]:
-        """Return the restored items that a plan adopts, in order. For the main thread.
+        """Remove and return the restored items that a plan adopts, in order. For the main thread.
 
         Args:
             adopted: the restore's id and the number of leading items; 0 discards the restore.
