@@ -286,7 +286,7 @@ def test_media_parts_are_refused_and_not_fetched(background_stream: BackgroundSt
             target.accept()
 
 
-def test_many_schemas_are_refused_one_by_one(background_stream: BackgroundStream) -> None:
+def test_each_of_many_response_schemas_is_refused(background_stream: BackgroundStream) -> None:
     """B39: each schema is refused by itself, so a stream of different schemas fills no cache."""
     for number in range(300):
         body = _START[_CHAT] + b"," + _schema(const=number) + b"}"

@@ -146,7 +146,7 @@ def test_invalid_prompt_is_refused(gateway: RunningGateway, prompt: Any) -> None
     assert error["param"].startswith("prompt")
 
 
-def test_long_word_is_refused_before_encoding(gateway: RunningGateway) -> None:
+def test_long_text_without_spaces_is_refused_before_encoding(gateway: RunningGateway) -> None:
     """B32: a million characters without a space are refused by length, before they are encoded."""
     body = {**_OK, "messages": [{"role": "user", "content": "a" * 1_000_000}]}
     error = _check_refused(gateway, 400, _CHAT, body)
@@ -287,7 +287,7 @@ def test_slow_headers_are_closed_after_timeout(impatient_gateway: RunningGateway
     assert time.monotonic() - start < _CLOSED_WITHIN_S
 
 
-def test_one_byte_chunks_are_bounded_by_timeout(impatient_gateway: RunningGateway) -> None:
+def test_body_of_one_byte_chunks_ends_at_timeout(impatient_gateway: RunningGateway) -> None:
     """B16: a body of one-byte chunks ends at its timeout, and other requests are served."""
     head = f"{_JSON}Connection: close\r\nTransfer-Encoding: chunked"
     response = impatient_gateway.send(_post_bytes(head, b"1\r\n \r\n" * 300_000), 20.0)
@@ -303,7 +303,7 @@ def test_unknown_path_and_method_have_openai_error(gateway: RunningGateway) -> N
     assert (status, json.loads(body)["error"]["type"]) == (405, "invalid_request_error")
 
 
-def test_unusual_content_is_plain_text(gateway: RunningGateway) -> None:
+def test_unusual_message_text_is_served(gateway: RunningGateway) -> None:
     """B44: no text in a message changes the behaviour of the server."""
     for text in ("FAULT_INJECT_CRASH", "EXO RUNNER MUST FAIL", "\x00", "\ufdd0<|im_end|>", "{{1}}"):
         assert gateway.chat(text)[0] == 200

@@ -124,7 +124,7 @@ def test_cache_header_describes_first_choice(gateway: RunningGateway) -> None:
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1 + 3
 
 
-def test_cache_report_keeps_first_admission(gateway: RunningGateway) -> None:
+def test_cache_fields_describe_first_admission(gateway: RunningGateway) -> None:
     """A restarted scheduler finds the generated tokens again; they do not count as cached."""
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:

@@ -78,7 +78,7 @@ def test_client_reads_chat_stream_with_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == len(_TOKENIZER.encode(_TEXT).ids) + 1
 
 
-def test_client_stream_helper_gives_same_text(client: openai.OpenAI) -> None:
+def test_client_stream_helper_collects_whole_text(client: openai.OpenAI) -> None:
     """The client's own accumulation of chunks gives the same text."""
     with client.chat.completions.stream(
         model="tiny", messages=[{"role": "user", "content": "Hello"}]
@@ -158,7 +158,9 @@ def test_client_lists_served_model(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
 
 
-def test_client_raises_its_own_errors(client: openai.OpenAI, gateway: RunningGateway) -> None:
+def test_openai_client_raises_matching_exceptions(
+    client: openai.OpenAI, gateway: RunningGateway
+) -> None:
     """Statuses and bodies become the client's exceptions with their fields."""
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(

@@ -142,14 +142,14 @@ def test_responses_and_events_match_response_types(
         assert whole["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_status_matches_response_type(gateway: RunningGateway) -> None:
+def test_status_page_matches_response_type(gateway: RunningGateway) -> None:
     """/v1/lockstep/status has exactly the documented fields."""
     status = json.loads(gateway.get("/v1/lockstep/status")[1])
     assert msgspec.to_builtins(msgspec.convert(status, GatewayStatus)) == status
     assert status["scheduler"]["model"] == "tiny"
 
 
-def test_document_has_configured_bounds(gateway: RunningGateway) -> None:
+def test_openapi_document_has_configured_bounds(gateway: RunningGateway) -> None:
     """The document has the model's name and vocabulary and the bounds of the configuration."""
     document = json.loads(gateway.get("/openapi.json")[1])
     fields = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]

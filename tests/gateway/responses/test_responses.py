@@ -64,7 +64,7 @@ def test_chat_response_has_openai_fields(gateway: RunningGateway) -> None:
     }
 
 
-def test_prompt_is_encoded_chat_template(gateway: RunningGateway) -> None:
+def test_scheduler_gets_token_ids_of_rendered_conversation(gateway: RunningGateway) -> None:
     """The scheduler gets the token ids of the rendered conversation, and all stop ids."""
     gateway.chat("Hello")
     request = gateway.scheduler.submitted[0]
@@ -171,7 +171,7 @@ def test_stop_string_ends_response_and_aborts_request(
     assert [abort.reason for abort in gateway.scheduler.wait_aborts(1)] == ["stop"]
 
 
-def test_several_tokens_per_message_give_same_text(gateway: RunningGateway) -> None:
+def test_several_tokens_per_scheduler_message_give_whole_text(gateway: RunningGateway) -> None:
     """Accepted drafts arrive in one message; the text is the same as token by token."""
     ids = _ids(_TEXT)
 
@@ -186,7 +186,7 @@ def test_several_tokens_per_message_give_same_text(gateway: RunningGateway) -> N
     assert (choice["message"]["content"], choice["finish_reason"]) == (_TEXT, "length")
 
 
-def test_chat_logprobs_are_equal_streamed_and_whole(gateway: RunningGateway) -> None:
+def test_chat_logprobs_are_equal_in_stream_and_body(gateway: RunningGateway) -> None:
     """Streamed and whole log probabilities are equal, and their bytes give the text."""
     gateway.scheduler.reply = reply_with([*_ids(_TEXT), _STOP])
     fields = {"logprobs": True, "top_logprobs": 2}
@@ -220,7 +220,7 @@ def test_completion_logprobs_have_legacy_fields(gateway: RunningGateway) -> None
     ("prompt", "count"),
     [("Hello", 1), (["Hello", "Hi"], 2), ([40, 41], 1), ([[40, 41], [42]], 2)],
 )
-def test_prompt_types_give_numbered_choices(
+def test_choices_of_all_prompt_types_are_numbered_in_order(
     gateway: RunningGateway, prompt: Any, count: int
 ) -> None:
     """A text, texts, token ids and lists of ids are served; choices are numbered through."""
@@ -305,7 +305,7 @@ def test_messages_of_all_roles_are_rendered(gateway: RunningGateway) -> None:
     assert "<|im_start|>tool\ndone<|im_end|>" in text
 
 
-def test_all_but_last_choice_announce_more_requests(gateway: RunningGateway) -> None:
+def test_all_choices_but_last_set_more_requests_expected(gateway: RunningGateway) -> None:
     """The flag lets the scheduler compute the choices of one request together."""
     gateway.scheduler.reply = reply_with([*_ids(_TEXT), _STOP])
     status, _ = gateway.chat("Hello", n=3)
@@ -319,7 +319,7 @@ def test_all_but_last_choice_announce_more_requests(gateway: RunningGateway) -> 
     assert not gateway.scheduler.submitted[-1].more_requests_expected
 
 
-def test_simultaneous_requests_announce_more_requests(gateway: RunningGateway) -> None:
+def test_simultaneous_requests_set_more_requests_expected(gateway: RunningGateway) -> None:
     """Requests that arrive while the gateway is stopped announce each other when it runs again."""
     gateway.scheduler.reply = reply_with([*_ids(_TEXT), _STOP])
     gateway.chat("Hello")

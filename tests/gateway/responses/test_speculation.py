@@ -119,7 +119,7 @@ def test_draft_counts_are_zero_without_drafts(gateway: RunningGateway, path: str
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_stop_string_inside_drafts_ends_text_and_count(
+def test_text_and_token_count_end_at_stop_string_inside_drafts(
     gateway: RunningGateway, is_streamed: bool
 ) -> None:
     """Text and counts are those of one token per step; drafts after the stop count as rejected."""

@@ -104,7 +104,7 @@ def test_missing_or_wrong_key_gets_same_401(keyed: KeyedGateway, headers: dict[s
 
 
 @pytest.mark.parametrize("value", [b"Bearer a\x00b", b"Bearer a\r\n b", b"Bearer " + b"x" * 2**20])
-def test_key_that_breaks_http_is_refused(keyed: KeyedGateway, value: bytes) -> None:
+def test_invalid_http_in_key_header_is_refused(keyed: KeyedGateway, value: bytes) -> None:
     """B21: a NUL, a folded line and a mebibyte are refused by the HTTP parser with a 4xx."""
     head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: " + value + b"\r\n\r\n"
     response = keyed.gateway.send(head, 2.0)
