@@ -202,7 +202,7 @@ class CacheState:
 
     @property
     def is_memory_low(self) -> bool:
-        """Whether rows limit the blocks' memory and less than an eighth of its bound is free."""
+        """Whether rows limit the blocks' memory and less than an eighth of `bytes_max` is free."""
         if not self.is_on or self._rows.bytes_left >= self.bytes_max:
             return False
         return self.free_bytes < self.bytes_max // _LOW_MEMORY_SHARE

@@ -48,7 +48,7 @@ class BlockCache:
 
     @property
     def is_memory_low(self) -> bool:
-        """Whether rows limit the blocks' memory and less than an eighth of its bound is free."""
+        """Whether rows limit the blocks' memory and less than an eighth of their bound is free."""
         return self._state.is_memory_low
 
     def start_epoch(self, block_format: BlockFormat | None, epoch: int) -> bool:
