@@ -114,8 +114,8 @@ class StepTiming:
     def chunk_tokens(self, *, decoding: bool, position: int = 0) -> int:
         """Return how many tokens the next step may prefill.
 
-        With decodes, the step must not take longer than the setting `decode_stall_ms`; without any,
-        a second. A step is at most twice as large as the largest measured.
+        With decodes, the step must not take longer than the setting `decode_stall_ms`; without any
+        it may take a second. It has at most twice as many tokens as the largest measured chunk.
 
         Args:
             decoding: the step has decodes, which wait for it to end.

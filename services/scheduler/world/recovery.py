@@ -137,7 +137,8 @@ class Recovery:
     def note_late_failure(self, message: RankFailed, kind: FailureKind) -> None:
         """Correct the cause of the last failed epoch by a later report of another of its ranks.
 
-        A rank whose collectives fail often reports before the rank that knows the cause.
+        A rank whose collectives fail often reports before the rank that knows the cause. The call
+        has no effect if the kind of the failure is known already.
 
         Args:
             message: that rank's report; one of an older epoch has no effect.
