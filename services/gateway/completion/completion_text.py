@@ -8,7 +8,7 @@ from shared.messages import TokenLogprobs
 
 
 class LogprobEntry:
-    """One generated token with its log probabilities and the place where its text begins."""
+    """One generated token with its log probabilities and the position of its text."""
 
     __slots__ = ("logprobs", "start_chars", "token")
 

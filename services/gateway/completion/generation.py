@@ -45,7 +45,7 @@ class TextSink(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Usage:
-    """Token counts of one HTTP request."""
+    """Counts of prompt, completion, cached and draft tokens of one HTTP request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -120,7 +120,7 @@ class Choice:
 
     @property
     def request_id(self) -> str:
-        """The id of the request to the scheduler."""
+        """Id of the request to the scheduler that generates this completion."""
         return self.submit_request.request_id
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> bool:

@@ -38,7 +38,7 @@ class FlushList:
         self._streams: list[EventStream] = []
 
     def add(self, stream: "EventStream") -> None:
-        """Add a stream, which must not be in the list already."""
+        """Add a stream that has buffered events; it must not be in the list already."""
         self._streams.append(stream)
 
     def flush(self) -> None:

@@ -108,17 +108,18 @@ class Tokenizer:
         arguments: dict[str, Any],
         block_tokens: int = 0,
     ) -> Prompt:
-        """Render a conversation with the model's template and encode it.
+        """Render a conversation with the model's chat template and encode it to token ids.
 
         Args:
-            messages: as templates expect them.
-            tools: as templates expect them; None: no tools.
-            arguments: further arguments of the template.
+            messages: the conversation as dicts with `role` and `content`, as chat templates expect
+                it.
+            tools: the tools as dicts, as chat templates expect them; None: no tools.
+            arguments: further arguments of the template, by name.
             block_tokens: size of a cache block; shorter prompts get no cache boundaries. 0 means
                 that there is no cache.
 
         Raises:
-            ApiError: 400 when the template refuses the messages, or the model has none.
+            ApiError: 400 when the template refuses the messages, or the model has no template.
         """
         if not self.has_chat_template:
             raise invalid("The model has no chat template: use /v1/completions.", "model")
@@ -155,7 +156,11 @@ class Tokenizer:
         return text
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode a raw prompt, with the beginning-of-sequence token unless the text has it."""
+        """Return the token ids of a raw prompt.
+
+        They begin with the beginning-of-sequence token that the tokenizer adds, unless the text has
+        it.
+        """
         begins = self._bos is not None and text.startswith(self._bos)
         return self._encoder.encode_raw(text, add_special_tokens=not begins)
 

@@ -25,7 +25,7 @@ class ProcessGroup:
 
     @property
     def all(self) -> list[Child]:
-        """All children in start order."""
+        """All children in start order: scheduler, store, ranks, gateway."""
         return [*_some(self.scheduler), *self.stores, *self.ranks, *_some(self.gateway)]
 
 

@@ -56,7 +56,7 @@ def ready_line(config: Config, status: StatusReported) -> str:
 
 
 def curl_line(config: Config) -> str:
-    """Return a curl command, in several lines, that sends the served model a question."""
+    """Return a curl command, in several lines, with which the user can ask the model a question."""
     body = {
         "model": config.served_name,
         "messages": [{"role": "user", "content": "What is Lockstep?"}],
