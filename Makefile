@@ -23,8 +23,8 @@ JOBS_WITH_PROCESSES ?= 3
 JOBS_THAT_WAIT ?= 5
 TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS_WITH_PROCESSES):multirank,end_to_end \
   $(JOBS_THAT_WAIT):gateway,cache_store,hosts
-# These suites compute and hardly wait: they run at idle priority beside the groups. The suite with the
-# longest file is the first one, so that it does not run alone at the end.
+# These suites compute and hardly wait: they run at idle priority beside the groups. A worker that has
+# finished takes tests from the other one, because single files are long.
 BESIDE := simulation mlx demo_model
 # Suites with tests marked `alone`. They measure time, so nothing runs beside them.
 ALONE := gateway chaos
@@ -125,7 +125,7 @@ ended() { \
 }; \
 types=; set -m; \
 if [ -n "$(2)" ]; then { $(TYPES); } >"$$output/types" 2>&1 & types=$$!; fi; \
-$(BIN)/python -m tests.support.idle --quiet --dist loadfile --no-loadscope-reorder -m $(1) \
+$(BIN)/python -m tests.support.idle --quiet --dist worksteal -m $(1) \
   --numprocesses $(JOBS) --timeout 1800 $(addprefix tests/,$(BESIDE)) >"$$output/beside" 2>&1 & \
 beside=$$!; set +m; \
 for group in $(TEST_GROUPS); do \
