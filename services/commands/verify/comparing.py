@@ -32,7 +32,10 @@ class Divergence(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Sentence with the token's number, from 1, and by how many nats it was less likely."""
+        """Sentence that says which token differs first, counted from 1, and how unlikely it was.
+
+        The gap is how many nats less likely the second completion's token was than the first's.
+        """
         if self.gap is None:
             return f"token {self.place + 1} is not among the 5 likeliest"
         return f"token {self.place + 1} was {self.gap:.2f} nats less likely"

@@ -254,8 +254,8 @@ class BlockCache:
             rank: the rank.
             host: the rank's machine, which has a cache store of its own.
             message: the rank's report.
-            now_s: the scheduler's time in seconds; after a report of losses only, spills pause from
-                then on.
+            now_s: the scheduler's time in seconds. If the report names lost blocks and no stored
+                ones, spills pause for a while, counted from this time.
         """
         if self._state.is_on:
             self._spiller.handle_spilled(rank, host, message, now_s)

@@ -144,7 +144,10 @@ class RequestTable:
         )
 
     def report_admitted(self, sequence: Sequence) -> None:
-        """Tell the gateway that a request runs for the first time, with its cached prefix."""
+        """Tell the gateway that a request has started, and how many prompt tokens were cached.
+
+        The caller calls it once per request, at the first admission of its sequence.
+        """
         sequence.queue_deadline_at_s = math.inf
         cached = sequence.blocks.cached or CachedPrefix()
         name = sequence.request.request_id

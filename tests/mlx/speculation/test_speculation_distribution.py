@@ -123,8 +123,8 @@ def test_biased_acceptance_fails_distribution_test(
     assert not fits_distribution(_pairs(model, sampling, _proposers(truth)[proposer]), truth)
 
 
-def test_sampling_with_drafts_draws_tokens_of_single_steps() -> None:
-    """Up to the first rejected draft the drawn tokens and the counts are those of single steps.
+def test_sampling_with_drafts_draws_same_tokens_as_plain_steps() -> None:
+    """Up to the first rejected draft the drawn tokens and the counts are those of plain steps.
 
     The rows have penalties, bias, cut-offs and log probabilities.
     """

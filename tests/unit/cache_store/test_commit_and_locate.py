@@ -182,7 +182,7 @@ def test_commit_of_link_or_pipe_is_refused(rank: Rank, tmp_path: Path) -> None:
     assert elsewhere.exists()
 
 
-def test_commit_is_refused_when_foreign_folder_has_file_name(store: Store, rank: Rank) -> None:
+def test_commit_is_refused_when_directory_is_at_path_of_file(store: Store, rank: Rank) -> None:
     """A folder at the name of a block file fails that commit only; the store stays on."""
     (Path(rank.folder) / f"{block_hash(1).hex()}.blocks" / "mine").mkdir(parents=True)
 

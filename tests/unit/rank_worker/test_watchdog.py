@@ -55,8 +55,8 @@ def test_hard_deadline_ends_process_holding_gil() -> None:
     assert b"Timeout" in done.stderr
 
 
-def test_hard_deadline_ends_with_its_block() -> None:
-    """A hard deadline has no effect after its block."""
+def test_hard_deadline_is_cancelled_when_with_statement_exits() -> None:
+    """A hard deadline has no effect after its `with` statement."""
     code = (
         "import time\n"
         "from services.rank_worker.watchdog import hard_deadline\n"

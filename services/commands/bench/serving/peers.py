@@ -66,9 +66,10 @@ class PeerServer:
 
 
 def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
-    """Measure latencies and tokens/s of Lockstep and each peer in turn, with prompts of one length.
+    """Measure latencies and tokens/s of Lockstep and of other servers (peers), in turn.
 
-    A case is a prompt length and a number of clients.
+    Every server runs every case of the plan. A case is one prompt length and one number of
+    clients; all its prompts have that length.
 
     Args:
         plan: the parameters of the benchmark.

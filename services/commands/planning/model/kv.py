@@ -33,9 +33,10 @@ class KVPart:
     """Whether tensor sharding divides the heads over ranks."""
 
     def numbers(self, ranks: int = 1) -> int:
-        """Return how many numbers each rank stores per token if heads are divided over `ranks`.
+        """Return how many numbers each rank stores per token.
 
-        A part of a head counts as a whole one. If the heads are not divided, each rank stores all.
+        If `divides`, each rank stores its share of the heads, rounded up to whole heads; otherwise
+        each rank stores all heads.
 
         Args:
             ranks: number of ranks.
@@ -46,7 +47,7 @@ class KVPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKV:
-    """KV and recurrent state that one layer stores."""
+    """Size of what one layer stores: KV per token, and recurrent state per row."""
 
     members: tuple[KVPart, ...] = ()
     """Arrays stored per token; () for a layer without KV of its own."""

@@ -131,7 +131,7 @@ def _families_with(pattern: str) -> list[str]:
 
 
 @pytest.mark.parametrize("family", _families_with(r"RotatingKVCache"))
-def test_every_windowed_family_is_described(family: str) -> None:
+def test_plan_knows_every_model_family_with_sliding_window(family: str) -> None:
     """This fails when a newer mlx-lm has one more family with a sliding window."""
     assert family in WINDOWED.keys() | UNPLANNED
 

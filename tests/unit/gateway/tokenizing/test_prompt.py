@@ -92,7 +92,7 @@ def test_last_boundary_is_where_next_turn_diverges(
 @pytest.mark.parametrize("template", [chat_templates.STRIPS_THINKING, chat_templates.PLAIN_TURNS])
 @settings(max_examples=cases(12, 60))
 @given(messages=_conversations(tool_steps_max=3), text=_texts, thought=_texts)
-def test_tool_turn_has_boundaries_for_both_continuations(
+def test_tool_turn_has_boundaries_for_further_call_and_for_user_message(
     template: str, messages: list[dict[str, Any]], text: str, thought: str
 ) -> None:
     """One boundary fits further tool calls; one fits a user message, which removes reasoning."""

@@ -61,7 +61,7 @@ def test_two_ranks_have_no_majority() -> None:
     )
 
 
-def test_different_findings_are_mismatch() -> None:
+def test_canary_findings_that_differ_between_ranks_are_mismatch() -> None:
     """Ranks with different findings, for example of another version, are named with the counts."""
     sentence = explain_mismatch([rank_ready(0, "a", "b"), rank_ready(1, "a")], ["mac1", "mac2"])
     assert sentence is not None

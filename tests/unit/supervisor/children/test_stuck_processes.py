@@ -45,7 +45,7 @@ def test_rank_is_not_due_after_it_left_reports() -> None:
     assert lingering_ranks.due(100.3) == set()
 
 
-def test_rank_of_current_world_is_never_due() -> None:
+def test_rank_of_current_world_is_never_killed_as_stuck() -> None:
     """A process id can be reused: a rank of the current world is not the dismissed process."""
     lingering_ranks = LingeringRanks(HOST)
     current = rank_status(0)
