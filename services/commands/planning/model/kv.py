@@ -47,7 +47,7 @@ class KVPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Size of what one layer stores: KV per token, and recurrent state per row."""
+    """Size of the data of one layer: KV per token, and recurrent state per row."""
 
     members: tuple[KVPart, ...] = ()
     """Arrays stored per token; () for a layer without KV of its own."""
