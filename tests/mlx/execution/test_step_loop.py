@@ -119,6 +119,10 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     )
     tier = StoredTier(settings, link.send, arrays.allocate)
     tier.start()
+    # A spill without a store is reported as lost, and a busy machine connects late.
+    assert tier._link is not None
+    store_link = tier._link
+    wait_until(lambda: store_link._store != "away")
 
     def serve() -> None:
         clock = SystemClock()
