@@ -1,7 +1,7 @@
-"""Plain English: docstrings, comments and documents avoid phrases that readers stumble over.
+"""Checks that docstrings, comments and documents contain none of a list of banned phrases.
 
-Write a subject, a verb and an object, and name the thing: "the scheduler" instead of "whoever
-decides", "pending requests" instead of "what is waited for".
+A sentence names its subject, for example "the scheduler", and its object, for example "pending
+requests". The banned phrases hide them.
 """
 
 import ast
@@ -65,7 +65,7 @@ def _files() -> list[Path]:
 
 
 def test_prose_contains_no_banned_phrase() -> None:
-    """Docstrings, comments and documents name their subject instead of "whoever" and its kin."""
+    """Docstrings, comments and documents contain no banned phrase."""
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in _files()
