@@ -147,19 +147,7 @@ class DraftModelProposer(RankProposer):
     ) -> StepDrafts:
         """Build the drafts of a step: each forward of the draft model gives rows their next draft.
 
-        Args:
-            sequences: those that decode, in slot order.
-            lengths: tokens in the model's row of each.
-            counts: drafts of each; 0: only append its last token to the draft model's row; -1:
-                leave that row alone.
-            forwards: gets one marker: a small array whose evaluation runs all these forwards.
-
-        Returns:
-            As many drafts as `counts` says, equal on all ranks.
-
-        Raises:
-            InvariantBroken: the draft model's row of a sequence has another length than the
-                model's.
+        Arguments and results are those of `RankProposer.propose`.
         """
         for sequence, length, count in zip(sequences, lengths, counts, strict=True):
             held = self._store.length(sequence.slot)

@@ -120,11 +120,7 @@ class EagleProposer(RankProposer):
     def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
         """Of the last decode's hidden states, keep those of its token and of the accepted drafts.
 
-        Args:
-            sequence: whose drafts were verified.
-            base_length: tokens in the model's row before the step that verified them.
-            length: tokens in the model's row after the rollback: `base_length`, 1 and the accepted
-                drafts.
+        Arguments and results are those of `RankProposer.roll_back`.
         """
         self._pending[sequence.sequence_id][-1].count = length - base_length
 
@@ -176,17 +172,7 @@ class EagleProposer(RankProposer):
     ) -> StepDrafts:
         """Append the kept hidden states to the head's rows, then draft from the head's outputs.
 
-        Args:
-            sequences: those that decode, in slot order.
-            lengths: tokens in the model's row of each.
-            counts: drafts of each; 0: only append the kept states; -1: leave the row alone.
-            forwards: gets one marker: a small array whose evaluation runs the head's last forward.
-
-        Returns:
-            As many drafts as `counts` says, equal on all ranks.
-
-        Raises:
-            InvariantBroken: a sequence that gets drafts has no kept hidden states.
+        Arguments and results are those of `RankProposer.propose`.
         """
         builder = DraftBuilder(sequences, lengths, counts)
         caught_up = [row for row, count in enumerate(counts) if count >= 0]

@@ -117,17 +117,7 @@ class BatchCacheStore:
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
         """Lengthen a row by `count` tokens and return the caches for their forward.
 
-        Args:
-            slot: the row.
-            count: number of tokens.
-            columns: width of the input; must not exceed `count`, because state would process
-                padding.
-
-        Returns:
-            One cache per layer, passed to the model as `cache`.
-
-        Raises:
-            InvariantBroken: when the row has no room or the input is padded.
+        Arguments and results are those of `KVStore.prefill`.
         """
         if columns > count:
             raise InvariantBroken(f"slot {slot}: {count} tokens cannot be padded to {columns}")
@@ -188,14 +178,7 @@ class BatchCacheStore:
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
         """Copy consecutive blocks of a row, one by one.
 
-        Args:
-            slot: the row.
-            start: first token of the first block.
-            tokens: tokens per block.
-            count: number of blocks.
-
-        Returns:
-            `count` arrays, uint8 [bytes] each.
+        Arguments and results are those of `KVStore.read_blocks`.
         """
         firsts = range(start, start + count * tokens, tokens)
         return [self.read_block(slot, first, first + tokens) for first in firsts]
@@ -222,14 +205,7 @@ class BatchCacheStore:
     ) -> None:
         """Build the caches of an empty row as a prefill of `length` tokens would leave them.
 
-        Args:
-            slot: the row.
-            length: number of tokens in the row afterwards.
-            blocks: (payload, uint8 [bytes], tokens in it), from the first token on.
-            state: the state at `length` tokens; None when rows need none.
-
-        Raises:
-            InvariantBroken: when the row is not empty, or blocks and state do not match.
+        Arguments and results are those of `KVStore.fill_row`.
         """
         held = sum(tokens for _, tokens in blocks)
         fits = length == held == state.tokens if state is not None else length <= held

@@ -120,16 +120,7 @@ class RowStore:
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
         """Lengthen a row by `count` tokens and return the caches for their forward.
 
-        Args:
-            slot: the row.
-            count: number of tokens.
-            columns: width of the right-padded input; 0: `count`.
-
-        Returns:
-            One cache per layer.
-
-        Raises:
-            InvariantBroken: when the row has no room.
+        Arguments and results are those of `KVStore.prefill`.
         """
         start = self._lengths[slot]
         self._lengthen([slot], [count])
@@ -141,16 +132,7 @@ class RowStore:
     ) -> list[Any]:
         """Lengthen several empty rows and return the caches for one right-padded forward.
 
-        Args:
-            slots: empty rows, each once.
-            counts: number of tokens of each.
-            columns: width of the input in tokens; 0: the largest of `counts`.
-
-        Returns:
-            One cache per layer.
-
-        Raises:
-            InvariantBroken: when a row is not empty or has no room.
+        Arguments and results are those of `KVStore.prefill_padded`.
         """
         if any(self._lengths[slot] for slot in slots):
             raise InvariantBroken(f"slots {list(slots)} are not all empty")
@@ -160,15 +142,7 @@ class RowStore:
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
         """Lengthen rows by `count` tokens each and return the caches for their forward.
 
-        Args:
-            slots: rows in rising order. Other rows are not changed.
-            count: tokens per row: 1, or k + 1 to verify k drafts.
-
-        Returns:
-            The caches and the slot of each row of the forward.
-
-        Raises:
-            InvariantBroken: when a row has no room.
+        Arguments and results are those of `KVStore.decode`.
         """
         before = list(self._lengths)
         self._lengthen(slots, [count] * len(slots))
@@ -200,14 +174,7 @@ class RowStore:
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
         """Copy consecutive blocks of a row; on a GPU several at once, which waits for the copies.
 
-        Args:
-            slot: the row.
-            start: first token of the first block.
-            tokens: tokens per block.
-            count: number of blocks.
-
-        Returns:
-            `count` arrays, uint8 [bytes] each.
+        Arguments and results are those of `KVStore.read_blocks`.
         """
         blocks: list[mx.array] = []
         # Packing a run needs two more copies of it until it is done, so wait for each run.
@@ -298,11 +265,7 @@ class RowStore:
 
         Evaluating them runs the layers of the last forward before that layer, and not the others.
 
-        Args:
-            share: fraction of all layers that the evaluation runs, 0 to 1; at least one layer.
-
-        Returns:
-            Keys [rows, kv_heads, tokens, head_dim]; None in a model of fewer than 4 layers.
+        Arguments and results are those of `KVStore.early_layer_keys`.
         """
         if len(self._layers) < _LAYERS_MIN:
             return None
