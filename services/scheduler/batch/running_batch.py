@@ -117,11 +117,7 @@ class RunningBatch:
     ) -> None:
         """Record the verification of a running sequence's drafts, and roll back its row.
 
-        Args:
-            sequence: the sequence.
-            proposed: drafts in the plan.
-            emitted: tokens in the receipt, one more than the accepted drafts.
-            taken: emitted tokens that became part of the completion.
+        The arguments are those of `SpeculationPlanner.record_verification`.
         """
         self._speculation.record_verification(sequence, proposed, emitted, taken)
 

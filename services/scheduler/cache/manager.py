@@ -78,17 +78,8 @@ class BlockCache:
     def look_up(self, blocks: SequenceBlocks, now_s: float) -> PrefixLookup:
         """Decide whether a waiting sequence can be admitted, waits, or needs a restore.
 
-        It changes no block and sends nothing; only `blocks` remembers the result.
-
-        Args:
-            blocks: the record of the waiting sequence.
-            now_s: the scheduler's time in seconds. It ends a wait for other restores to finish,
-                which is limited (`Restorer.must_queue`).
-
-        Returns:
-            ADMIT: with the blocks that are resident. WAIT: until a restore, or another sequence
-            that computes the same blocks, has made progress. REQUEST: call `request_restore` with
-            this result.
+        It changes no block and sends nothing; only `blocks` remembers the result. Arguments and
+        result are those of `Admission.look_up`.
         """
         if not self._state.is_on:
             return PrefixLookup(RestoreDecision.ADMIT)
