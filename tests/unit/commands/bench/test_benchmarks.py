@@ -15,7 +15,7 @@ from tests.unit.commands.bench.bench_arguments import parse
 from tests.unit.commands.command_lines import run
 
 
-def test_benchmarks_without_flags_run_documented_cases() -> None:
+def test_benchmark_command_without_flags_uses_documented_defaults() -> None:
     """Flags that are given replace the defaults."""
     overhead = parse(["overhead"])
     assert (overhead.clients, overhead.prompt_tokens) == ([1, 4, 8, 16], [64, 1_024])
@@ -25,7 +25,7 @@ def test_benchmarks_without_flags_run_documented_cases() -> None:
     assert parse(["peers", "--clients", "2,3"]).clients == [2, 3]
 
 
-def test_quick_flag_reduces_cases_and_repeats() -> None:
+def test_quick_flag_reduces_cases_and_repeats_of_benchmark() -> None:
     """A smaller number of repeats that is given stays."""
     quick = parse(["overhead", "--quick"])
     assert (quick.clients, quick.prompt_tokens, quick.repeats) == ([1, 16], [64], 2)
@@ -38,7 +38,7 @@ def _defaulted(benchmark: Benchmark) -> set[str]:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_help_shows_summary_and_flags_of_benchmark(
+def test_bench_help_shows_summary_and_flags_of_each_benchmark(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The list and the benchmark's own help show its summary; its help has every defaulted flag."""
@@ -56,7 +56,7 @@ def test_help_shows_summary_and_flags_of_benchmark(
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_quick_run_is_no_larger_than_full_run(name: str) -> None:
+def test_quick_flag_gives_no_benchmark_more_cases_or_repeats_than_default(name: str) -> None:
     """All values are filled in; --quick has at most two repeats and no more cases."""
     benchmark, plain, quick = (
         BENCHMARKS[name],
@@ -84,7 +84,7 @@ def test_quick_run_is_no_larger_than_full_run(name: str) -> None:
         ["steps", "--step-ms", "0"],
     ],
 )
-def test_wrong_command_line_is_refused_with_usage_exit_code(
+def test_bench_exits_with_usage_code_when_command_line_is_wrong(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is one sentence on standard error and nothing on standard output."""
@@ -94,7 +94,7 @@ def test_wrong_command_line_is_refused_with_usage_exit_code(
     assert err.count("\n") == 1
 
 
-def test_set_flag_becomes_environment_variable() -> None:
+def test_bench_set_flag_becomes_environment_variable_of_that_setting() -> None:
     """A setting without a section is refused."""
     assert flags._setting("scheduler.decode_stall_ms=50") == (
         "LOCKSTEP_SCHEDULER_DECODE_STALL_MS",
@@ -104,7 +104,7 @@ def test_set_flag_becomes_environment_variable() -> None:
         flags._setting("decode_stall_ms=50")
 
 
-def test_time_counters_become_microseconds_per_step() -> None:
+def test_bench_steps_divides_time_counters_into_microseconds_per_step() -> None:
     """Counters are found at any depth of the status; no step means no metrics."""
     before = stack.find_counters({"scheduler": {"counters": {"steps_total": 10, "x_ms_total": 5}}})
     after = {"steps_total": 20.0, "x_ms_total": 6.0, "y_seconds_total": 0.001, "other": 3.0}
@@ -114,7 +114,7 @@ def test_time_counters_become_microseconds_per_step() -> None:
     assert stack.find_counters({"ready": True}) == {}
 
 
-def test_exposed_time_is_gap_between_consecutive_full_steps() -> None:
+def test_bench_steps_counts_gaps_only_between_consecutive_steps_with_full_batch() -> None:
     """Gaps beside smaller steps do not count, and a sleep that takes too long is no gap."""
     times = []
     now_s = 0.0
@@ -131,7 +131,7 @@ def test_exposed_time_is_gap_between_consecutive_full_steps() -> None:
         steps.step_metrics(times, 17, 2.0)
 
 
-def test_step_times_file_is_shared_between_processes(tmp_path: Path) -> None:
+def test_step_times_recorded_by_one_process_are_read_by_another(tmp_path: Path) -> None:
     """One process reads what another records; a new pace deletes recorded steps."""
     one, other = StepTimesFile(tmp_path / "times"), StepTimesFile(tmp_path / "times")
     one.set_pace(0.002, spins=True, queued=False)
@@ -148,8 +148,8 @@ def test_step_times_file_is_shared_between_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
-def test_mark_counter_counts_marks_at_any_cut(size: int) -> None:
-    """A mark that spans two reads counts once."""
+def test_byte_pattern_is_counted_once_wherever_reads_cut_the_stream(size: int) -> None:
+    """A pattern that spans two reads counts once."""
     data = b"data: {z} data: {zz}" * 7
     for mark, expected in ((b"data: ", 14), (b"z", 21)):
         counter = MarkCounter(mark)

@@ -30,7 +30,9 @@ def _words(text: str) -> int:
 
 
 @pytest.mark.parametrize(("turns", "tokens"), [(1, 300), (4, 1_500), (40, 30_000)])
-def test_session_grows_turn_by_turn_to_requested_size(turns: int, tokens: int) -> None:
+def test_chat_session_grows_with_each_turn_to_requested_number_of_tokens(
+    turns: int, tokens: int
+) -> None:
     """Each request begins with the messages of the request before it."""
     session = transcript.make_transcript(turns, tokens, seed=3, count=_words)
     assert session.turns == turns
@@ -47,10 +49,10 @@ def test_session_grows_turn_by_turn_to_requested_size(turns: int, tokens: int) -
 
 
 @pytest.mark.parametrize(("is_warm", "says"), [(False, "emptied"), (True, "kept")])
-def test_report_says_whether_page_cache_was_emptied(
+def test_bench_cache_report_says_whether_page_cache_was_emptied(
     tmp_path: Path, *, is_warm: bool, says: str
 ) -> None:
-    """Ratios with and without the page cache are not comparable."""
+    """A note says it, because ratios with and without the page cache are not comparable."""
     plan = CachePlan(
         model=tmp_path, ranks=1, parts=[], prefixes=[], turns=1, tokens=1, repeats=1,
         log_folder=tmp_path, is_warm=is_warm,
@@ -59,7 +61,7 @@ def test_report_says_whether_page_cache_was_emptied(
     assert says in benchmark._new_report(plan, tmp_path).settings["page_cache"]
 
 
-def test_sessions_with_same_seed_are_equal_and_share_no_prefix_with_others() -> None:
+def test_chat_sessions_are_equal_when_seeds_are_equal_and_otherwise_share_no_prefix() -> None:
     """Sessions with different seeds differ in their second word."""
     one, same, other = (
         transcript.make_transcript(3, 900, seed, _words).messages for seed in (1, 1, 2)
@@ -86,10 +88,10 @@ def _clock_of_pauses(
     return clock
 
 
-def test_wait_for_folder_ends_after_last_write(
+def test_wait_for_cache_folder_ends_when_no_file_has_changed_lately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It returns the bytes of all files."""
+    """The wait returns the bytes of all files."""
     (tmp_path / "deep").mkdir()
     written_s: list[float] = []
 
@@ -104,7 +106,7 @@ def test_wait_for_folder_ends_after_last_write(
     assert disk.UNCHANGED_S <= clock.now() - written_s[-1] < disk.UNCHANGED_S + 0.15
 
 
-def test_wait_for_folder_that_keeps_changing_times_out(
+def test_wait_for_cache_folder_times_out_while_its_files_keep_changing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error says that blocks were still being written."""
@@ -117,8 +119,8 @@ def test_wait_for_folder_that_keeps_changing_times_out(
     assert 1.7 < clock.now() < 1.9
 
 
-def test_files_keep_their_content_when_page_cache_is_dropped(tmp_path: Path) -> None:
-    """A read rate is measured; an empty folder has none."""
+def test_files_keep_their_content_when_bench_drops_page_cache(tmp_path: Path) -> None:
+    """A read rate is measured; an empty folder has no rate."""
     with pytest.raises(UnavailableError, match="no stored blocks"):
         disk.measure_read_rate(tmp_path)
     (tmp_path / "a").write_bytes(bytes(range(256)) * 40_000)
@@ -128,13 +130,13 @@ def test_files_keep_their_content_when_page_cache_is_dropped(tmp_path: Path) -> 
     assert (tmp_path / "a").read_bytes() == bytes(range(256)) * 40_000
 
 
-def test_file_system_type_is_that_of_nearest_mount() -> None:
+def test_reported_file_system_type_is_that_of_nearest_mount() -> None:
     """On Linux, /proc is a mount of its own."""
     found = disk.file_system_type(Path("/proc"))
     assert found == "proc" if Path("/proc/mounts").exists() else found
 
 
-def test_resident_bytes_hold_one_prefix_but_not_two() -> None:
+def test_memory_limit_that_bench_sets_holds_one_prefix_but_not_two() -> None:
     """The memory is computed per rank."""
     found = prefix_reuse.resident_bytes(2_048 * 1_000, 2_048, length=4_096, ranks=2)
     assert 4_096 * 500 < found < 2 * 4_096 * 500
@@ -154,7 +156,7 @@ def _prefix_case(memory: float, ssd: float, restarted: float, peer: float) -> Ca
     return case
 
 
-def test_missed_prefix_is_noted() -> None:
+def test_bench_cache_notes_prefix_that_contender_did_not_find() -> None:
     """A contender without measurements is noted as well."""
     assert prefix_reuse.miss_notes(_prefix_case(1_000, 960, 900, 1_000), 1_000) == []
     notes = prefix_reuse.miss_notes(_prefix_case(1_000, 0, 899, 1_000), 1_000)
@@ -163,7 +165,7 @@ def test_missed_prefix_is_noted() -> None:
     assert len(prefix_reuse.miss_notes(Case(conditions={}), 1_000)) == 4
 
 
-def test_hits_are_compared_with_cold_request_of_same_repeat() -> None:
+def test_cache_hit_times_are_compared_with_cold_request_of_same_repeat() -> None:
     """Restores are compared with plain reads where both have a rate."""
     case = _prefix_case(1_000, 1_000, 1_000, 1_000)
     case.series_of(prefix_reuse.RESTARTED).add({"read_mb_per_s": 700.0})
@@ -176,14 +178,14 @@ def test_hits_are_compared_with_cold_request_of_same_repeat() -> None:
     assert "ssd/plain read read_mb_per_s" not in case.ratios
 
 
-def test_long_prefixes_and_sessions_have_fewer_repeats() -> None:
+def test_bench_cache_repeats_long_prefixes_and_sessions_fewer_times() -> None:
     """They have at least one."""
     assert [prefix_reuse.repeats_for(3, length) for length in (1_024, 8_192, 16_384)] == [3, 3, 1]
     assert prefix_reuse.repeats_for(1, 16_384) == 1
     assert [session_replay.repeats_for(6, tokens) for tokens in (1_500, 30_000)] == [6, 2]
 
 
-def test_restore_rate_comes_from_scheduler_counters() -> None:
+def test_restore_rate_is_computed_from_scheduler_counters() -> None:
     """Without restores there is no rate."""
     before = {"cache_restore_bytes_total": 10.0, "cache_restore_ms_total": 5.0}
     after = {"cache_restore_bytes_total": 2_010.0, "cache_restore_ms_total": 7.0}
@@ -192,8 +194,8 @@ def test_restore_rate_comes_from_scheduler_counters() -> None:
     assert restore_rate({}, {"steps_total": 3.0}) is None
 
 
-def test_session_metrics_cover_all_turns() -> None:
-    """They are percentiles, total time and the share of prompt tokens found in the cache."""
+def test_session_metrics_include_every_turn() -> None:
+    """The metrics are percentiles, total time and the share of prompt tokens found in the cache."""
     turns = [
         TurnResult(ttft_ms=10.0 * n, wall_s=0.5, prompt_tokens=100, found_tokens=50)
         for n in range(1, 21)
@@ -206,7 +208,7 @@ def test_session_metrics_cover_all_turns() -> None:
     }
 
 
-def test_different_prompt_lengths_are_noted() -> None:
+def test_bench_cache_notes_contenders_with_different_prompt_lengths() -> None:
     """A contender with another chat template does different work."""
     one, other = TurnResult(1.0, 1.0, 100, 0), TurnResult(1.0, 1.0, 101, 0)
     assert session_replay.prompt_length_notes({"a": [one, one], "b": [one, one]}) == []
@@ -219,7 +221,7 @@ def test_different_prompt_lengths_are_noted() -> None:
     ("spilling", "resident", "notes"),
     [([5.0, 4.0], [0.0], 0), ([5.0, 0.0], [0.0], 1), ([], [1.0], 2)],
 )
-def test_missing_or_unexpected_spilling_is_noted(
+def test_bench_cache_notes_disk_writes_that_are_missing_or_unexpected(
     spilling: list[float], resident: list[float], notes: int
 ) -> None:
     """Only the spilling contender may write blocks."""
@@ -233,7 +235,7 @@ def test_missing_or_unexpected_spilling_is_noted(
     assert len(spilling_cost.spilling_notes(case)) == notes
 
 
-def test_cache_command_line_fills_in_defaults() -> None:
+def test_bench_cache_without_flags_uses_documented_defaults() -> None:
     """Flags that are given replace the defaults."""
     plain = parse(["cache"])
     assert plain.parts == ["prefixes", "replay", "decode"]
@@ -254,7 +256,7 @@ def test_cache_command_line_fills_in_defaults() -> None:
         ["cache", "--directory", "no/such/folder", "--model", "demo"],
     ],
 )
-def test_wrong_cache_command_line_is_refused_with_usage_exit_code(
+def test_bench_cache_exits_with_usage_code_when_command_line_is_wrong(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is one sentence on standard error."""
@@ -263,7 +265,7 @@ def test_wrong_cache_command_line_is_refused_with_usage_exit_code(
     assert err.startswith("lockstep: ")
 
 
-def test_stack_stores_blocks_in_its_own_folder() -> None:
+def test_benchmarked_server_stores_kv_blocks_in_its_own_cache_folder() -> None:
     """No benchmark writes into the user's cache unless a setting names another folder."""
     plain = stack.environment("folder", "model", {})
     assert plain["LOCKSTEP_CACHE_DIRECTORY"] == "folder/blocks"
@@ -271,7 +273,7 @@ def test_stack_stores_blocks_in_its_own_folder() -> None:
     assert named["LOCKSTEP_CACHE_DIRECTORY"] == "other"
 
 
-def test_each_part_has_its_own_table() -> None:
+def test_bench_cache_prints_prefixes_and_sessions_in_separate_tables() -> None:
     """A table has only the columns of its part."""
     report = Report(benchmark="cache", machine={}, settings={})
     for part, metric in (("prefixes", "ttft_ms"), ("prefixes", "ttft_ms"), ("replay", "total_s")):
@@ -286,7 +288,7 @@ def test_each_part_has_its_own_table() -> None:
     ]
 
 
-def test_request_bodies_are_greedy_and_ask_for_usage() -> None:
+def test_bench_cache_request_has_temperature_zero_and_asks_for_usage() -> None:
     """Only the given prompt or messages are included."""
     body = request_body("m", 4, messages=[])
     assert (body["temperature"], body["stream_options"]) == (0, {"include_usage": True})

@@ -18,7 +18,7 @@ for line in sys.stdin:
 """
 
 
-def test_rank_environments_name_rank_peers_and_gpu(tmp_path: Path) -> None:
+def test_environment_of_each_rank_process_names_its_rank_peers_and_gpu(tmp_path: Path) -> None:
     """A ring has a hostfile; with NCCL each rank sees one GPU and all have one coordinator."""
     ring = rank_environments(tmp_path, "ring", 3)
     rows = json.loads(Path(ring[2]["MLX_HOSTFILE"]).read_text())
@@ -33,8 +33,8 @@ def test_rank_environments_name_rank_peers_and_gpu(tmp_path: Path) -> None:
     )
 
 
-def test_every_rank_receives_each_order(tmp_path: Path) -> None:
-    """Ranks have their own variables and get the same line; answers are in rank order."""
+def test_every_rank_process_receives_each_command_and_answers_in_rank_order(tmp_path: Path) -> None:
+    """Each rank has its own environment variables."""
     command = [sys.executable, "-c", ECHO]
     variables = rank_environments(tmp_path, "off", 2)
 
@@ -43,7 +43,7 @@ def test_every_rank_receives_each_order(tmp_path: Path) -> None:
         assert world.request({"what": "x"}) == [{"rank": rank, "what": "x"} for rank in "01"]
 
 
-def test_rank_that_fails_to_start_is_named_in_error(tmp_path: Path) -> None:
+def test_error_names_rank_process_that_fails_to_start(tmp_path: Path) -> None:
     """The processes of the other ranks are stopped."""
     program = "import os, sys; sys.exit('no such device' if os.environ['MLX_RANK'] == '1' else 0)"
 

@@ -31,7 +31,7 @@ def rank(number: int, milliseconds: float = 1.5, **changes: Any) -> dict[str, An
     return {**fields, **changes}
 
 
-def test_collectives_are_those_of_the_slowest_rank_for_the_given_rows() -> None:
+def test_collective_time_is_that_of_slowest_rank_for_given_batch_size() -> None:
     """The result is count and milliseconds, or None when no rank timed this number of rows."""
     found = [rank(0), rank(1, 1.75)]
     assert ranks.slowest_collectives(found, 1) == (65, 1.75)
@@ -40,7 +40,7 @@ def test_collectives_are_those_of_the_slowest_rank_for_the_given_rows() -> None:
     assert ranks.slowest_collectives([rank(0, canary=[])], 1) is None
 
 
-def test_collectives_share_is_reported_only_when_known() -> None:
+def test_bench_ranks_reports_share_of_collectives_only_when_canary_measured_it() -> None:
     """One rank has no collectives; two ranks without a canary have unknown ones."""
     client = {"tokens_per_s": 100.0, "itl_p50_ms": 10.0}
     known = ranks.decode_metrics(client, (65, 1.5), is_alone=False)
@@ -52,7 +52,7 @@ def test_collectives_share_is_reported_only_when_known() -> None:
     assert (unknown["collectives_per_step"], unknown["collectives_share"]) == (None, None)
 
 
-def test_memory_has_one_case_per_rank() -> None:
+def test_bench_ranks_reports_memory_of_each_rank_in_its_own_row() -> None:
     """Weights are absent when a rank does not report them."""
     first, second = ranks.memory_cases([rank(0), rank(1, shard_bytes=0)])
     assert first.series_of("lockstep").metrics == {"memory_mib": [3.0], "weights_mib": [1.0]}
@@ -68,8 +68,8 @@ def report(count: int, tokens_per_s: list[float], clients: int = 1) -> Report:
     return Report(benchmark="ranks", machine={}, settings=settings, cases=[case])
 
 
-def test_changes_are_ratios_of_medians_and_survive_json() -> None:
-    """A note names the settings that differ between the runs."""
+def test_bench_ranks_reports_changes_as_ratios_of_medians_to_earlier_run() -> None:
+    """A note names the settings that differ between the runs; JSON keeps the changes."""
     now = report(2, [150.0, 160.0, 170.0])
     ranks.add_changes(now, report(1, [100.0, 80.0, 90.0]))
     kept = from_json(to_json(now))
@@ -78,7 +78,7 @@ def test_changes_are_ratios_of_medians_and_survive_json() -> None:
     assert "1.78" in to_text(kept, ranks.COLUMNS)
 
 
-def test_case_without_earlier_figure_has_no_change() -> None:
+def test_bench_ranks_reports_no_change_when_earlier_run_lacks_the_metric() -> None:
     """The earlier case may be missing, or its figure zero."""
     now = report(2, [1.0])
     ranks.add_changes(now, report(2, [1.0], clients=4))
@@ -87,7 +87,9 @@ def test_case_without_earlier_figure_has_no_change() -> None:
     assert now.cases[0].ratios == {}
 
 
-def test_unreadable_or_foreign_earlier_run_is_refused(tmp_path: Path) -> None:
+def test_bench_ranks_refuses_earlier_run_that_is_unreadable_or_of_another_benchmark(
+    tmp_path: Path,
+) -> None:
     """The file may be missing, no document, or of another benchmark."""
     file = tmp_path / "before.json"
     assert ranks.read_earlier_run(None) is None
@@ -105,7 +107,7 @@ def test_unreadable_or_foreign_earlier_run_is_refused(tmp_path: Path) -> None:
     assert ranks.read_earlier_run(file) is not None
 
 
-def test_ranks_command_line_fills_in_defaults(tmp_path: Path) -> None:
+def test_bench_ranks_without_flags_uses_documented_defaults(tmp_path: Path) -> None:
     """Prompts have 1K, 2K and 4K tokens and 1 to 8 clients decode; --quick has fewer of both."""
     plan = _plan(tmp_path)
     assert (plan.prompt_tokens, plan.clients) == ([1_024, 2_048, 4_096], [1, 2, 4, 8])

@@ -46,7 +46,9 @@ def _answer(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_demo", [True, False])
-def test_request_generators_with_same_seed_give_same_requests(kind: str, is_demo: bool) -> None:
+def test_two_request_generators_make_equal_requests_when_their_seeds_are_equal(
+    kind: str, is_demo: bool
+) -> None:
     """Another seed gives other requests; the path fits the kind of request."""
     one, same, other = (RequestGenerator(kind, seed, is_demo=is_demo) for seed in (1, 1, 2))
     asked = [one.next() for _ in range(8)]
@@ -57,7 +59,7 @@ def test_request_generators_with_same_seed_give_same_requests(kind: str, is_demo
     assert all(("messages" in fields) == is_chat for fields in asked)
 
 
-def test_texts_to_copy_have_length_that_demo_model_can_repeat() -> None:
+def test_texts_to_copy_are_distinct_and_short_enough_for_demo_model() -> None:
     """The prompt contains the whole text, and no two texts are alike."""
     requests = RequestGenerator(COPY, 1, is_demo=True)
     asked = [requests.next()["messages"][0]["content"] for _ in range(20)]
@@ -74,7 +76,7 @@ def test_repetitive_requests_alternate_between_numbered_and_json_lists() -> None
     assert [text.startswith("Write a JSON list") for text in asked] == [False, True] * 2
 
 
-def test_contenders_get_same_requests_except_speculation_field(tmp_path: Path) -> None:
+def test_contenders_receive_requests_that_differ_only_in_speculation_field(tmp_path: Path) -> None:
     """Requests are greedy, in the same order and from the same clients."""
     plan = SpeculationPlan(
         model=tmp_path, ranks=1, texts=[COPY], clients=[2], new_tokens=7, rounds=1, repeats=1,
@@ -94,7 +96,7 @@ def test_contenders_get_same_requests_except_speculation_field(tmp_path: Path) -
     ]
 
 
-def test_draft_metrics_are_computed_from_usage() -> None:
+def test_draft_acceptance_and_tokens_per_step_are_computed_from_usage() -> None:
     """Every step gives one token that was not a draft; differing texts are counted."""
     found = contender_metrics(_answer(), ["a", "x"], DraftTotals(rows=20, accepted=60))
     assert found["tokens_per_step"] == 2.5
@@ -108,7 +110,7 @@ def test_draft_metrics_are_computed_from_usage() -> None:
     assert (none["acceptance"], none["accepted_per_draft_run"]) == (None, None)
 
 
-def test_failed_request_or_cache_hit_is_refused_as_result() -> None:
+def test_bench_speculation_refuses_result_with_failed_request_or_cache_hit() -> None:
     """With a failure or a cache hit, the contenders did not do the same work."""
     with pytest.raises(UnavailableError, match="HTTP 500"):
         benchmark.require_equal_work({"metrics": {}, "problems": ["HTTP 500"]})
@@ -126,7 +128,7 @@ def test_failed_request_or_cache_hit_is_refused_as_result() -> None:
         ({"acceptance": 0.5}, {"acceptance": 0.5}, ["requests with speculation off"]),
     ],
 )
-def test_notes_name_reasons_to_distrust_ratios(
+def test_bench_speculation_notes_differing_texts_and_missing_or_unexpected_drafts(
     plain: dict[str, float], drafted: dict[str, float], said: list[str]
 ) -> None:
     """Reasons are differing texts, missing drafts, and drafts although speculation was off."""
@@ -140,7 +142,7 @@ def test_notes_name_reasons_to_distrust_ratios(
         assert words in note
 
 
-def test_speculation_command_line_fills_in_defaults() -> None:
+def test_bench_speculation_without_flags_uses_documented_defaults() -> None:
     """The demo model writes every kind of text for one client and for eight."""
     plain = parse(["speculation"])
     assert (plain.model, plain.texts, plain.clients) == ("demo", [COPY, CODE, PROSE], [1, 8])
@@ -159,7 +161,7 @@ def test_speculation_command_line_fills_in_defaults() -> None:
         ["speculation", "--set", "speculation=1"],
     ],
 )
-def test_wrong_speculation_command_line_is_refused_with_usage_exit_code(
+def test_bench_speculation_exits_with_usage_code_when_command_line_is_wrong(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There are no presets, because random weights do not write such texts."""

@@ -19,7 +19,7 @@ def _plan(tmp_path: Path, *argv: str) -> splits.SplitsPlan:
     return splits.make_plan(BenchmarkOptions(arguments, tmp_path, "tiny-moe"))
 
 
-def test_splits_command_line_fills_in_defaults(tmp_path: Path) -> None:
+def test_bench_splits_without_flags_uses_documented_defaults(tmp_path: Path) -> None:
     """Two ranks run all splits with batches of 1, 8 and 32 and prompts of 256 and 2,048 tokens."""
     plan = _plan(tmp_path, "--backend", "ring")
     assert (plan.ranks, plan.batches, plan.prefills) == (2, [1, 8, 32], [256, 2_048])
@@ -31,13 +31,15 @@ def test_splits_command_line_fills_in_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv", [["--splittings", "expert,data"], ["--backend", "mpi"], ["--ranks", "1"]]
 )
-def test_wrong_splits_command_line_is_refused(tmp_path: Path, argv: list[str]) -> None:
+def test_bench_splits_refuses_wrong_command_line_before_any_process_starts(
+    tmp_path: Path, argv: list[str]
+) -> None:
     """The error is raised before any process starts."""
     with pytest.raises(UsageError):
         _plan(tmp_path, *argv)
 
 
-def test_step_time_is_that_of_slowest_rank() -> None:
+def test_bench_splits_reports_step_time_of_slowest_rank() -> None:
     """Each part has its largest value and the value of every rank."""
     found: list[dict[str, Any]] = [
         {"step_ms": 4.0, "compute_ms": 3.0, "collectives_ms": 0.5, "waiting_ms": 0.5},
@@ -55,7 +57,7 @@ def test_step_time_is_that_of_slowest_rank() -> None:
     assert set(splits.COLUMNS) <= set(figures)
 
 
-def test_contender_that_fails_to_start_is_noted_and_left_out(
+def test_bench_splits_notes_and_omits_split_that_fails_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other contenders are measured, as when pipeline splits cannot run over NCCL."""
@@ -87,7 +89,7 @@ def test_contender_that_fails_to_start_is_noted_and_left_out(
     assert report.notes == ["pipeline was not measured: no such way to split"]
 
 
-def test_preset_with_experts_has_shapes_of_real_model() -> None:
+def test_random_model_preset_with_experts_has_shapes_of_real_model() -> None:
     """The layers of Qwen3-30B-A3B have 128 experts of 768 hidden units."""
     preset = PRESETS["30b-a3b-half"]
     shapes = _layer_shapes(preset, 0)

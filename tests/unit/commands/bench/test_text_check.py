@@ -23,7 +23,7 @@ def _answer(texts: list[str], tokens: int = 30, accepted: int = 10) -> dict[str,
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 40, 100])
-def test_waves_contain_exactly_the_requested_number_of_requests(count: int) -> None:
+def test_text_check_sends_exactly_the_requested_number_of_requests(count: int) -> None:
     """Waves have 1 to 8 clients; lengths differ, and some requests have stop strings."""
     random, requests = Random(1), RequestGenerator(COPY, 1, is_demo=True)
     left, number, waves = count, 0, []
@@ -41,7 +41,7 @@ def test_waves_contain_exactly_the_requested_number_of_requests(count: int) -> N
         assert 20 < sum("stop" in one for one in made) < 60
 
 
-def test_comparison_counts_differing_texts_and_token_totals() -> None:
+def test_text_check_counts_differing_texts_and_differing_token_totals() -> None:
     """Token totals of a wave differ also where stop strings hide it in the texts."""
     plain = _answer(["a", "b", "c"], accepted=0)
     same = compare(_answer(["a", "b", "c"]), plain)
@@ -51,7 +51,7 @@ def test_comparison_counts_differing_texts_and_token_totals() -> None:
     assert (other["texts_differing"], other["counts_differing"]) == (2, 1)
 
 
-def test_notes_give_verdict_on_each_method() -> None:
+def test_text_check_notes_number_of_differences_of_each_speculation_method() -> None:
     """A note says when no draft was accepted, because equal texts then prove nothing."""
     case = Case(conditions={})
     plain = _answer(["a", "b"], accepted=0)
@@ -66,7 +66,7 @@ def test_notes_give_verdict_on_each_method() -> None:
     ]
 
 
-def test_draft_model_becomes_setting_of_stack(tmp_path: Path) -> None:
+def test_draft_model_flag_becomes_setting_of_benchmarked_server(tmp_path: Path) -> None:
     """N-grams need no setting."""
     fields: dict[str, Any] = {
         "model": tmp_path, "ranks": 1, "texts": [COPY], "clients": [1], "new_tokens": 5,
@@ -91,7 +91,7 @@ def test_draft_model_becomes_setting_of_stack(tmp_path: Path) -> None:
         ["--check", "0"],
     ],
 )
-def test_method_without_its_draft_model_is_refused_with_usage_exit_code(
+def test_text_check_exits_with_usage_code_when_method_lacks_draft_model(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """So are a draft model without its method, a missing folder and an unknown method."""

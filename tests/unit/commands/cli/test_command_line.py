@@ -57,7 +57,7 @@ _VERIFY = "verify --port 9"
         (("cache", "list", "--namespace", "../x"), limits.EXIT_USAGE, "hexadecimal"),
     ],
 )
-def test_wrong_command_line_gives_exit_code_and_one_line(
+def test_wrong_command_line_exits_with_documented_code_and_one_line_error(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, expected: str
 ) -> None:
     """The exit code tells the kind of mistake, and the one line names the flag or setting."""
@@ -70,7 +70,7 @@ def test_wrong_command_line_gives_exit_code_and_one_line(
     assert err.count("\n") == 1
 
 
-def test_status_without_scheduler_is_unavailable(
+def test_status_command_exits_with_69_when_no_scheduler_answers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the deadline the exit code is 69, and the error names the remedy."""
@@ -82,7 +82,9 @@ def test_status_without_scheduler_is_unavailable(
     assert "lockstep up" in err
 
 
-def test_version_and_help_print_and_exit_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_help_flags_print_text_and_exit_with_0(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """`--version` and `--help` print their text and exit with 0."""
     for arguments, expected in ((["--version"], "lockstep "), (["up", "--help"], "--ranks N")):
         assert main.main(arguments) == limits.EXIT_OK
@@ -97,7 +99,7 @@ def test_version_and_help_print_and_exit_with_zero(capsys: pytest.CaptureFixture
         ("lockstep bench cache --parts replay,d", "replay,decode"),
     ],
 )
-def test_shell_completes_benchmarks_and_their_options(
+def test_shell_completion_offers_benchmark_names_and_their_options(
     words: str, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Completion covers `lockstep bench` as it covers every other command."""
@@ -118,7 +120,7 @@ def test_shell_completes_benchmarks_and_their_options(
         *("cache list", "status", "restart ranks", "drain"),
     ],
 )
-def test_every_command_accepts_setting_flags(command: str) -> None:
+def test_every_command_accepts_the_common_setting_flags(command: str) -> None:
     """All roles and operator commands accept the same flags."""
     options = parse(
         [
@@ -140,7 +142,9 @@ def test_every_command_accepts_setting_flags(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["up", "scheduler", "rank-worker"])
-def test_speculation_flags_override_file(command: str, tmp_path: Path) -> None:
+def test_speculation_flags_override_values_of_configuration_file(
+    command: str, tmp_path: Path
+) -> None:
     """Flags override the file; settings without a flag keep the file's value."""
     file = tmp_path / "lockstep.toml"
     file.write_text('[speculation]\nmethod = "off"\ntokens_max = 3\ndisable_above_sequences = 4\n')
@@ -156,7 +160,7 @@ def test_speculation_flags_override_file(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("service", ["gateway", "scheduler", "cache_store", "supervisor"])
-def test_service_imports_no_mlx(service: str) -> None:
+def test_service_other_than_rank_worker_imports_no_mlx(service: str) -> None:
     """Only the rank worker imports MLX; the other services start where it is not installed."""
     script = (
         f"import sys, json, services.commands.roles, services.{service}.main; "
@@ -173,7 +177,7 @@ def test_service_imports_no_mlx(service: str) -> None:
         assert not loaded & {"aiohttp", "transformers", "tokenizers", "numpy"}
 
 
-def test_closed_pipe_causes_no_traceback(tmp_path: Path) -> None:
+def test_command_prints_no_traceback_when_output_pipe_closes(tmp_path: Path) -> None:
     """`lockstep ... | head -1` ends without a traceback."""
     done = subprocess.run(
         f"'{sys.executable}' -m services.commands.main --help | true; exit ${{PIPESTATUS[0]}}",
@@ -188,7 +192,9 @@ def test_closed_pipe_causes_no_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["plan --model models/demo", "--version", "plan --help", "bench --help", _VERIFY]
 )
-def test_unwritable_output_gives_exit_code(tmp_path: Path, line: str, unbuffered: str) -> None:
+def test_command_exits_with_output_error_code_when_output_cannot_be_written(
+    tmp_path: Path, line: str, unbuffered: str
+) -> None:
     """A command that cannot write its output, as on a full disk, reports it and fails."""
     done = subprocess.run(
         f"ulimit -f 0; '{sys.executable}' -m services.commands.main {line} > '{tmp_path}/output'",
@@ -203,7 +209,7 @@ def test_unwritable_output_gives_exit_code(tmp_path: Path, line: str, unbuffered
     assert done.stderr.count("\n") == 1
 
 
-def test_closed_pipe_keeps_exit_code_of_failed_verify(tmp_path: Path) -> None:
+def test_failed_verify_keeps_its_exit_code_when_output_pipe_closes(tmp_path: Path) -> None:
     """`lockstep verify | head -1` keeps the exit code of a FAIL when no gateway answers."""
     done = subprocess.run(
         f"'{sys.executable}' -m services.commands.main {_VERIFY} | true; exit ${{PIPESTATUS[0]}}",

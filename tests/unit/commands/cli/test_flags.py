@@ -39,14 +39,14 @@ def _settings(command: str, *arguments: str) -> dict[str, object]:
         (("--draft-model", "a/b"), "speculation.draft_model", "a/b"),
     ],
 )
-def test_flag_overrides_its_setting(
+def test_role_flag_overrides_its_own_setting_and_no_other(
     command: str, arguments: tuple[str, ...], key: str, value: object
 ) -> None:
     """A flag overrides its setting on every role, and no other setting."""
     assert _settings(command, *arguments) == {key: value}
 
 
-def test_flags_name_existing_settings() -> None:
+def test_every_role_flag_names_an_existing_setting() -> None:
     """Every flag overrides a setting that exists."""
     known = {f"{name}.{key}" for name, kind in sections().items() for key in kind.__struct_fields__}
 
@@ -76,7 +76,7 @@ def test_flags_name_existing_settings() -> None:
         (("--speculative-method", "eagle"), limits.EXIT_CONFIG, "--draft-model"),
     ],
 )
-def test_wrong_flag_gives_exit_code_and_one_line(
+def test_role_with_wrong_flag_exits_with_usage_code_and_one_line_error(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, expected: str
 ) -> None:
     """The one line names the allowed values or the missing flag."""
@@ -88,7 +88,7 @@ def test_wrong_flag_gives_exit_code_and_one_line(
     assert expected in captured.err
 
 
-def test_flags_of_up_reach_its_children(tmp_path: Path) -> None:
+def test_flags_of_lockstep_up_apply_to_its_child_processes(tmp_path: Path) -> None:
     """The file that children read holds the values of flags and hostfile."""
     hostfile = tmp_path / "hosts.json"
     pair = [
@@ -110,7 +110,7 @@ def test_flags_of_up_reach_its_children(tmp_path: Path) -> None:
     assert (read.world.jaccl_fallback, read.speculation.draft_model) == ("ring", "a/b")
 
 
-def test_up_warns_of_setting_without_effect(tmp_path: Path) -> None:
+def test_lockstep_up_warns_of_setting_without_effect(tmp_path: Path) -> None:
     """`lockstep up` prints a one-line warning and continues (here to a missing model)."""
     arguments = ["--distributed-mode", "off", "--distributed-hostfile", "h.json", "--model", "./no"]
     done = subprocess.run(
@@ -125,7 +125,7 @@ def test_up_warns_of_setting_without_effect(tmp_path: Path) -> None:
     assert done.returncode == limits.EXIT_CONFIG
 
 
-def test_adapter_with_several_ranks_is_refused(
+def test_adapter_is_refused_when_there_are_several_ranks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`up` refuses it before it starts anything, and so does a single rank worker."""
@@ -138,7 +138,7 @@ def test_adapter_with_several_ranks_is_refused(
         assert "mlx_lm.fuse" in capsys.readouterr().err
 
 
-def test_help_groups_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_flag_below_a_group_heading(capsys: pytest.CaptureFixture[str]) -> None:
     """Every group has a heading, and every flag stands below one."""
     assert main.main(["up", "--help"]) == limits.EXIT_OK
 

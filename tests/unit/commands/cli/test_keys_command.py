@@ -39,7 +39,7 @@ def _secret(keys_folder: Path) -> str:
     return (keys_folder / "secret").read_text().strip()
 
 
-def test_new_makes_files_private_to_user(keys_folder: Path) -> None:
+def test_keys_new_makes_files_that_only_their_user_can_read(keys_folder: Path) -> None:
     """The folder has mode 0700, the files 0600; the host's own key has every role on this host."""
     assert stat.S_IMODE(keys_folder.stat().st_mode) == 0o700
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in keys_folder.iterdir()} == {
@@ -53,7 +53,7 @@ def test_new_makes_files_private_to_user(keys_folder: Path) -> None:
     assert sockets.load_keys(keys_folder) is not None
 
 
-def test_new_replaces_key_pair_only_with_force(keys_folder: Path) -> None:
+def test_keys_new_replaces_existing_key_pair_only_with_force(keys_folder: Path) -> None:
     """A second `new` is refused; with --force the pair is new and other peers stay allowed."""
     host_keys.allow(keys_folder, KEY, "mac-2", ["rank"])
     before = _secret(keys_folder)
@@ -73,7 +73,7 @@ def test_new_replaces_key_pair_only_with_force(keys_folder: Path) -> None:
     }
 
 
-def test_force_replaces_broken_or_exposed_secret(keys_folder: Path) -> None:
+def test_keys_new_with_force_replaces_malformed_or_exposed_secret(keys_folder: Path) -> None:
     """`new --force` replaces a secret that is malformed or readable by other users."""
     (keys_folder / "secret").write_text("broken")
     (keys_folder / "secret").chmod(0o644)
@@ -84,7 +84,7 @@ def test_force_replaces_broken_or_exposed_secret(keys_folder: Path) -> None:
     assert stat.S_IMODE((keys_folder / "secret").stat().st_mode) == 0o600
 
 
-def test_no_command_prints_secret_key(keys_folder: Path) -> None:
+def test_no_keys_command_prints_the_secret_key(keys_folder: Path) -> None:
     """Neither text, JSON nor error messages contain the secret key."""
     texts = [_run(keys_folder, "show"), _run(keys_folder, "show", "--json")]
     texts += [
@@ -99,7 +99,7 @@ def test_no_command_prints_secret_key(keys_folder: Path) -> None:
     assert "mac-2" not in (keys_folder / "allowed").read_text()
 
 
-def test_show_prints_allow_command_for_other_hosts(keys_folder: Path) -> None:
+def test_keys_show_prints_allow_command_that_succeeds_on_other_hosts(keys_folder: Path) -> None:
     """The printed command works on another host when a shell reads it."""
     other = keys_folder.parent / "other"
     host_keys.new(other)
@@ -114,13 +114,13 @@ def test_show_prints_allow_command_for_other_hosts(keys_folder: Path) -> None:
     assert "mac-1" in _run(other, "show")
 
 
-def test_show_without_keys_names_remedy(tmp_path: Path) -> None:
+def test_keys_show_without_keys_names_the_command_that_makes_them(tmp_path: Path) -> None:
     """The error says that `lockstep keys new` makes the keys."""
     with pytest.raises(ConfigError, match="lockstep keys new"):
         _run(tmp_path, "show")
 
 
-def test_repeated_allow_adds_roles_only(keys_folder: Path) -> None:
+def test_repeated_keys_allow_adds_new_roles_and_changes_nothing_else(keys_folder: Path) -> None:
     """The same call changes nothing, not even the file's time; another role is added."""
     text = _run(keys_folder, "allow", KEY, "mac-2", "--role", "rank")
     before = keys.signature(keys_folder)
@@ -132,7 +132,7 @@ def test_repeated_allow_adds_roles_only(keys_folder: Path) -> None:
     assert keys.read_allowed(keys_folder)[KEY].roles == {"rank", "store-client"}
 
 
-def test_allow_and_remove_keep_comments(keys_folder: Path) -> None:
+def test_keys_allow_and_remove_keep_comments_in_allowed_list(keys_folder: Path) -> None:
     """An operator's comments in the list of allowed keys are kept."""
     path = keys_folder / "allowed"
     path.write_text(f"# the rack on the left\n\n{KEY} mac-2 rank\n# the end\n")
@@ -154,7 +154,7 @@ def test_allow_and_remove_keep_comments(keys_folder: Path) -> None:
         (("remove", "mac-3"), ConfigError, "No key is allowed"),
     ],
 )
-def test_refused_call_leaves_allowed_keys_unchanged(
+def test_refused_keys_command_leaves_allowed_list_unchanged(
     keys_folder: Path, arguments: tuple[str, ...], kind: type[LockstepError], expected: str
 ) -> None:
     """An invalid or duplicate name or key is refused, and no file changes."""
@@ -168,7 +168,7 @@ def test_refused_call_leaves_allowed_keys_unchanged(
     assert sorted(path.name for path in keys_folder.iterdir()) == ["allowed", "public", "secret"]
 
 
-def test_malformed_allowed_list_is_not_overwritten(keys_folder: Path) -> None:
+def test_keys_allow_does_not_overwrite_malformed_allowed_list(keys_folder: Path) -> None:
     """The error names the line, and the file is left for its owner to repair."""
     (keys_folder / "allowed").write_text("half a line\n")
 
@@ -179,7 +179,7 @@ def test_malformed_allowed_list_is_not_overwritten(keys_folder: Path) -> None:
     assert (keys_folder / "allowed").read_text() == "half a line\n"
 
 
-def test_new_refuses_folder_open_to_others(tmp_path: Path) -> None:
+def test_keys_new_refuses_folder_that_other_users_can_enter(tmp_path: Path) -> None:
     """Keys are not written to a folder that other users can enter."""
     tmp_path.chmod(0o755)
 
@@ -189,7 +189,7 @@ def test_new_refuses_folder_open_to_others(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_new_refuses_path_that_is_a_file(tmp_path: Path) -> None:
+def test_keys_new_refuses_folder_path_that_is_a_file(tmp_path: Path) -> None:
     """The error names the file at the folder's path."""
     (tmp_path / "keys").write_text("")
 
@@ -197,7 +197,7 @@ def test_new_refuses_path_that_is_a_file(tmp_path: Path) -> None:
         host_keys.new(tmp_path / "keys")
 
 
-def test_concurrent_allows_keep_every_key(keys_folder: Path) -> None:
+def test_allowed_list_has_every_key_after_concurrent_keys_allow_commands(keys_folder: Path) -> None:
     """Eight keys that are allowed at the same time are all in the list."""
     publics = [sockets.new_key_pair()[0] for _ in range(8)]
     threads = [

@@ -42,7 +42,7 @@ def scheduler(run_dir: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.mark.parametrize("role", [["gateway"], ["scheduler"], ["store"], ["rank", "0"], ["ranks"]])
-def test_restart_of_absent_role_is_unavailable(
+def test_restart_exits_with_69_when_role_is_not_running(
     capsys: pytest.CaptureFixture[str], run_dir: Path, role: list[str]
 ) -> None:
     """The exit code is 69 at once; the error names role, run folder and remedy."""
@@ -56,7 +56,7 @@ def test_restart_of_absent_role_is_unavailable(
     assert err.count("\n") == 1
 
 
-def test_restart_ignores_stale_process_file(
+def test_restart_sends_no_signal_when_process_file_is_of_dead_process(
     capsys: pytest.CaptureFixture[str], run_dir: Path
 ) -> None:
     """No signal is sent for the file of a dead process, as its id may belong to another process."""
@@ -71,7 +71,7 @@ def test_restart_ignores_stale_process_file(
     assert "No store runs" in err
 
 
-def test_restart_without_supervisor_is_unavailable(
+def test_restart_exits_with_69_when_no_supervisor_starts_role_again(
     capsys: pytest.CaptureFixture[str],
     scheduler: "subprocess.Popen[bytes]",
     monkeypatch: pytest.MonkeyPatch,
@@ -88,7 +88,7 @@ def test_restart_without_supervisor_is_unavailable(
     scheduler.wait(DEADLINE_S)
 
 
-def test_restart_kills_stopped_process_after_deadline(
+def test_restart_kills_role_that_ignores_sigterm_until_its_deadline(
     capsys: pytest.CaptureFixture[str],
     scheduler: "subprocess.Popen[bytes]",
     monkeypatch: pytest.MonkeyPatch,
@@ -150,7 +150,7 @@ def test_restart_reports_whether_gateway_cut_streams(
     assert (f"requests that had not finished within {limit_s} s were cut off" in out) is is_cut
 
 
-def test_drain_without_scheduler_is_unavailable(
+def test_drain_command_exits_with_69_when_no_scheduler_answers(
     capsys: pytest.CaptureFixture[str], run_dir: Path
 ) -> None:
     """After the deadline the exit code is 69, and the error names the remedy."""
@@ -161,7 +161,7 @@ def test_drain_without_scheduler_is_unavailable(
     assert "lockstep up" in err
 
 
-def test_running_role_holds_its_process_file(
+def test_role_has_process_file_while_it_runs_and_removes_it_at_exit(
     scheduler: "subprocess.Popen[bytes]", run_dir: Path
 ) -> None:
     """A role that was started by hand is found while it runs; its file is removed at its end."""
@@ -175,7 +175,7 @@ def test_running_role_holds_its_process_file(
     assert not (run_dir / "scheduler.pid").exists()
 
 
-def test_role_ended_during_start_removes_its_file(run_dir: Path) -> None:
+def test_role_removes_its_process_file_when_sigterm_arrives_during_start(run_dir: Path) -> None:
     """A role is found before it has sockets, and ends cleanly when SIGTERM arrives then."""
     with subprocess.Popen(
         [sys.executable, "-m", "services.commands.main", "scheduler"], cwd=ROOT
@@ -216,7 +216,7 @@ sys.exit(cli.main(["gateway"]))
 @pytest.mark.parametrize(
     ("number", "expected"), [(signal.SIGTERM, limits.EXIT_OK), (signal.SIGINT, 130)]
 )
-def test_signal_ends_role_while_library_suppresses_exceptions(
+def test_sigterm_ends_role_while_a_library_suppresses_exceptions(
     run_dir: Path, number: signal.Signals, expected: int
 ) -> None:
     """A signal takes effect although loading code suppresses every exception."""
@@ -237,7 +237,7 @@ def test_signal_ends_role_while_library_suppresses_exceptions(
     assert not (run_dir / "gateway.pid").exists()
 
 
-def test_role_runs_without_process_file(tmp_path: Path) -> None:
+def test_role_warns_and_runs_when_process_file_cannot_be_written(tmp_path: Path) -> None:
     """A role that cannot write its file (here the path is a folder) warns and runs."""
     (tmp_path / "scheduler.pid").mkdir()
     environment = {**os.environ, "LOCKSTEP_PATHS_RUN_DIR": str(tmp_path)}

@@ -44,7 +44,9 @@ def _rank_services(services: dict[str, Service]) -> dict[int, Service]:
     return found
 
 
-def test_every_command_and_setting_is_accepted(services: dict[str, Service]) -> None:
+def test_console_script_accepts_every_command_and_setting_of_compose_file(
+    services: dict[str, Service],
+) -> None:
     """Each role's command and environment give valid settings."""
     roles = {parse(one.command).command for one in services.values()}
 
@@ -53,7 +55,9 @@ def test_every_command_and_setting_is_accepted(services: dict[str, Service]) -> 
         assert _config(service).model.path == "demo"
 
 
-def test_services_have_equal_settings(services: dict[str, Service]) -> None:
+def test_compose_services_have_equal_settings_except_their_addresses(
+    services: dict[str, Service],
+) -> None:
     """All settings are equal but the gateway's own address and each rank's."""
     own = {"LOCKSTEP_GATEWAY_HOST", "LOCKSTEP_GATEWAY_PORT", "LOCKSTEP_WORLD_DATA_HOST"}
     common = [
@@ -67,7 +71,9 @@ def test_services_have_equal_settings(services: dict[str, Service]) -> None:
     )
 
 
-def test_socket_and_block_folders_are_shared_volumes(services: dict[str, Service]) -> None:
+def test_compose_services_share_volumes_for_sockets_and_kv_block_files(
+    services: dict[str, Service],
+) -> None:
     """Both ends of a link mount its socket folder; store and ranks mount the block folder."""
     ranks = list(_rank_services(services).values())
     config = _config(services["scheduler"])
@@ -86,7 +92,9 @@ def test_socket_and_block_folders_are_shared_volumes(services: dict[str, Service
     assert volumes == set(compose_file.compose_tree()["volumes"])
 
 
-def test_ranks_have_internal_network_of_their_own(services: dict[str, Service]) -> None:
+def test_compose_ranks_share_internal_network_without_other_services(
+    services: dict[str, Service],
+) -> None:
     """Each rank's data address is its own, in an internal network without other services."""
     network = compose_file.compose_tree()["networks"]["ranks"]
     subnet = ipaddress.ip_network(network["ipam"]["config"][0]["subnet"])
@@ -105,7 +113,9 @@ def test_ranks_have_internal_network_of_their_own(services: dict[str, Service]) 
     assert not any("ranks" in one.tree.get("networks", []) for one in others)
 
 
-def test_gateway_listens_on_loopback_and_needs_api_key(services: dict[str, Service]) -> None:
+def test_compose_gateway_listens_on_loopback_and_requires_api_key(
+    services: dict[str, Service],
+) -> None:
     """The port is on loopback, keys come from outside, and /readyz is the health check."""
     gateway = services["gateway"]
     port = _config(gateway).gateway.port
@@ -121,7 +131,9 @@ def test_gateway_listens_on_loopback_and_needs_api_key(services: dict[str, Servi
     ]
 
 
-def test_every_service_drains_and_restarts(services: dict[str, Service]) -> None:
+def test_compose_services_have_time_to_drain_and_restart_after_exit(
+    services: dict[str, Service],
+) -> None:
     """The grace period covers a drain, signals reach the process, and an exit restarts it."""
     for service in services.values():
         grace = service.tree["stop_grace_period"]
@@ -132,7 +144,7 @@ def test_every_service_drains_and_restarts(services: dict[str, Service]) -> None
         assert service.tree["cap_drop"] == ["ALL"]
 
 
-def test_image_is_built_from_checkout_only() -> None:
+def test_docker_image_copies_only_the_checkout_and_downloads_only_by_pip() -> None:
     """The image has the default registry, no download but by pip, no root, and existing sources."""
     instructions = re.findall(r"^([A-Z]+) (.+(?:\\\n.+)*)", DOCKERFILE, re.MULTILINE)
     kinds = [kind for kind, _ in instructions]
@@ -149,7 +161,7 @@ def test_image_is_built_from_checkout_only() -> None:
             assert any(fnmatch.fnmatch(f"!{source}", line) for line in ignored), source
 
 
-def test_volume_folders_belong_to_image_user(services: dict[str, Service]) -> None:
+def test_volume_folders_in_docker_image_belong_to_its_user(services: dict[str, Service]) -> None:
     """Every folder that is a volume is made in the image, private to its user."""
     made = re.search(r"install -d -o lockstep -g lockstep -m 0700 (.+)$", DOCKERFILE, re.MULTILINE)
     assert made is not None

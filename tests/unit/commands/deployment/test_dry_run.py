@@ -30,7 +30,7 @@ def _values_after(lines: list[str], name: str) -> list[list[str]]:
     return [shlex.split(line[len(name) :]) for line in lines if line.startswith(f"{name} ")]
 
 
-def test_dry_run_shows_all_hosts_on_any_machine(tmp_path: Path) -> None:
+def test_dry_run_shows_roles_of_every_host_on_any_machine(tmp_path: Path) -> None:
     """Roles, ranks and addresses of every host are shown, also on other machines."""
     file = str(inventories.write_inventory(tmp_path))
 
@@ -53,7 +53,7 @@ def test_dry_run_shows_all_hosts_on_any_machine(tmp_path: Path) -> None:
     assert not _values_after(second, "rank 0")
 
 
-def test_dry_run_shows_commands_that_supervisor_starts(tmp_path: Path) -> None:
+def test_dry_run_shows_the_commands_that_supervisor_would_start(tmp_path: Path) -> None:
     """Each role's command is the supervisor's own, and the console script accepts it."""
     text = inventories.TWO_HOSTS.replace('"/opt/lockstep/run"', json.dumps(str(tmp_path)))
     file = str(inventories.write_inventory(tmp_path, text))
@@ -93,7 +93,7 @@ def test_dry_run_names_files_without_writing_them(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_without_inventory_shows_this_machine(
+def test_dry_run_without_inventory_shows_roles_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This machine's roles are shown with the flags that were given."""

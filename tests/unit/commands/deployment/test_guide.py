@@ -37,7 +37,7 @@ def _lockstep_commands(guide: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
-def test_every_command_of_guide_is_accepted(guide: Path) -> None:
+def test_console_script_accepts_every_command_in_guides(guide: Path) -> None:
     """The console script accepts each command, flag and role in a guide."""
     commands = _lockstep_commands(guide)
 
@@ -49,7 +49,7 @@ def test_every_command_of_guide_is_accepted(guide: Path) -> None:
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
-def test_links_of_guide_lead_to_files(guide: Path) -> None:
+def test_every_relative_link_in_guides_leads_to_existing_file(guide: Path) -> None:
     """Every relative link of a guide is an existing file."""
     links = [one for one in _LINK.findall(guide.read_text("utf-8")) if "://" not in one]
 
@@ -57,12 +57,12 @@ def test_links_of_guide_lead_to_files(guide: Path) -> None:
     assert [one for one in links if not (guide.parent / one).exists()] == []
 
 
-def test_step_by_step_guides_exist() -> None:
+def test_guides_for_two_macs_and_for_production_exist() -> None:
     """The guides for two Macs and for production exist."""
     assert {guide.name for guide in GUIDES} >= set(STEP_BY_STEP)
 
 
-def test_example_inventory_is_valid() -> None:
+def test_example_inventory_in_guide_is_valid_for_both_hosts() -> None:
     """The inventory of the guide is valid for both hosts, with RDMA and with the ring."""
     found = inventory.read(str(EXAMPLE))
     shares = [host_share.share_of_host(found, host) for host in found.hosts]
@@ -83,7 +83,9 @@ def _lockstep(*words: str) -> str:
     return output
 
 
-def test_offline_steps_of_guide_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guide_steps_without_second_mac_succeed_with_printed_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The steps that need no second Mac succeed as written, with the outputs of the guide."""
     guide = (ROOT / "docs" / "guide" / "two-macs.md").read_text(encoding="utf-8")
     text = EXAMPLE.read_text(encoding="utf-8")
@@ -118,7 +120,7 @@ def test_offline_steps_of_guide_succeed(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "api-keys").stat().st_mode & 0o777 == 0o600
 
 
-def test_dry_run_output_matches_guide() -> None:
+def test_dry_run_output_begins_with_lines_shown_in_guide() -> None:
     """The guide's lines below `up --dry-run` are the first lines of the real output."""
     guide = (ROOT / "docs" / "guide" / "two-macs.md").read_text(encoding="utf-8")
     shown = next(block for kind, block in _BLOCK.findall(guide) if "Nothing is started" in block)
@@ -138,7 +140,7 @@ def test_dry_run_output_matches_guide() -> None:
         "Waiting for ranks",
     ],
 )
-def test_error_table_of_guide_matches_source(sentence: str) -> None:
+def test_every_error_in_guide_table_occurs_in_source(sentence: str) -> None:
     """Each error in the guide's table is a sentence of the program."""
     guide = (ROOT / "docs" / "guide" / "two-macs.md").read_text(encoding="utf-8")
     sources = [*(ROOT / "services").rglob("*.py"), *(ROOT / "shared").rglob("*.py")]

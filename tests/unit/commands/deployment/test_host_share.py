@@ -23,7 +23,7 @@ def _share(host: str = "studio-1", **changes: Any) -> HostShare:
     return host_share.share_of_host(found, found.host(host))
 
 
-def test_hosts_share_all_but_paths_and_data_address() -> None:
+def test_inventory_hosts_have_equal_settings_except_paths_and_data_address() -> None:
     """All other settings follow from the inventory and are equal."""
     first, second = _share("studio-1").config, _share("studio-2").config
 
@@ -36,13 +36,13 @@ def test_hosts_share_all_but_paths_and_data_address() -> None:
     assert first.store_address == second.store_address == "ipc:///opt/lockstep/run/store.sock"
 
 
-def test_each_host_runs_its_roles_and_ranks() -> None:
+def test_each_inventory_host_runs_only_its_own_roles_and_ranks() -> None:
     """A host runs only the roles and ranks of its table."""
     assert _share("studio-1").roles == HostRoles(True, True, True, (0,))
     assert _share("studio-2").roles == HostRoles(False, False, True, (1,))
 
 
-def test_host_paths_override_sections() -> None:
+def test_paths_in_host_table_override_inventory_sections_for_that_host() -> None:
     """`model_path`, `cache_dir` and `run_dir` apply to their host only."""
     changes: dict[str, Any] = {
         "host1": {"model_path": "/models/m", "cache_dir": "/ssd", "run_dir": ""}
@@ -58,7 +58,7 @@ def test_host_paths_override_sections() -> None:
     )
 
 
-def test_single_host_uses_sockets_of_run_folder() -> None:
+def test_single_inventory_host_uses_unix_sockets_in_run_folder() -> None:
     """An inventory of one host needs no addresses."""
     only = inventories.inventory_tree()["hosts"][0] | {
         "address": "",
@@ -72,7 +72,7 @@ def test_single_host_uses_sockets_of_run_folder() -> None:
     assert share.roles.ranks == (0, 1)
 
 
-def test_configured_addresses_are_kept() -> None:
+def test_inventory_keeps_configured_tcp_addresses_and_refuses_unix_sockets() -> None:
     """An operator may choose port or address, but not a Unix socket."""
     chosen: dict[str, Any] = {
         "scheduler": {"rank_address": "tcp://192.168.7.9:1"},
@@ -86,7 +86,7 @@ def test_configured_addresses_are_kept() -> None:
         _share(scheduler={"rank_address": "ipc:///run/ranks.sock"})
 
 
-def test_rdma_tables_become_the_device_matrix() -> None:
+def test_rdma_tables_of_inventory_become_device_matrix_on_scheduler_host() -> None:
     """Rows are ranks, columns peers, null for itself; only the scheduler's host gets the file."""
     share = _share(**RDMA)
     path = "/opt/lockstep/run/rdma_devices.json"
@@ -140,7 +140,9 @@ def _share_world(data_host: str) -> Any:
         ({"wrld": {}}, "Unknown setting wrld"),
     ],
 )
-def test_settings_that_contradict_hosts_are_refused(changes: dict[str, Any], expected: str) -> None:
+def test_inventory_settings_that_contradict_its_hosts_are_refused(
+    changes: dict[str, Any], expected: str
+) -> None:
     """The one line names the file, the host or setting, and the remedy."""
     with pytest.raises(ConfigError) as caught:
         _share(**changes)
@@ -150,7 +152,7 @@ def test_settings_that_contradict_hosts_are_refused(changes: dict[str, Any], exp
     assert "\n" not in str(caught.value)
 
 
-def test_host_without_gateway_needs_no_api_keys() -> None:
+def test_inventory_host_without_gateway_needs_no_api_keys_file() -> None:
     """Only the gateway's own host needs the file of API keys."""
     changes = {"gateway": {"host": "192.168.7.1"}}
 
@@ -159,7 +161,7 @@ def test_host_without_gateway_needs_no_api_keys() -> None:
     assert host_share.share_of_host(found, found.hosts[0], has_api_keys=True).roles.gateway
 
 
-def test_device_matrix_is_written_for_its_user_only(tmp_path: Path) -> None:
+def test_device_matrix_file_is_readable_by_its_user_only(tmp_path: Path) -> None:
     """The file lies at the path in the settings and has mode 0600."""
     run_dir = str(tmp_path / "run")
     share = _share(**(RDMA | {"host0": {**RDMA["host0"], "run_dir": run_dir}}))
@@ -172,7 +174,7 @@ def test_device_matrix_is_written_for_its_user_only(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_other_settings_beside_inventory_are_refused(tmp_path: Path) -> None:
+def test_settings_from_file_flag_or_variable_are_refused_beside_inventory(tmp_path: Path) -> None:
     """A configuration file, flag or variable beside --inventory is refused by name."""
     file = str(inventories.write_inventory(tmp_path))
 
@@ -187,7 +189,7 @@ def test_other_settings_beside_inventory_are_refused(tmp_path: Path) -> None:
     assert chosen.config.gateway.host == "127.0.0.1"
 
 
-def test_rank_is_refused_on_other_host(tmp_path: Path) -> None:
+def test_rank_worker_is_refused_on_host_of_another_rank(tmp_path: Path) -> None:
     """`rank-worker --rank 0` is refused on the host of rank 1."""
     share = _share("studio-2")
 

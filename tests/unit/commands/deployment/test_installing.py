@@ -52,7 +52,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_install_launchd_writes_files_and_starts_jobs(tmp_path: Path) -> None:
+def test_install_writes_launchd_files_and_starts_every_job(tmp_path: Path) -> None:
     """The log folder and files are made first, then each job is enabled and started."""
     machine = RecordingMachine(tmp_path / "root")
 
@@ -72,7 +72,7 @@ def test_install_launchd_writes_files_and_starts_jobs(tmp_path: Path) -> None:
     ]
 
 
-def test_install_launchd_replaces_earlier_jobs(tmp_path: Path) -> None:
+def test_install_ends_and_removes_earlier_launchd_jobs(tmp_path: Path) -> None:
     """Earlier jobs are ended first, and their files are removed."""
     machine = RecordingMachine(tmp_path / "root")
     installing.install_launchd(machine.target, _jobs_of_studio_2(tmp_path))
@@ -90,7 +90,7 @@ def test_install_launchd_replaces_earlier_jobs(tmp_path: Path) -> None:
     ]
 
 
-def test_install_launchd_retries_while_earlier_job_drains(tmp_path: Path) -> None:
+def test_install_retries_launchd_bootstrap_while_earlier_job_drains(tmp_path: Path) -> None:
     """launchd refuses a job while the earlier one ends: bootstrap is retried up to a limit."""
     machine = RecordingMachine(tmp_path / "root")
     machine.fails = {"bootstrap": 3}
@@ -102,7 +102,7 @@ def test_install_launchd_retries_while_earlier_job_drains(tmp_path: Path) -> Non
         installing.install_launchd(machine.target, _jobs_of_studio_2(tmp_path, supervised=True))
 
 
-def test_uninstall_launchd_removes_only_lockstep_jobs(tmp_path: Path) -> None:
+def test_uninstall_removes_lockstep_launchd_jobs_and_no_others(tmp_path: Path) -> None:
     """Jobs that are no longer in the inventory are removed too; other jobs stay."""
     machine = RecordingMachine(tmp_path / "root")
     installing.install_launchd(machine.target, _jobs_of_studio_2(tmp_path))
@@ -155,7 +155,7 @@ def test_systemd_units_are_installed_replaced_and_removed(tmp_path: Path) -> Non
     ]
 
 
-def test_failed_systemctl_is_error(tmp_path: Path) -> None:
+def test_install_fails_with_command_and_exit_code_when_systemctl_fails(tmp_path: Path) -> None:
     """The error names the command and its exit code."""
     machine = RecordingMachine(tmp_path / "root")
     machine.fails = {"enable": 1}
@@ -167,7 +167,9 @@ def test_failed_systemctl_is_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["launchd", "systemd"])
-def test_install_with_root_writes_files_and_runs_nothing(tmp_path: Path, kind: str) -> None:
+def test_install_with_root_flag_writes_files_below_it_and_runs_nothing(
+    tmp_path: Path, kind: str
+) -> None:
     """With --root files are written below it, and calls are printed instead of run."""
     file, root = str(inventories.write_inventory(tmp_path)), str(tmp_path / "root")
     settings = ("--inventory", file, "--host", "studio-2")
@@ -184,7 +186,7 @@ def test_install_with_root_writes_files_and_runs_nothing(tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", ["launchd", "systemd"])
-def test_render_prints_every_file_with_path(tmp_path: Path, kind: str) -> None:
+def test_render_prints_every_job_file_with_its_path(tmp_path: Path, kind: str) -> None:
     """The files of any host are printed on any machine."""
     file = str(inventories.write_inventory(tmp_path))
 
@@ -215,7 +217,9 @@ def test_install_without_root_rights_prints_sudo_command(
     assert "has no systemd: use `lockstep launchd install`" in output
 
 
-def test_secret_in_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_is_refused_when_environment_contains_api_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LOCKSTEP_API_KEYS is refused before any file is read or written."""
     monkeypatch.setenv("LOCKSTEP_API_KEYS", "ann=" + "x" * 40)
     file = str(inventories.write_inventory(tmp_path))

@@ -10,7 +10,7 @@ from shared.errors import ConfigError, UsageError
 from tests.unit.commands.deployment import inventories
 
 
-def test_inventory_of_two_hosts_is_read(tmp_path: Path) -> None:
+def test_inventory_of_two_hosts_gives_their_roles_ranks_and_scheduler_host(tmp_path: Path) -> None:
     """Hosts, ranks and the scheduler's host are those of the file."""
     found = inventory.read(str(inventories.write_inventory(tmp_path)))
 
@@ -21,7 +21,7 @@ def test_inventory_of_two_hosts_is_read(tmp_path: Path) -> None:
     assert found.settings == {"model": {"path": "demo"}}
 
 
-def test_rank_counts_are_numbered_by_host_order() -> None:
+def test_inventory_rank_counts_are_numbered_in_order_of_hosts() -> None:
     """A host may have a number of ranks in place of a list."""
     found = inventories.parse_inventory(host0={"ranks": 2}, host1={"ranks": 3})
 
@@ -68,7 +68,9 @@ def test_rank_counts_are_numbered_by_host_order() -> None:
         ({"hosts": [{"ranks": 1}]}, "hosts.0: object missing required field `name`"),
     ],
 )
-def test_inconsistent_inventory_is_one_line_error(changes: dict[str, Any], expected: str) -> None:
+def test_inconsistent_inventory_is_refused_with_one_line_that_names_host(
+    changes: dict[str, Any], expected: str
+) -> None:
     """The error names the file, the host and the fault."""
     with pytest.raises(ConfigError) as caught:
         inventories.parse_inventory(**changes)
@@ -78,7 +80,7 @@ def test_inconsistent_inventory_is_one_line_error(changes: dict[str, Any], expec
     assert "\n" not in str(caught.value)
 
 
-def test_missing_or_malformed_file_is_refused(tmp_path: Path) -> None:
+def test_missing_or_malformed_inventory_file_is_refused_by_name(tmp_path: Path) -> None:
     """The error names the file."""
     with pytest.raises(ConfigError, match="Cannot read the inventory"):
         inventory.read(str(tmp_path / "none.toml"))
@@ -87,12 +89,12 @@ def test_missing_or_malformed_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["studio-2", "Studio-2", "studio-2.local", "studio-2.example.org"])
-def test_this_host_is_found_by_name(name: str) -> None:
+def test_this_machine_is_found_in_inventory_by_host_name_ignoring_case(name: str) -> None:
     """The domain and the case of letters do not matter."""
     assert inventories.parse_inventory().this_host(name).name == "studio-2"
 
 
-def test_unknown_host_error_lists_names() -> None:
+def test_error_lists_host_names_when_machine_matches_no_single_inventory_host() -> None:
     """A machine that matches no host, or two, must name one with --host."""
     with pytest.raises(UsageError, match=r"name one with --host \(studio-1, studio-2\)"):
         inventories.parse_inventory().this_host("laptop")

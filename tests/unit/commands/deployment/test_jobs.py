@@ -38,7 +38,7 @@ def _jobs(
     return {job.name: job for job in made}
 
 
-def test_every_role_of_the_host_is_a_job(tmp_path: Path) -> None:
+def test_every_role_of_host_becomes_a_launchd_job(tmp_path: Path) -> None:
     """A job runs the console script with role, inventory and host name."""
     first, second = _jobs(tmp_path, "studio-1"), _jobs(tmp_path, "studio-2")
 
@@ -53,7 +53,7 @@ def test_every_role_of_the_host_is_a_job(tmp_path: Path) -> None:
     assert {job.place.user for job in second.values()} == {"bob"}
 
 
-def test_supervised_job_runs_lockstep_up(tmp_path: Path) -> None:
+def test_supervised_job_runs_lockstep_up_with_time_to_drain(tmp_path: Path) -> None:
     """The job runs `lockstep up`, with time for two drains and the end of the ranks."""
     found = _jobs(tmp_path, supervised=True)
 
@@ -62,7 +62,7 @@ def test_supervised_job_runs_lockstep_up(tmp_path: Path) -> None:
     assert found["lockstep"].end_s > 2 * (DRAIN_S + END_DEADLINE_S) + 2 * END_DEADLINE_S
 
 
-def test_launch_daemon_has_required_keys(tmp_path: Path) -> None:
+def test_launch_daemon_starts_at_boot_restarts_and_has_time_to_drain(tmp_path: Path) -> None:
     """It starts before login, is kept running, and has time for a drain before SIGKILL."""
     found = {
         name: plistlib.loads(launchd.render(job).encode()) for name, job in _jobs(tmp_path).items()
@@ -91,7 +91,7 @@ def test_launch_daemon_has_required_keys(tmp_path: Path) -> None:
     assert len({one["Label"] for one in found.values()}) == len(found)
 
 
-def test_special_characters_are_kept_in_plist(tmp_path: Path) -> None:
+def test_plist_keeps_spaces_quotes_and_signs_in_paths_and_values(tmp_path: Path) -> None:
     """Spaces, quotes and signs in paths and values are unchanged."""
     strange = '/opt/lock & "step"/<100%>\'s'
     text = inventories.TWO_HOSTS.replace("/opt/lockstep/.venv/bin", strange.replace('"', '\\"'))
@@ -103,7 +103,7 @@ def test_special_characters_are_kept_in_plist(tmp_path: Path) -> None:
     assert found["EnvironmentVariables"]["HF_HOME"] == strange
 
 
-def test_logs_are_rotated_by_newsyslog(tmp_path: Path) -> None:
+def test_every_job_log_has_a_newsyslog_rotation_line(tmp_path: Path) -> None:
     """Each log has a line whose flags mean: signal no process, compress no log."""
     found = _jobs(tmp_path)
     lines = [line for line in launchd.rotation(list(found.values())).splitlines() if line[0] == "/"]
@@ -117,7 +117,9 @@ def _unit(job: Job) -> list[str]:
     return systemd.render(job).splitlines()
 
 
-def test_unit_has_required_keys(tmp_path: Path) -> None:
+def test_systemd_unit_restarts_except_after_configuration_error_and_can_drain(
+    tmp_path: Path,
+) -> None:
     """A unit restarts except after configuration errors, and has time for a drain."""
     found = _jobs(tmp_path)
     gateway, rank = _unit(found["gateway"]), _unit(found["rank-0"])
@@ -145,7 +147,7 @@ def test_unit_has_required_keys(tmp_path: Path) -> None:
     assert "After=network-online.target lockstep-scheduler.service lockstep-store.service" in rank
 
 
-def test_special_characters_are_quoted_for_systemd(tmp_path: Path) -> None:
+def test_systemd_unit_quotes_spaces_percent_and_dollar_signs(tmp_path: Path) -> None:
     """Spaces, quotes, percent and dollar signs reach the process unchanged."""
     text = inventories.TWO_HOSTS.replace("/opt/lockstep/.venv/bin", '/opt/a b/100%/\\"$x')
     job = _jobs(tmp_path, variables={"HF_HOME": "/a b/$y/5%"}, text=text)["gateway"]
@@ -157,7 +159,7 @@ def test_special_characters_are_quoted_for_systemd(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("supervised", [False, True])
-def test_units_are_valid_for_systemd(tmp_path: Path, supervised: bool) -> None:
+def test_systemd_units_are_accepted_by_systemd_analyze(tmp_path: Path, supervised: bool) -> None:
     """Units consist of sections and assignments; systemd-analyze, if present, finds no fault."""
     executable = tmp_path / "bin" / "lockstep"
     executable.parent.mkdir()
@@ -187,7 +189,7 @@ def test_units_are_valid_for_systemd(tmp_path: Path, supervised: bool) -> None:
     assert (output.returncode, ours) == (0, []), output.stderr
 
 
-def test_secrets_are_refused_in_jobs(tmp_path: Path) -> None:
+def test_api_keys_are_refused_in_environment_of_jobs(tmp_path: Path) -> None:
     """Keys in the environment or with --env are refused, and the error says where they belong."""
     with pytest.raises(ConfigError, match=r"LOCKSTEP_API_KEYS is set: jobs hold no secrets"):
         installation.check_environment({"LOCKSTEP_API_KEYS": "ann=" + "x" * 40})
@@ -202,7 +204,7 @@ def test_secrets_are_refused_in_jobs(tmp_path: Path) -> None:
     assert jobs.parse_variables(["HF_HOME=/m", "A="]) == {"HF_HOME": "/m", "A": ""}
 
 
-def test_relative_or_missing_paths_are_refused_in_jobs(tmp_path: Path) -> None:
+def test_jobs_with_relative_or_missing_paths_are_refused(tmp_path: Path) -> None:
     """A relative path has no meaning at boot, and a temporary folder differs there."""
     with pytest.raises(ConfigError, match="needs an absolute path, but executable is ~/lockstep"):
         _jobs(tmp_path, text=inventories.TWO_HOSTS.replace(EXECUTABLE, "~/lockstep"))
@@ -213,7 +215,7 @@ def test_relative_or_missing_paths_are_refused_in_jobs(tmp_path: Path) -> None:
         installation.find_installation(share, None, None)
 
 
-def test_jobs_without_inventory_run_all_roles(
+def test_jobs_without_inventory_run_all_roles_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With --config all roles run on this machine, as the calling user but not as root."""

@@ -17,7 +17,7 @@ def _share(host: str) -> HostShare:
     return host_share.share_of_host(found, found.host(host))
 
 
-def test_children_are_only_the_hosts_own_roles(tmp_path: Path) -> None:
+def test_supervisor_starts_only_the_roles_of_its_own_host(tmp_path: Path) -> None:
     """A host that only has ranks starts no scheduler and no gateway."""
     console = Console(io.StringIO())
     first = process_group.create_group(_share("studio-1"), tmp_path, console)
@@ -28,8 +28,8 @@ def test_children_are_only_the_hosts_own_roles(tmp_path: Path) -> None:
     assert (second.scheduler, second.gateway) == (None, None)
 
 
-def test_host_without_gateway_prints_no_address() -> None:
-    """It reports its ranks, and prints no curl command that would fail."""
+def test_supervisor_prints_no_gateway_address_on_host_without_gateway() -> None:
+    """The supervisor reports the host's ranks and prints no curl command that would fail."""
     output = io.StringIO()
     announcer = Announcer(_share("studio-2"), Console(output))
 
@@ -50,7 +50,7 @@ def test_host_without_gateway_prints_no_address() -> None:
     assert "curl" not in text
 
 
-def test_host_names_missing_scheduler_once() -> None:
+def test_supervisor_reports_missing_remote_scheduler_once_until_it_answers() -> None:
     """The message appears once until the scheduler has answered."""
     output = io.StringIO()
     announcer = Announcer(_share("studio-2"), Console(output))
@@ -65,7 +65,7 @@ def test_host_names_missing_scheduler_once() -> None:
     assert output.getvalue().count("Waiting for the scheduler") == 2
 
 
-def test_refused_key_is_reported_once() -> None:
+def test_supervisor_reports_refused_key_once_until_scheduler_answers() -> None:
     """The message has cause and remedy, and appears again only after an answer."""
     output = io.StringIO()
     announcer = Announcer(_share("studio-1"), Console(output))

@@ -50,7 +50,9 @@ def _only_finding(report: HostReport, name: str) -> Finding:
     return found[0]
 
 
-def test_healthy_mac_has_no_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_reports_only_ok_for_healthy_mac(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """All findings are OK, and the facts for other hosts are complete."""
     report = _examine_mac(monkeypatch, tmp_path)
 
@@ -135,7 +137,7 @@ FAULTS: list[tuple[dict[str, str | CommandOutcome], str, str, str, str]] = [
     FAULTS,
     ids=[f"{number}-{case[1]}" for number, case in enumerate(FAULTS)],
 )
-def test_fault_of_mac_is_found(
+def test_doctor_reports_each_fault_of_mac_with_cause_and_remedy(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     changed: dict[str, str | CommandOutcome],
@@ -152,7 +154,7 @@ def test_fault_of_mac_is_found(
     assert remedy in found.remedy
 
 
-def test_missing_rdma_is_warning_without_jaccl(
+def test_doctor_only_warns_of_missing_rdma_when_jaccl_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With the ring backend, or one rank, missing RDMA is only a warning."""
@@ -164,7 +166,7 @@ def test_missing_rdma_is_warning_without_jaccl(
     assert {one.verdict for one in report.findings if "rdma" in one.check} == {"WARN"}
 
 
-def test_mac_without_commands_gives_cannot_check(
+def test_doctor_reports_cannot_check_when_system_command_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Checks whose commands are missing are CANNOT CHECK; MLX fails."""
@@ -181,7 +183,7 @@ def test_mac_without_commands_gives_cannot_check(
     assert by_check["MLX"] == "FAIL"
 
 
-def test_held_port_fails_and_names_holder(tmp_path: Path) -> None:
+def test_doctor_fails_port_held_by_another_process_and_names_it(tmp_path: Path) -> None:
     """A port that this Lockstep itself holds is OK."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -196,7 +198,7 @@ def test_held_port_fails_and_names_holder(tmp_path: Path) -> None:
     assert "gateway.port" in found.all[0].remedy
 
 
-def test_listen_address_of_other_host_fails() -> None:
+def test_doctor_fails_listen_address_that_belongs_to_another_host() -> None:
     """The finding names the address, so that it is not taken for a held port."""
     found = Findings("a")
     place = ports.ListenAddress("scheduler for ranks", "scheduler.rank_address", "192.0.2.1", 7611)
@@ -207,7 +209,7 @@ def test_listen_address_of_other_host_fails() -> None:
     assert "192.0.2.1 is not an address of this host" in found.all[0].detail
 
 
-def test_listen_addresses_are_tcp_only(tmp_path: Path) -> None:
+def test_doctor_checks_tcp_listen_addresses_and_no_unix_sockets(tmp_path: Path) -> None:
     """Unix sockets in the run folder are not checked."""
     share = _share(
         tmp_path,
@@ -221,7 +223,7 @@ def test_listen_addresses_are_tcp_only(tmp_path: Path) -> None:
     ]
 
 
-def test_missing_keys_fail_only_with_tcp_links(tmp_path: Path) -> None:
+def test_doctor_fails_missing_keys_only_when_links_use_tcp(tmp_path: Path) -> None:
     """The remedy is the command that makes a key pair."""
     found = Findings("a")
 
@@ -235,7 +237,7 @@ def test_missing_keys_fail_only_with_tcp_links(tmp_path: Path) -> None:
     assert found.all[2].remedy == "`lockstep keys new --inventory c --host a`"
 
 
-def test_keys_folder_open_to_others_fails(tmp_path: Path) -> None:
+def test_doctor_fails_keys_folder_that_other_users_can_enter(tmp_path: Path) -> None:
     """The remedy is the command that closes the folder."""
     from services.commands.keys import host_keys
 
@@ -254,7 +256,7 @@ def test_keys_folder_open_to_others_fails(tmp_path: Path) -> None:
     assert "chmod 700" in found.all[0].remedy
 
 
-def test_damaged_or_missing_model_is_reported(tmp_path: Path) -> None:
+def test_doctor_fails_damaged_or_missing_model_folder(tmp_path: Path) -> None:
     """A damaged or missing folder fails; an id that is not downloaded is CANNOT CHECK."""
     found = Findings("a")
     for path in ("demo", str(tmp_path), "some/model", "/nowhere/at/all"):
@@ -264,7 +266,7 @@ def test_damaged_or_missing_model_is_reported(tmp_path: Path) -> None:
     assert "hf download some/model" in found.all[2].remedy
 
 
-def test_disk_smaller_than_block_limit_is_warning(tmp_path: Path) -> None:
+def test_doctor_warns_when_disk_is_smaller_than_cache_store_limit(tmp_path: Path) -> None:
     """The remedy names the setting."""
 
     def config(size: int) -> object:
@@ -279,7 +281,7 @@ def test_disk_smaller_than_block_limit_is_warning(tmp_path: Path) -> None:
     assert not (tmp_path / "not-yet").exists()
 
 
-def test_job_of_other_installation_is_reported(tmp_path: Path) -> None:
+def test_doctor_warns_of_installed_job_that_runs_another_installation(tmp_path: Path) -> None:
     """A job of a missing program fails; one of another installation is a warning."""
     here, other = tmp_path / "lockstep", tmp_path / "old"
     for program in (here, other):
@@ -294,7 +296,7 @@ def test_job_of_other_installation_is_reported(tmp_path: Path) -> None:
     assert found.all[1].remedy == f"`sudo {here} systemd install` again"
 
 
-def test_remedy_of_supervised_job_is_whole_command(tmp_path: Path) -> None:
+def test_doctor_remedy_for_supervised_job_is_complete_install_command(tmp_path: Path) -> None:
     """The command keeps `--supervised`, the inventory and the host."""
     unit, plist = tmp_path / "lockstep.service", tmp_path / "org.lockstep.plist"
     unit.write_text('[Service]\nExecStart="/gone/lockstep" "up" --inventory /c\n')
@@ -310,7 +312,7 @@ def test_remedy_of_supervised_job_is_whole_command(tmp_path: Path) -> None:
     ]
 
 
-def test_unreadable_run_folder_gives_no_processes(tmp_path: Path) -> None:
+def test_doctor_finds_no_processes_when_run_folder_is_unreadable(tmp_path: Path) -> None:
     """A run folder that this user may not enter is no error."""
     outer = tmp_path / "outer"
     outer.mkdir(mode=0o000)
@@ -327,7 +329,7 @@ def test_unreadable_run_folder_gives_no_processes(tmp_path: Path) -> None:
         outer.chmod(0o700)
 
 
-def test_secret_variables_are_reported_as_digest() -> None:
+def test_doctor_reports_api_key_variables_only_as_digest() -> None:
     """Watched variables are reported for comparison, but API keys only as a digest."""
     found = watched_variables(
         {"MLX_METAL_FAST_SYNCH": "1", "LOCKSTEP_API_KEYS": "me=s3cret", "HOME": "/x", "PATH": "y"}
@@ -341,7 +343,7 @@ def test_secret_variables_are_reported_as_digest() -> None:
     assert "unset MLX_METAL_FAST_SYNCH" in complaints.all[0].remedy
 
 
-def test_examination_writes_nothing(tmp_path: Path) -> None:
+def test_doctor_writes_no_file_while_it_examines_host(tmp_path: Path) -> None:
     """No folder, file or lock is created."""
     share = _share(tmp_path)
 

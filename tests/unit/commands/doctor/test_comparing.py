@@ -51,7 +51,7 @@ def _faults(
     return [one for one in compare(facts, rdma or {}, "a").all if one.verdict != "OK"]
 
 
-def test_equal_hosts_have_no_faults() -> None:
+def test_doctor_reports_only_ok_when_compared_hosts_are_equal() -> None:
     """All findings are OK, and each comparison has one."""
     found = compare([_facts("a"), _facts("b")], {"a": {"b": ["rdma_en5"]}}, "a").all
 
@@ -86,7 +86,7 @@ def test_equal_hosts_have_no_faults() -> None:
         ({"allowed": {"key-a": ["status"]}}, "keys", "FAIL", "b allows only as status a"),
     ],
 )
-def test_difference_between_hosts_is_found(
+def test_doctor_reports_difference_between_hosts_with_value_and_remedy(
     changes: dict[str, Any], check: str, verdict: str, cause: str
 ) -> None:
     """The finding has the check, the host's value and a remedy."""
@@ -97,14 +97,14 @@ def test_difference_between_hosts_is_found(
     assert found[0].remedy
 
 
-def test_host_specific_settings_may_differ() -> None:
+def test_doctor_ignores_different_folders_and_addresses_of_hosts() -> None:
     """A host's own folders and addresses are not compared."""
     other = _facts("b", environment={"LOCKSTEP_PATHS_RUN_DIR": "/tmp/x"})
 
     assert _faults([_facts("a"), other]) == []
 
 
-def test_api_keys_may_differ_and_other_variables_may_not() -> None:
+def test_doctor_reports_different_variables_of_hosts_except_api_keys() -> None:
     """Clients' keys are a host's own; a setting that counts tokens is compared."""
     secrets = {"LOCKSTEP_API_KEY": "digest 1", "LOCKSTEP_API_KEYS": "digest 2"}
     counts = {"LOCKSTEP_MODEL_CONTEXT_TOKENS_MAX": "digest 3"}
@@ -113,7 +113,7 @@ def test_api_keys_may_differ_and_other_variables_may_not() -> None:
     assert len(_faults([_facts("a"), _facts("b", environment=counts)])) == 1
 
 
-def test_model_digests_are_not_compared_across_versions() -> None:
+def test_doctor_cannot_check_model_digests_when_mlx_lm_versions_differ() -> None:
     """The digest covers the version of mlx-lm, so with different ones it is CANNOT CHECK."""
     other = _facts("b", model_digest="9", versions={**VERSIONS, "mlx-lm": "0.33.0"})
 
@@ -123,14 +123,14 @@ def test_model_digests_are_not_compared_across_versions() -> None:
     ]
 
 
-def test_keys_cannot_be_checked_without_public_key() -> None:
+def test_doctor_cannot_check_keys_of_host_without_public_key() -> None:
     """The finding is CANNOT CHECK, not OK."""
     found = compare([_facts("a", public_key=""), _facts("b")], {}, "a").all
 
     assert [one.verdict for one in found if one.check == "keys"] == ["CANNOT CHECK"]
 
 
-def test_remedy_for_keys_keeps_and_adds_roles() -> None:
+def test_doctor_remedy_for_keys_lists_present_and_missing_roles() -> None:
     """The command lists the present roles and the missing ones."""
     found = _faults([_facts("a", allowed={"key-b": ["gateway"]}), _facts("b")])
 
@@ -138,7 +138,7 @@ def test_remedy_for_keys_keeps_and_adds_roles() -> None:
     assert found[0].remedy == f"on a: `{command}`"
 
 
-def test_remedy_for_keys_names_inventory_and_host() -> None:
+def test_doctor_remedy_for_keys_has_inventory_and_host_flags() -> None:
     """Each host's keys folder depends on its inventory, so the command needs both flags."""
     flags = {"a": " --inventory /etc/c.toml --host a", "b": " --inventory ~/c.toml --host b"}
     changed_key, no_key = _facts("b", public_key="key-new"), _facts("b", public_key="")
@@ -154,7 +154,7 @@ def test_remedy_for_keys_names_inventory_and_host() -> None:
     assert new[0].remedy == "first, on b: `lockstep keys new --inventory ~/c.toml --host b`"
 
 
-def test_remedy_for_versions_installs_from_checkout() -> None:
+def test_doctor_remedy_for_different_lockstep_versions_installs_from_checkout() -> None:
     """The package index has another project of this name."""
     found = _faults([_facts("a"), _facts("b", versions={**VERSIONS, "lockstep": "0.0.9"})])
 
@@ -162,7 +162,7 @@ def test_remedy_for_versions_installs_from_checkout() -> None:
     assert "pip install" not in found[0].remedy
 
 
-def test_cable_seen_by_one_end_fails() -> None:
+def test_doctor_fails_cable_that_only_one_mac_sees() -> None:
     """The finding names both ends, and the pair counts as not linked."""
     unlinked = _facts("b", ports=[_port(B1, "", "en5")])
 
@@ -172,7 +172,7 @@ def test_cable_seen_by_one_end_fails() -> None:
     assert "no working cable between a and b" in found[1].detail
 
 
-def test_missing_cable_fails_with_jaccl_only() -> None:
+def test_doctor_fails_missing_cable_with_jaccl_and_warns_with_ring() -> None:
     """For a ring over the network it is a warning."""
     hosts = [_facts(h, ports=[_port(u, "", "en5")]) for h, u in (("a", A1), ("b", B1))]
     rings = [msgspec.structs.replace(one, backend="ring") for one in hosts]
@@ -181,7 +181,7 @@ def test_missing_cable_fails_with_jaccl_only() -> None:
     assert [(one.check, one.verdict) for one in _faults(rings)] == [("cables", "WARN")]
 
 
-def test_cable_to_unknown_mac_is_reported() -> None:
+def test_doctor_names_unknown_mac_at_other_end_of_cable() -> None:
     """The finding shows the name that the other Mac reports."""
     found = _faults(
         [_facts("a", ports=[_port(A1, B1, "en5"), _port(A2, "FFFF", "en2", "2")]), _facts("b")]
@@ -192,7 +192,7 @@ def test_cable_to_unknown_mac_is_reported() -> None:
     )
 
 
-def test_four_macs_need_closed_ring_of_cables() -> None:
+def test_doctor_fails_four_macs_whose_cables_form_no_closed_ring() -> None:
     """With one cable out the ring is open, which is a fault."""
 
     def ring(names: str, cut: bool) -> list[Facts]:
@@ -210,7 +210,7 @@ def test_four_macs_need_closed_ring_of_cables() -> None:
     assert [one.check for one in _faults(ring("abcd", cut=True))] == ["cables"]
 
 
-def test_rdma_tables_are_checked_against_cables() -> None:
+def test_doctor_fails_rdma_table_that_disagrees_with_cables() -> None:
     """A device that leads elsewhere or does not exist is a fault."""
     wrong = {"a": {"b": ["rdma_en2"]}, "b": {"a": ["rdma_en9"]}}
 
@@ -226,7 +226,7 @@ def test_rdma_tables_are_checked_against_cables() -> None:
     ("reported_s", "expected"),
     [(1_000.0, None), (1_030.0, None), (1_100.0, "70 s ahead"), (900.0, "100 s behind")],
 )
-def test_clock_outside_request_interval_is_reported(
+def test_doctor_reports_host_clock_outside_interval_of_its_request(
     reported_s: float, expected: str | None
 ) -> None:
     """The other host's time must lie between two local readings."""
@@ -246,7 +246,7 @@ def _answer(host: str = "elsewhere") -> str:
     return msgspec.json.encode(Examination(hosts=[report], findings=[])).decode()
 
 
-def test_answer_after_login_text_is_read() -> None:
+def test_doctor_reads_remote_report_that_follows_login_text() -> None:
     """Login scripts print lines, and the exit code is 1 when there are findings."""
     report = read_answer(CommandOutcome(f"Welcome to b!\n{_answer()}", code=1))
 
@@ -254,7 +254,7 @@ def test_answer_after_login_text_is_read() -> None:
     assert report.findings[0].detail == "sleeps"
 
 
-def test_hosts_without_answer_get_finding() -> None:
+def test_doctor_reports_cause_when_remote_host_does_not_answer() -> None:
     """An unreachable, slow or differently installed host has a finding with the cause."""
     outcomes = {
         "far": CommandOutcome(problem="ssh did not answer within 5 s"),
@@ -275,7 +275,7 @@ def test_hosts_without_answer_get_finding() -> None:
     assert (fine.facts.host, fine.findings[0].host) == ("fine", "fine")
 
 
-def test_remote_command_uses_paths_of_inventory() -> None:
+def test_doctor_remote_command_uses_login_and_executable_from_inventory() -> None:
     """Login and executable come from the host's table, with defaults."""
     plain = HostEntry(name="b", address="10.0.0.2")
     own = HostEntry(name="b", address="10.0.0.2", ssh="me@b.local", executable="/opt/lockstep")
@@ -297,7 +297,7 @@ def test_remote_command_uses_paths_of_inventory() -> None:
         ("~", "~"),
     ],
 )
-def test_remote_paths_are_quoted_for_ssh_only(path: str, word: str) -> None:
+def test_doctor_quotes_remote_paths_only_when_command_runs_over_ssh(path: str, word: str) -> None:
     """Blanks and shell characters stay in the word; a leading ~ stays a home folder."""
     host = HostEntry(name="b", address="10.0.0.2", executable=path, inventory=path)
 
@@ -309,7 +309,7 @@ def test_remote_paths_are_quoted_for_ssh_only(path: str, word: str) -> None:
 
 
 @pytest.mark.parametrize("template", ["ssh {unknown}", "'", "", "{", "{0}"])
-def test_malformed_remote_template_is_refused(template: str) -> None:
+def test_doctor_refuses_malformed_remote_command_template(template: str) -> None:
     """The error names `--remote`."""
     with pytest.raises(UsageError, match="--remote"):
         command_for(template, HostEntry(name="b"), "x")

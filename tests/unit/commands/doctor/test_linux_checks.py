@@ -35,7 +35,9 @@ def _check_linux_memory(
     return _only_finding(Examiner(share, "a", {}, run).examine(), "free memory")
 
 
-def test_weights_on_cpu_count_as_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_counts_weights_of_cpu_rank_as_float32(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A CPU rank loads float32 unless model.dtype is set; a GPU rank needs no host memory."""
     _, weights = files.check_model(Findings("a"), load_config(None, {"model.path": "demo"}))
     assert weights is not None
@@ -49,7 +51,7 @@ def test_weights_on_cpu_count_as_float32(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert _check_linux_memory(monkeypatch, tmp_path, half // 2, gpus).verdict == "OK"
 
 
-def test_linux_host_checks_gpus_cores_and_memory() -> None:
+def test_doctor_checks_gpus_cores_and_memory_of_linux_host() -> None:
     """Checks that only macOS has are CANNOT CHECK."""
     found = Findings("a")
     linux.check_gpus(found, CommandOutcome(recorded.NVIDIA), needed=True)

@@ -14,7 +14,7 @@ def _python(program: str, deadline_s: float = 20.0) -> CommandOutcome:
     return run_command([sys.executable, "-c", program], deadline_s)
 
 
-def test_output_errors_and_exit_code_are_returned() -> None:
+def test_command_outcome_has_output_error_text_and_exit_code() -> None:
     """Bytes that are no UTF-8 become replacement characters."""
     outcome = _python("import sys; sys.stdout.buffer.write(b'a\\xffb'); sys.exit('no')")
 
@@ -22,7 +22,7 @@ def test_output_errors_and_exit_code_are_returned() -> None:
     assert outcome.why == "it ended with exit code 1 (no)"
 
 
-def test_missing_command_is_named() -> None:
+def test_command_outcome_names_command_that_is_not_installed() -> None:
     """The reason names the command that is not installed."""
     assert (
         run_command(["lockstep-no-such-tool"], 5.0).why
@@ -30,7 +30,7 @@ def test_missing_command_is_named() -> None:
     )
 
 
-def test_crash_of_child_is_finding() -> None:
+def test_doctor_fails_mlx_check_when_its_child_process_crashes() -> None:
     """A segmentation fault in the child, as RDMA libraries have caused, is a finding."""
     outcome = _python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     found = Findings("a")
@@ -42,7 +42,7 @@ def test_crash_of_child_is_finding() -> None:
     assert "SIGSEGV" in found.all[0].detail
 
 
-def test_hanging_command_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_doctor_kills_hanging_command_and_its_children_at_deadline(tmp_path: Path) -> None:
     """At the deadline no process of the command is left."""
     pid_file = tmp_path / "pid"
     program = (
@@ -62,7 +62,7 @@ def test_hanging_command_is_killed_with_its_children(tmp_path: Path) -> None:
     assert wait_gone(children, 10.0) == []
 
 
-def test_command_with_endless_output_is_killed_early() -> None:
+def test_doctor_kills_command_with_endless_output_before_deadline() -> None:
     """The process is killed when it has printed too much, before the deadline."""
     begin_s = time.monotonic()
 
@@ -72,21 +72,21 @@ def test_command_with_endless_output_is_killed_early() -> None:
     assert time.monotonic() - begin_s < 40.0
 
 
-def test_long_output_on_both_streams_is_complete() -> None:
+def test_doctor_reads_all_output_when_both_streams_exceed_pipe_buffer() -> None:
     """Output longer than a pipe's buffer is read from both streams."""
     outcome = _python("import sys; sys.stdout.write('a' * 300000); sys.stderr.write('b' * 300000)")
 
     assert (outcome.text, outcome.errors) == ("a" * 300_000, "b" * 300_000)
 
 
-def test_deadline_holds_after_streams_are_closed() -> None:
+def test_doctor_kills_command_at_deadline_after_it_closed_its_output() -> None:
     """A process that closes its output and continues is killed at the deadline."""
     outcome = _python("import os, time; os.close(1); os.close(2); time.sleep(60)", 2.0)
 
     assert "did not answer within 2 s" in outcome.why
 
 
-def test_mlx_probe_succeeds_on_this_machine() -> None:
+def test_doctor_mlx_check_succeeds_on_this_machine() -> None:
     """The real probe computes with MLX and finds the ring backend."""
     found = Findings("a")
 
@@ -95,7 +95,7 @@ def test_mlx_probe_succeeds_on_this_machine() -> None:
     assert {one.check: one.verdict for one in found.all} == {"MLX": "OK", "backend": "OK"}
 
 
-def test_missing_backend_names_available_ones() -> None:
+def test_doctor_names_available_mlx_backends_when_required_one_is_missing() -> None:
     """The remedy is the installation of another extra."""
     found = Findings("a")
     text = '{"right": true, "device": "cpu", "has": {"ring": true, "jaccl": false}}'
@@ -106,7 +106,7 @@ def test_missing_backend_names_available_ones() -> None:
     assert "`pip install '.[cuda13]'` in the checkout" in found.all[-1].remedy
 
 
-def test_wrong_result_of_mlx_probe_fails() -> None:
+def test_doctor_fails_device_whose_mlx_product_is_wrong() -> None:
     """A device that computes a wrong product is a fault."""
     found = Findings("a")
 

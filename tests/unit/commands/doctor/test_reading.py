@@ -42,7 +42,9 @@ READERS: dict[str, tuple[Callable[[str], object], str]] = {
 @pytest.mark.parametrize("name", list(READERS))
 @settings(max_examples=cases(12, 60))
 @given(text=st.text(max_size=400), data=st.data())
-def test_no_output_raises_in_parser(name: str, text: str, data: st.DataObject) -> None:
+def test_doctor_parser_raises_no_error_for_any_output(
+    name: str, text: str, data: st.DataObject
+) -> None:
     """Any text, and a real output with a part removed or inserted, gives facts or None."""
     read, real = READERS[name]
     start = data.draw(st.integers(0, len(real)))
@@ -53,7 +55,7 @@ def test_no_output_raises_in_parser(name: str, text: str, data: st.DataObject) -
     read(real[:start] + text + real[start:])
 
 
-def test_thunderbolt_ports_have_speed_interface_and_peer() -> None:
+def test_doctor_reads_speed_interface_and_peer_of_thunderbolt_ports() -> None:
     """A cabled port names the other end; an empty one has its highest speed."""
     interfaces = read_hardware_ports(recorded.HARDWARE_PORTS)
 
@@ -67,7 +69,7 @@ def test_thunderbolt_ports_have_speed_interface_and_peer() -> None:
     assert (cabled.speed_gbps, cabled.interface, cabled.peer_name) == (80, "en5", "Mac Studio B")
 
 
-def test_dock_is_not_a_peer() -> None:
+def test_doctor_does_not_take_thunderbolt_dock_for_another_mac() -> None:
     """A connected device without a domain is no other host."""
     text = recorded.profiler(("3", recorded.A2, "40 Gb/s", "", ""))
     dock = text.replace("no_devices_connected", "connected")
@@ -79,17 +81,17 @@ def test_dock_is_not_a_peer() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{", '{"SPThunderboltDataType": 5}'])
-def test_malformed_profile_is_none(text: str) -> None:
+def test_doctor_parser_returns_none_for_malformed_thunderbolt_profile(text: str) -> None:
     """A failed command differs from a Mac without ports."""
     assert read_thunderbolt(text, {}) is None
 
 
-def test_deeply_nested_json_is_none() -> None:
+def test_doctor_parser_returns_none_for_deeply_nested_json() -> None:
     """Nesting deeper than the recursion limit raises no error."""
     assert read_thunderbolt("[" * 200_000, {}) is None
 
 
-def test_rdma_switch_devices_and_states_are_read() -> None:
+def test_doctor_reads_rdma_switch_devices_and_port_states() -> None:
     """The parsers return the switch, the devices and the state of each port."""
     assert thunderbolt.read_switch("RDMA is disabled.\n") == "disabled"
     assert thunderbolt.read_switch("enabled\n") == "enabled"
@@ -102,7 +104,7 @@ def test_rdma_switch_devices_and_states_are_read() -> None:
     }
 
 
-def test_interfaces_have_addresses_and_members() -> None:
+def test_doctor_reads_addresses_and_bridge_members_of_interfaces() -> None:
     """The parser returns IPv4 addresses, members of bridges, and whether an interface is up."""
     found = macos.read_interfaces(recorded.IFCONFIG + recorded.BRIDGE)
 
@@ -112,7 +114,7 @@ def test_interfaces_have_addresses_and_members() -> None:
     assert found["bridge0"].up
 
 
-def test_memory_figures_of_macos_are_read() -> None:
+def test_doctor_reads_memory_figures_of_macos_in_bytes() -> None:
     """Wired bytes are pages times their size, which is 16 KiB on Apple silicon."""
     assert macos.read_wired(recorded.VM_STAT) == 390_625 * 16_384
     assert macos.read_free_share(recorded.MEMORY_PRESSURE) == 0.93
@@ -120,20 +122,20 @@ def test_memory_figures_of_macos_are_read() -> None:
     assert macos.read_number("sysctl: unknown oid") is None
 
 
-def test_power_settings_with_remarks_are_read() -> None:
+def test_doctor_reads_power_settings_that_pmset_prints_with_remarks() -> None:
     """pmset prints a remark behind some numbers."""
     found = macos.read_power(recorded.PMSET)
 
     assert (found["sleep"], found["displaysleep"], found["autorestart"]) == (0, 10, 1)
 
 
-def test_port_holders_are_read() -> None:
+def test_doctor_reads_command_and_process_id_of_port_holders() -> None:
     """lsof and ss give command name and process id."""
     assert macos.read_lsof(recorded.LSOF) == [("python3.12", 4711), ("node", 4800)]
     assert linux.read_ss(recorded.SS) == [("python3", 4711), ("python3", 4712)]
 
 
-def test_gpus_with_memory_are_read() -> None:
+def test_doctor_omits_gpus_whose_memory_is_not_reported() -> None:
     """A GPU whose memory nvidia-smi does not report is left out."""
     text = recorded.NVIDIA + "NVIDIA T4, 570.86.15, [N/A], [N/A]\n"
 
@@ -142,7 +144,7 @@ def test_gpus_with_memory_are_read() -> None:
     ] * 2
 
 
-def test_job_files_name_program_and_command() -> None:
+def test_doctor_reads_program_and_command_from_job_files() -> None:
     """A LaunchDaemon is a plist; a unit has ExecStart."""
     plist = (
         b'<?xml version="1.0"?>\n<plist version="1.0"><dict><key>ProgramArguments</key><array>'

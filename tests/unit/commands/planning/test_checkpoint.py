@@ -24,7 +24,7 @@ SMALL = {
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
 
 
-def test_bytes_of_large_checkpoint_are_exact(tmp_path: Path) -> None:
+def test_plan_counts_exact_bytes_of_checkpoint_in_several_files(tmp_path: Path) -> None:
     """Llama 3.1 70B in several files has 70,553,706,496 parameters of 16 bits."""
     folder = sparse_checkpoints.write(
         tmp_path, sparse_checkpoints.DENSE, sparse_checkpoints.dense_shapes(), files=4
@@ -36,7 +36,7 @@ def test_bytes_of_large_checkpoint_are_exact(tmp_path: Path) -> None:
     assert len(found.layers) == 80
 
 
-def test_tensors_that_mlx_lm_ignores_are_not_counted(tmp_path: Path) -> None:
+def test_plan_does_not_count_tensors_that_mlx_lm_ignores(tmp_path: Path) -> None:
     """Vision towers, draft layers, tied outputs and rotary tables take no memory."""
     shapes = sparse_checkpoints.dense_shapes(SMALL)
     plain = sparse_checkpoints.read(
@@ -62,7 +62,7 @@ def test_tensors_that_mlx_lm_ignores_are_not_counted(tmp_path: Path) -> None:
     assert without_output.bytes == plain - 2 * 256 * 64
 
 
-def test_cast_and_fp8_weights_count_at_size_in_memory(tmp_path: Path) -> None:
+def test_plan_counts_cast_and_fp8_weights_at_their_size_in_memory(tmp_path: Path) -> None:
     """float32 doubles 16-bit numbers but not packed ones; FP8 with scales becomes 16 bits."""
     shapes: sparse_checkpoints.Shapes = {
         "model.layers.0.self_attn.k_proj.weight": ("U32", (32, 8)),
@@ -77,7 +77,7 @@ def test_cast_and_fp8_weights_count_at_size_in_memory(tmp_path: Path) -> None:
     assert sparse_checkpoints.read(folder, "float32").float_bytes == 4
 
 
-def test_checkpoint_without_known_layers_is_refused(tmp_path: Path) -> None:
+def test_plan_refuses_checkpoint_without_known_layer_names(tmp_path: Path) -> None:
     """A checkpoint without layer names that Lockstep knows is a ConfigError."""
     folder = sparse_checkpoints.write(tmp_path, SMALL, {"some.weight": ("F32", (2, 2))})
 
@@ -100,7 +100,7 @@ _ENTRIES = st.one_of(
 
 
 @given(header=st.one_of(_VALUES, st.dictionaries(st.text(max_size=30), _ENTRIES, max_size=5)))
-def test_any_header_gives_checkpoint_or_config_error(header: Any) -> None:
+def test_reading_any_checkpoint_header_raises_nothing_but_config_error(header: Any) -> None:
     """Reading any header returns a checkpoint or raises ConfigError, and no other error."""
     text = json.dumps(header).encode()
     file = WeightFile(Path("model.safetensors"), 8 + len(text), text)
@@ -110,7 +110,7 @@ def test_any_header_gives_checkpoint_or_config_error(header: Any) -> None:
         assert isinstance(read_checkpoint(config, [file]), Checkpoint)
 
 
-def test_truncated_weight_file_is_refused(tmp_path: Path) -> None:
+def test_plan_refuses_truncated_weight_file_by_name(tmp_path: Path) -> None:
     """The error names the truncated file."""
     folder = sparse_checkpoints.write(
         tmp_path, SMALL, sparse_checkpoints.dense_shapes(SMALL), files=2

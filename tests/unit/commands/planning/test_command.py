@@ -41,7 +41,7 @@ def test_plan_for_two_hosts_lists_splits_and_recommends_one(
     assert "lockstep up" not in last
 
 
-def test_plan_for_one_host_recommends_command(
+def test_plan_for_one_host_recommends_lockstep_up_command(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For one host the recommendation is a `lockstep up` command."""
@@ -50,7 +50,7 @@ def test_plan_for_one_host_recommends_command(
     assert f"lockstep up --model {folder} --ranks 1\n" in out
 
 
-def test_recommendation_leaves_out_useless_host(
+def test_plan_recommends_one_host_when_second_host_makes_it_worse(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If one of two hosts is better alone, the recommendation names only that one."""
@@ -62,7 +62,7 @@ def test_recommendation_leaves_out_useless_host(
     assert "world.size = 1, with ranks on host 1 only" in table
 
 
-def test_plan_that_does_not_fit_says_how_much_is_missing(
+def test_plan_exits_with_1_and_missing_gib_when_model_does_not_fit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """57 GiB of weights for a GPU with 24 GiB: exit code 1, with the missing GiB."""
@@ -73,7 +73,7 @@ def test_plan_that_does_not_fit_says_how_much_is_missing(
     assert "Nothing to recommend: every split lacks memory" in out
 
 
-def test_plan_fails_when_requested_sequences_do_not_fit(
+def test_plan_exits_with_1_when_requested_sequences_do_not_fit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The recommendation is printed, and the exit code is 1."""
@@ -93,7 +93,9 @@ def test_plan_fails_when_requested_sequences_do_not_fit(
     assert "Recommended" in out
 
 
-def test_json_holds_whole_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_json_has_the_share_of_every_rank_in_bytes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Sizes are bytes, and the document has the share of every rank."""
     _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "2x128GB", "--json")
 
@@ -149,10 +151,11 @@ def test_plan_takes_hosts_and_memory_from_inventory(
     assert "how much memory studio-b has" in err
 
 
-def test_the_model_of_a_host_that_is_here(
+def test_plan_reads_the_inventory_model_folder_that_exists_on_this_machine(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Hosts may have it each in its own folder: the one that is here is read, never the demo."""
+    """Inventory hosts may have different model folders: plan reads the one that exists here
+    and never the demo model."""
     away, here = 'model_path = "/nowhere/at/all"', f'model_path = "{folder}"'
 
     code, out, _ = _plan(
@@ -165,7 +168,7 @@ def test_the_model_of_a_host_that_is_here(
     assert "/nowhere/at/all" in err
 
 
-def test_nccl_hosts_may_use_all_gpu_memory(
+def test_plan_uses_all_gpu_memory_of_nccl_hosts(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All memory of an NVIDIA GPU is usable, unlike that of a Mac."""
@@ -176,7 +179,7 @@ def test_nccl_hosts_may_use_all_gpu_memory(
     assert "studio-b: 192 GiB, of which cuda may use 192 GiB" in out
 
 
-def test_setting_in_place_of_section_is_one_line_error(
+def test_plan_reports_config_section_with_scalar_value_in_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one line names the setting."""
@@ -205,7 +208,7 @@ def test_setting_in_place_of_section_is_one_line_error(
         (["--inventory", "x.toml", "--ranks", "2"], 64, "leave out"),
     ],
 )
-def test_wrong_flag_gives_exit_code_and_one_line(
+def test_plan_with_wrong_flag_exits_with_usage_code_and_one_line_error(
     words: list[str], code: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one line names cause and remedy."""
@@ -217,7 +220,7 @@ def test_wrong_flag_gives_exit_code_and_one_line(
     assert err.count("\n") == 1
 
 
-def test_plan_needs_neither_mlx_nor_network(folder: Path) -> None:
+def test_plan_command_imports_no_mlx_and_opens_no_connection(folder: Path) -> None:
     """Planning works without MLX and opens no connection."""
     program = (
         "import sys, socket\n"

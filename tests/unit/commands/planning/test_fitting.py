@@ -54,7 +54,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
 
 
 @given(room=ROOMS, tokens=st.integers(1, 2**21), sequences=st.integers(1, 64))
-def test_missing_bytes_are_exactly_what_lets_sequences_fit(
+def test_sequences_fit_exactly_when_reported_missing_bytes_are_added(
     room: KVRoom, tokens: int, sequences: int
 ) -> None:
     """0 missing bytes mean that the sequences fit; adding the missing bytes makes them fit."""
@@ -71,8 +71,8 @@ def test_missing_bytes_are_exactly_what_lets_sequences_fit(
 
 
 @given(room=ROOMS)
-def test_longest_row_fits_and_longer_row_does_not(room: KVRoom) -> None:
-    """A row of the longest length fits, and one growth step more does not."""
+def test_longest_planned_sequence_fits_and_next_longer_one_does_not(room: KVRoom) -> None:
+    """A row of the longest length fits the memory, and a row one growth step longer does not."""
     longest = room.longest(256)
 
     if longest > 0 and room.rows.row_bytes_per_token:
@@ -88,7 +88,7 @@ def test_weights_kv_budget_and_reserve_add_up_to_usable_memory(room: KVRoom) -> 
         assert parts == room.usable_bytes
 
 
-def test_tensor_split_divides_all_but_norms_and_outer_matrices(dense: PlannedModel) -> None:
+def test_tensor_split_divides_layers_but_not_embedding_and_output(dense: PlannedModel) -> None:
     """Each of two ranks holds embedding and output whole, and half of the 80 layers."""
     option = plan_split(dense, "tensor", memory_of_sizes([256 * GIB] * 2, "metal"), DEMAND)
 
@@ -101,7 +101,7 @@ def test_tensor_split_divides_all_but_norms_and_outer_matrices(dense: PlannedMod
     )
 
 
-def test_expert_split_divides_only_experts(mixture: PlannedModel) -> None:
+def test_expert_split_divides_experts_and_keeps_all_else_whole(mixture: PlannedModel) -> None:
     """A rank holds everything but the experts whole, half of the experts, and the whole KV."""
     option = plan_split(mixture, "expert", memory_of_sizes([64 * GIB] * 2, "metal"), DEMAND)
 
@@ -112,7 +112,7 @@ def test_expert_split_divides_only_experts(mixture: PlannedModel) -> None:
         assert share.kv_bytes_per_token == mixture.kv.bytes().per_token
 
 
-def test_separate_and_stacked_experts_give_equal_plans(
+def test_plan_is_equal_for_separate_and_stacked_expert_tensors(
     mixture: PlannedModel, tmp_path: Path
 ) -> None:
     """Hugging Face's separate experts lead to the same plan as mlx-lm's stacked ones."""
@@ -125,7 +125,7 @@ def test_separate_and_stacked_experts_give_equal_plans(
     assert all_splits(other, memory, DEMAND) == all_splits(mixture, memory, DEMAND)
 
 
-def test_unequal_hosts_get_proportional_experts_and_layers(mixture: PlannedModel) -> None:
+def test_plan_gives_hosts_experts_and_layers_in_proportion_to_memory(mixture: PlannedModel) -> None:
     """A host with twice the memory gets about twice the experts and layers; none is lost."""
     memory = memory_of_sizes([128 * GIB, 64 * GIB], "metal")
 
@@ -145,7 +145,7 @@ def test_unequal_hosts_get_proportional_experts_and_layers(mixture: PlannedModel
     ]
 
 
-def test_context_follows_rank_with_least_room(mixture: PlannedModel) -> None:
+def test_planned_context_is_limited_by_rank_with_least_room_for_kv(mixture: PlannedModel) -> None:
     """With unequal layers the rank that keeps most KV per token limits the context."""
     memory = memory_of_sizes([128 * GIB, 64 * GIB], "metal")
 
@@ -156,7 +156,7 @@ def test_context_follows_rank_with_least_room(mixture: PlannedModel) -> None:
     assert option.context_tokens == budget // token // 256 * 256
 
 
-def test_impossible_splits_name_their_obstacle(dense: PlannedModel) -> None:
+def test_impossible_split_is_reported_with_its_reason(dense: PlannedModel) -> None:
     """Three ranks cannot divide 64 heads, and a dense model has no experts."""
     options = all_splits(dense, memory_of_sizes([256 * GIB] * 3, "metal"), DEMAND)
 
@@ -166,14 +166,14 @@ def test_impossible_splits_name_their_obstacle(dense: PlannedModel) -> None:
     assert words[2, "tensor"] == words[1, "none"] == ""
 
 
-def test_fewer_ranks_use_hosts_with_most_memory(dense: PlannedModel) -> None:
+def test_plan_with_fewer_ranks_than_hosts_uses_hosts_with_most_memory(dense: PlannedModel) -> None:
     """A single rank runs on the larger of two hosts."""
     options = all_splits(dense, memory_of_sizes([64 * GIB, 512 * GIB], "metal"), DEMAND)
 
     assert [share.host for share in options[0].shares] == ["host 1"]
 
 
-def test_draft_model_is_counted_on_every_rank(dense: PlannedModel) -> None:
+def test_plan_counts_draft_model_on_every_rank(dense: PlannedModel) -> None:
     """Each rank holds the draft model's weights whole and its KV for every row."""
     drafting = PlannedModel(dense.checkpoint, dense.kv, DraftMemory(10 * GIB, 1_000))
     memory = memory_of_sizes([512 * GIB] * 2, "metal")
@@ -196,7 +196,7 @@ def _choose(
     return option.sharding, option.ranks, choice.kv_bits, choice.context_tokens
 
 
-def test_recommendation_prefers_all_hosts_and_whole_experts(
+def test_plan_recommends_all_hosts_and_expert_split_when_both_fit(
     dense: PlannedModel, mixture: PlannedModel
 ) -> None:
     """All hosts are used if that works; a model with experts is split by experts."""
@@ -206,7 +206,7 @@ def test_recommendation_prefers_all_hosts_and_whole_experts(
     assert _choose(mixture, memory, DEMAND) == ("expert", 2, 0, 32_768)
 
 
-def test_recommendation_lowers_kv_bits_before_context(dense: PlannedModel) -> None:
+def test_plan_lowers_kv_bits_before_it_shortens_context(dense: PlannedModel) -> None:
     """KV gets fewer bits first; the context becomes shorter only if that is not enough."""
     weights = dense.checkpoint.bytes
     row = 32_768 * dense.kv.bytes().per_token
@@ -220,12 +220,12 @@ def test_recommendation_lowers_kv_bits_before_context(dense: PlannedModel) -> No
     assert 1_024 <= shorter[3] < 32_768
 
 
-def test_recommendation_is_none_when_weights_fit_nowhere(dense: PlannedModel) -> None:
+def test_plan_recommends_nothing_when_weights_fit_in_no_split(dense: PlannedModel) -> None:
     """Weights that fit in no split lead to no recommendation."""
     assert _choose(dense, memory_of_sizes([32 * GIB] * 2, "metal"), DEMAND) is None
 
 
-def test_recommendation_uses_pipeline_only_when_others_do_not_fit(tmp_path: Path) -> None:
+def test_plan_recommends_pipeline_split_only_when_other_splits_do_not_fit(tmp_path: Path) -> None:
     """Layers are divided if one host is too small for a tensor split, and otherwise not."""
     config = {**sparse_checkpoints.DENSE, "model_type": "qwen2"}
     model = sparse_checkpoints.planned_model(

@@ -19,8 +19,8 @@ def _kv(folder: Path, config: dict[str, Any], shapes: sparse_checkpoints.Shapes)
     return model_kv(sparse_checkpoints.read(sparse_checkpoints.write(folder, config, shapes)))
 
 
-def test_kv_of_grouped_queries_is_shared_among_ranks(tmp_path: Path) -> None:
-    """Llama 3.1 70B has 320 KiB per token; ranks divide its 8 heads, at least one each."""
+def test_ranks_divide_kv_heads_of_grouped_query_attention(tmp_path: Path) -> None:
+    """Llama 3.1 70B has 320 KiB of KV per token; ranks divide its 8 heads, at least one each."""
     kv = _kv(tmp_path, sparse_checkpoints.DENSE, sparse_checkpoints.dense_shapes())
 
     assert kv.known
@@ -28,7 +28,7 @@ def test_kv_of_grouped_queries_is_shared_among_ranks(tmp_path: Path) -> None:
     assert [kv.bytes(ranks=n).per_token for n in (2, 8, 16)] == [160 * KIB, 40 * KIB, 40 * KIB]
 
 
-def test_quantized_kv_counts_scales_and_biases(tmp_path: Path) -> None:
+def test_planned_bytes_of_quantized_kv_include_scales_and_biases(tmp_path: Path) -> None:
     """8 bits take 8 per number and 32 per group of 64 for scale and bias; 4 bits take half."""
     kv = _kv(tmp_path, sparse_checkpoints.DENSE, sparse_checkpoints.dense_shapes())
 
@@ -38,7 +38,7 @@ def test_quantized_kv_counts_scales_and_biases(tmp_path: Path) -> None:
     assert kv.bytes(bits=4, ranks=2).per_token == (numbers // 2 + numbers // 64 * 4) // 2
 
 
-def test_kv_of_pipeline_rank_covers_its_layers(tmp_path: Path) -> None:
+def test_pipeline_rank_keeps_kv_of_its_own_layers_only(tmp_path: Path) -> None:
     """The KV bytes of two ranks' layers sum to those of the whole model."""
     kv = _kv(tmp_path, sparse_checkpoints.DENSE, sparse_checkpoints.dense_shapes())
 
@@ -48,7 +48,7 @@ def test_kv_of_pipeline_rank_covers_its_layers(tmp_path: Path) -> None:
     assert parts[0].per_token == 30 * 4 * KIB
 
 
-def test_latent_kv_is_whole_on_every_rank(tmp_path: Path) -> None:
+def test_every_rank_keeps_whole_latent_kv(tmp_path: Path) -> None:
     """DeepSeek V3 keeps 512 + 64 numbers per layer and token on every rank."""
     config = {
         "model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128,
@@ -73,7 +73,9 @@ def test_latent_kv_is_whole_on_every_rank(tmp_path: Path) -> None:
     assert expanded.bytes().per_token == 61 * 128 * (192 + 128) * 2
 
 
-def test_sliding_window_counts_per_row(tmp_path: Path) -> None:
+def test_planned_kv_of_sliding_window_layers_is_independent_of_sequence_length(
+    tmp_path: Path,
+) -> None:
     """gpt-oss keeps half of its layers for 128 tokens only, at any row length."""
     config = {
         **sparse_checkpoints.DENSE, "model_type": "gpt_oss", "num_hidden_layers": 4,
@@ -86,7 +88,7 @@ def test_sliding_window_counts_per_row(tmp_path: Path) -> None:
     assert not kv.quantizable()
 
 
-def test_window_that_mlx_lm_ignores_is_not_counted(tmp_path: Path) -> None:
+def test_plan_ignores_sliding_window_that_mlx_lm_ignores(tmp_path: Path) -> None:
     """qwen2 configs name a window that mlx-lm ignores: KV of all tokens is kept."""
     config = {**sparse_checkpoints.DENSE, "model_type": "qwen2", "sliding_window": 4_096}
 
@@ -95,7 +97,7 @@ def test_window_that_mlx_lm_ignores_is_not_counted(tmp_path: Path) -> None:
     )
 
 
-def test_layers_with_shared_kv_take_no_bytes(tmp_path: Path) -> None:
+def test_plan_counts_no_kv_bytes_for_layers_that_share_kv(tmp_path: Path) -> None:
     """The last layers of Gemma 3n and 4 read the KV of earlier layers."""
     config = {
         **sparse_checkpoints.DENSE, "model_type": "gemma4_text", "num_hidden_layers": 4,
@@ -107,7 +109,7 @@ def test_layers_with_shared_kv_take_no_bytes(tmp_path: Path) -> None:
     )
 
 
-def test_kv_of_unknown_attention_is_unknown(tmp_path: Path) -> None:
+def test_plan_gives_no_kv_size_for_layers_with_unknown_attention(tmp_path: Path) -> None:
     """A layer whose attention has unknown tensors gets no KV size."""
     shapes: sparse_checkpoints.Shapes = {"model.layers.0.attn.mystery.weight": ("F32", (8, 8))}
     odd: sparse_checkpoints.Shapes = {"model.layers.0.mixer.A_log": ("F32", (8,))}
@@ -137,6 +139,6 @@ def test_plan_knows_every_model_family_with_sliding_window(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", _families_with(r"\b(Arrays|Chunked\w*|Layer)Cache\("))
-def test_every_recurrent_family_is_counted_or_unplanned(family: str) -> None:
+def test_plan_counts_or_refuses_every_model_family_with_recurrent_state(family: str) -> None:
     """A family with other state than keys and values is counted or marked as unplanned."""
     assert family in RECURRENT | UNPLANNED

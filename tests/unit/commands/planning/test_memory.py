@@ -30,19 +30,19 @@ from shared.errors import UnavailableError, UsageError
         ("8388608", [2**23]),
     ],
 )
-def test_parse_sizes_reads_units_and_repeats(text: str, sizes: list[int]) -> None:
+def test_memory_flag_accepts_units_and_repeated_sizes(text: str, sizes: list[int]) -> None:
     """There is one size per host, with or without a unit; "2x64G" means two hosts."""
     assert parse_sizes(text) == sizes
 
 
 @given(st.text(max_size=20))
-def test_parse_sizes_returns_positive_sizes_or_usage_error(text: str) -> None:
+def test_memory_flag_gives_positive_sizes_or_usage_error_for_any_text(text: str) -> None:
     """Any text gives sizes above 0 or a UsageError."""
     with contextlib.suppress(UsageError):
         assert all(size > 0 for size in parse_sizes(text))
 
 
-def test_format_bytes_uses_largest_unit() -> None:
+def test_byte_count_is_printed_in_largest_fitting_unit() -> None:
     """A size has about three digits, in the largest unit that gives at least one."""
     assert [format_bytes(n) for n in (0, 1_536, 5 * 2**20, 512 * GIB, 1_536 * GIB)] == [
         "0 B",
@@ -53,8 +53,9 @@ def test_format_bytes_uses_largest_unit() -> None:
     ]
 
 
-def test_usable_memory_depends_on_device() -> None:
-    """Two thirds of a small Mac, three quarters of a large one, all of an NVIDIA GPU."""
+def test_usable_memory_is_documented_share_of_each_device() -> None:
+    """The share is two thirds of a small Mac, three quarters of a large one, all of an NVIDIA
+    GPU."""
     assert usable_bytes_of(32 * GIB, "metal") == int(32 * GIB * 2 / 3)
     assert usable_bytes_of(512 * GIB, "metal") == 384 * GIB
     assert usable_bytes_of(80 * GIB, "cuda") == 80 * GIB
@@ -70,7 +71,7 @@ def _fake_system(**answers: str) -> AskSystem:
     return ask
 
 
-def test_wired_limit_sets_usable_memory_of_mac() -> None:
+def test_wired_limit_setting_becomes_usable_memory_of_mac() -> None:
     """iogpu.wired_limit_mb is the usable memory if it is set; 0 means the default part."""
     ask = _fake_system(memsize="549755813888\n", wired_limit="0\n")
     raised = _fake_system(memsize="549755813888\n", wired_limit="491520\n")
@@ -79,7 +80,7 @@ def test_wired_limit_sets_usable_memory_of_mac() -> None:
     assert memory_of_this_machine(2, "metal", ask=raised)[1].usable_bytes == 240 * GIB
 
 
-def test_each_rank_needs_its_own_gpu(tmp_path: Path) -> None:
+def test_plan_refuses_more_ranks_than_gpus(tmp_path: Path) -> None:
     """Each rank uses one GPU, and too few GPUs are an error with their number."""
     ask = _fake_system(nvidia="143771\n143771\n")
 
@@ -89,7 +90,7 @@ def test_each_rank_needs_its_own_gpu(tmp_path: Path) -> None:
         memory_of_this_machine(4, "cuda", ask=ask)
 
 
-def test_ranks_on_linux_divide_available_memory(tmp_path: Path) -> None:
+def test_ranks_on_one_linux_host_divide_its_available_memory(tmp_path: Path) -> None:
     """The ranks divide the MemAvailable of Linux."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100 kB\nMemAvailable:   8388608 kB\n")
@@ -99,7 +100,7 @@ def test_ranks_on_linux_divide_available_memory(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_unknown_memory_of_mac_is_error_with_remedy() -> None:
+def test_plan_asks_for_memory_flag_when_memory_of_mac_is_unknown() -> None:
     """The error asks for `--memory`."""
     with pytest.raises(UnavailableError, match="--memory"):
         memory_of_this_machine(1, "metal", ask=_fake_system())

@@ -14,7 +14,7 @@ from shared.os import fast_synch
 from tests.unit.commands.verify.recorded import healthy_rank
 
 
-def test_supervisor_is_found_by_its_lock(tmp_path: Path) -> None:
+def test_verify_finds_supervisor_only_while_its_lock_is_held(tmp_path: Path) -> None:
     """The process id counts only while a process holds the lock."""
     assert ending.supervisor_pid(tmp_path) is None
     (tmp_path / "lock").write_text("4711\n")
@@ -27,7 +27,7 @@ def test_supervisor_is_found_by_its_lock(tmp_path: Path) -> None:
         os.close(held)
 
 
-def test_shutdown_without_supervisor_is_skipped(tmp_path: Path) -> None:
+def test_verify_skips_shutdown_check_when_no_supervisor_runs(tmp_path: Path) -> None:
     """Processes of launchd are left alone: the verdict is SKIP, and the detail names launchd."""
     line = ending.shut_down(config_from_tree({"paths": {"run_dir": str(tmp_path)}}))
     assert (line.verdict, "launchd" in line.detail) == ("SKIP", True)
@@ -37,7 +37,7 @@ def test_shutdown_without_supervisor_is_skipped(tmp_path: Path) -> None:
     ("seconds", "remaining", "verdict"),
     [(0.4, [], "PASS"), (5.1, [], "FAIL"), (0.4, ["rank"], "FAIL"), (60.0, ["store"], "FAIL")],
 )
-def test_shutdown_passes_within_five_seconds_without_processes_left(
+def test_verify_passes_shutdown_within_five_seconds_that_leaves_no_process(
     seconds: float, remaining: list[str], verdict: str
 ) -> None:
     """A later end, or one that leaves a process, fails."""
@@ -55,7 +55,9 @@ def _judge_fast_synch(
     return fast_synch_check.judge_fast_synch(setting, ranks, host, path, system)
 
 
-def test_fast_synch_passes_only_with_recorded_proof(tmp_path: Path) -> None:
+def test_verify_passes_fast_synchronization_only_after_rank_recorded_its_use(
+    tmp_path: Path,
+) -> None:
     """The check fails until a rank has recorded a start that used the setting."""
     path = tmp_path / fast_synch.FILE_NAME
     unproven = _judge_fast_synch("auto", path)
@@ -66,6 +68,6 @@ def test_fast_synch_passes_only_with_recorded_proof(tmp_path: Path) -> None:
     assert _judge_fast_synch("on", path).verdict == "PASS"
 
 
-def test_fast_synch_is_skipped_on_linux(tmp_path: Path) -> None:
+def test_verify_skips_fast_synchronization_check_on_linux(tmp_path: Path) -> None:
     """Only Metal has fast synchronization."""
     assert _judge_fast_synch("on", tmp_path / "file", "linux").verdict == "SKIP"

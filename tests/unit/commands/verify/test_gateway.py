@@ -15,7 +15,7 @@ from tests.support.background_server import run_in_background
 from tests.unit.commands.verify.recorded import WORDS, stream_events
 
 
-def test_stream_is_parsed_completely() -> None:
+def test_verify_reads_text_tokens_finish_reason_and_usage_from_stream() -> None:
     """The answer has text, tokens with alternatives, finish reason, usage and cache counts."""
     answer = parse(stream_events(), 0.1, 0.5)
     assert (answer.text, answer.tokens) == ("".join(WORDS), list(WORDS))
@@ -34,7 +34,9 @@ def test_stream_is_parsed_completely() -> None:
         ([*stream_events()[:5], b"[DONE]"], "no finish_reason"),
     ],
 )
-def test_incomplete_stream_is_error(received: list[bytes], expected: str) -> None:
+def test_verify_raises_error_with_reason_when_stream_is_incomplete(
+    received: list[bytes], expected: str
+) -> None:
     """An incomplete stream raises NoAnswer with the reason."""
     with pytest.raises(NoAnswer, match=expected):
         parse(received, 0.0, 0.0)
@@ -69,21 +71,21 @@ def address() -> Iterator[str]:
         yield f"127.0.0.1:{server.server_address[1]}"
 
 
-def test_api_key_is_sent(address: str) -> None:
+def test_verify_sends_api_key_and_quotes_refusal_without_it(address: str) -> None:
     """The key leads to a completion; without it the error quotes the refusal."""
     assert Gateway(address, "m", "secret", 5.0).complete(prompt="x").tokens == list(WORDS)
     with pytest.raises(NoAnswer, match=r"refused with 401: A key is needed\. Give the key"):
         Gateway(address, "m", "", 5.0).complete(prompt="x")
 
 
-def test_unreachable_gateway_is_error_with_address() -> None:
+def test_verify_error_names_address_of_unreachable_gateway() -> None:
     """The error names the request, the address and the system's reason."""
     with pytest.raises(NoAnswer, match=r"GET /livez at 127\.0\.0\.1:1 failed"):
         Gateway("127.0.0.1:1", "m", "", 1.0).get("/livez")
 
 
 @pytest.mark.parametrize("key", ["two\nlines", "schlüssel"], ids=["lines", "letters"])
-def test_malformed_api_key_is_refused_before_any_request(key: str) -> None:
+def test_verify_refuses_malformed_api_key_before_any_request(key: str) -> None:
     """The error does not contain the key."""
     options = command.VerifyOptions(api_key=key)
 

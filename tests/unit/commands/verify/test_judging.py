@@ -21,7 +21,7 @@ def assert_fails(line: TimedCheck, *words: str) -> None:
     assert line.remedy.endswith("."), line
 
 
-def test_unready_gateway_fails_with_reason() -> None:
+def test_verify_fails_unready_gateway_with_reason_of_readyz() -> None:
     """A gateway that is alive and ready passes; otherwise the detail has the reason of /readyz."""
     assert judging.ready(is_alive=True, code=200, reason="").verdict == "PASS"
     assert_fails(
@@ -32,7 +32,7 @@ def test_unready_gateway_fails_with_reason() -> None:
     assert_fails(judging.ready(is_alive=False, code=404, reason=""), "/livez")
 
 
-def test_equal_canaries_pass_with_note_per_rank() -> None:
+def test_verify_passes_equal_canary_digests_and_notes_latency_per_rank() -> None:
     """The detail counts the findings; a note per rank has latency and bandwidth."""
     line = judging.canary(world_status())
     assert line.verdict == "PASS"
@@ -40,7 +40,7 @@ def test_equal_canaries_pass_with_note_per_rank() -> None:
     assert line.notes[1] == "rank 1 (mac-1): 12 us a sum, 0 MB/s in large ones"
 
 
-def test_different_canaries_fail_and_name_ranks() -> None:
+def test_verify_fails_different_canary_digests_and_names_ranks() -> None:
     """A different digest or a missing finding fails."""
     odd = healthy_rank(2, canary=[canary_finding(digest=b"x" * 16)])
     assert_fails(
@@ -53,14 +53,14 @@ def test_different_canaries_fail_and_name_ranks() -> None:
     )
 
 
-def test_canary_is_skipped_for_one_rank_or_when_off() -> None:
+def test_verify_skips_canary_check_for_one_rank_or_disabled_canary() -> None:
     """The verdict is SKIP with the reason."""
     assert judging.canary(world_status(healthy_rank(0))).verdict == "SKIP"
     line = judging.canary(world_status(healthy_rank(0, canary=[]), healthy_rank(1, canary=[])))
     assert (line.verdict, "world.canary is off" in line.detail) == ("SKIP", True)
 
 
-def test_one_request_reports_tokens_and_rate() -> None:
+def test_verify_reports_tokens_and_rate_of_complete_answer() -> None:
     """A wrong finish reason, no token or a wrong token count fails."""
     line = judging.one_request(http_answer())
     assert line.verdict == "PASS"
@@ -80,7 +80,7 @@ def near_tie_logprobs(gap: float) -> list[dict[str, float]]:
     return [{word: -0.1, " green": -0.1 - gap} for word in WORDS]
 
 
-def test_repeated_request_must_give_equal_text() -> None:
+def test_verify_fails_repeated_request_whose_text_differs() -> None:
     """Alone, even a near tie fails: the same computation gives the same bits."""
     assert judging.same_again(http_answer(), http_answer(seconds=9.0), 0).verdict == "PASS"
     tie = http_answer(likeliest=near_tie_logprobs(0.1))
@@ -91,7 +91,7 @@ def test_repeated_request_must_give_equal_text() -> None:
     assert_fails(judging.same_again(http_answer(), http_answer(OTHER), 2), "2.40 nats")
 
 
-def test_concurrent_requests_may_differ_at_near_tie() -> None:
+def test_verify_passes_concurrent_requests_that_differ_at_near_tie() -> None:
     """A batch of another size rounds differently; the note says how close the tokens were."""
     tie = http_answer(likeliest=near_tie_logprobs(0.2))
     line = judging.together([http_answer(), tie], [http_answer(), http_answer(OTHER)])
@@ -105,14 +105,16 @@ def test_concurrent_requests_may_differ_at_near_tie() -> None:
 
 
 @pytest.mark.parametrize("second", [OTHER, (*WORDS[:2], " violet"), WORDS[:2]])
-def test_concurrent_requests_that_differ_without_near_tie_fail(second: tuple[str, ...]) -> None:
+def test_verify_fails_concurrent_requests_that_differ_without_near_tie(
+    second: tuple[str, ...],
+) -> None:
     """A much less likely token, one outside the likeliest, or an early end fails."""
     line = judging.together([http_answer(), http_answer()], [http_answer(), http_answer(second)])
     assert_fails(line, "depends on the other requests of its batch")
     assert line.notes[0].endswith("no near tie")
 
 
-def test_early_end_at_near_tie_passes() -> None:
+def test_verify_passes_text_that_ends_early_at_near_tie() -> None:
     """A text may end early if the end token was nearly as likely as the next one."""
     line = judging.together(
         [http_answer(likeliest=near_tie_logprobs(0.1))],
@@ -121,20 +123,20 @@ def test_early_end_at_near_tie_passes() -> None:
     assert line.verdict == "PASS"
 
 
-def test_abort_must_free_row_within_two_seconds() -> None:
+def test_verify_fails_aborted_request_that_still_runs_after_two_seconds() -> None:
     """The detail says when the row was free; a row that still runs fails."""
     assert judging.aborted(0.31, 3).detail == "hung up after 3 events, free 0.31 s later"
     assert_fails(judging.aborted(None, 3), "still runs 2 s after")
 
 
-def test_stored_blocks_must_be_on_every_rank() -> None:
+def test_verify_fails_when_no_kv_block_or_not_every_one_is_stored() -> None:
     """No stored block, or one that a store refused, fails."""
     assert "all 2 ranks have" in judging.stored(2, 0, 2, 0.1).detail
     assert_fails(judging.stored(0, 0, 2, 15.0), "0 blocks stored and 0 lost within 15 s")
     assert_fails(judging.stored(1, 1, 2, 0.5), "1 lost")
 
 
-def test_reuse_and_restore_are_read_from_usage() -> None:
+def test_verify_fails_cache_check_when_usage_has_no_cached_tokens() -> None:
     """The detail counts the tokens from the cache; 0 tokens fail."""
     found = http_answer(memory_tokens=600, stored_tokens=39, first_s=0.01)
     line = judging.reused(http_answer(first_s=0.5), found)
@@ -144,7 +146,7 @@ def test_reuse_and_restore_are_read_from_usage() -> None:
     assert_fails(judging.restored(http_answer(memory_tokens=600)), "0 of 640")
 
 
-def test_every_rank_must_have_receipts_for_every_step() -> None:
+def test_verify_fails_when_step_receipts_are_fewer_than_tokens() -> None:
     """The check compares the step counter with the tokens and notes each rank's memory."""
     before = world_status()
     after = world_status(counters={"steps_total": 40.0})
@@ -157,7 +159,7 @@ def test_every_rank_must_have_receipts_for_every_step() -> None:
     assert_fails(judging.took_part(before, after, 31), "30 steps for 31 tokens")
 
 
-def test_world_loss_during_checks_fails() -> None:
+def test_verify_fails_when_a_rank_is_lost_during_checks() -> None:
     """A new epoch, a different receipt, or a rank that is not ready or idle fails."""
     before = world_status()
     counters = {"steps_total": 90.0, "receipts_mismatched_total": 1.0}

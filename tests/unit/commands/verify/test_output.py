@@ -18,7 +18,7 @@ FAILED = TimedCheck(
 SKIPPED = TimedCheck(check="clean shutdown", verdict="SKIP", detail="only with --shutdown")
 
 
-def test_row_has_verdict_check_seconds_and_detail() -> None:
+def test_verify_prints_verdict_check_seconds_and_detail_in_one_row() -> None:
     """Notes and remedy stand below the detail."""
     assert render([PASSED], _WIDTHS) == "PASS  one request                   0.12 s  24 tokens"
     assert render([FAILED], _WIDTHS).splitlines() == [
@@ -29,7 +29,7 @@ def test_row_has_verdict_check_seconds_and_detail() -> None:
     ]
 
 
-def test_summary_counts_verdicts() -> None:
+def test_verify_summary_counts_verdicts_and_fails_after_one_fail() -> None:
     """One FAIL makes the whole a FAIL; a SKIP does not."""
     assert summary([PASSED, SKIPPED]) == "PASS  1 PASS, 0 FAIL, 1 SKIP"
     assert summary([PASSED, FAILED, SKIPPED]) == "FAIL  1 PASS, 1 FAIL, 1 SKIP"
@@ -37,7 +37,7 @@ def test_summary_counts_verdicts() -> None:
     assert not has_failed([PASSED, SKIPPED])
 
 
-def test_json_has_schema_and_every_check() -> None:
+def test_verify_json_has_schema_and_every_check() -> None:
     """The document also says whether all checks passed."""
     document = json.loads(to_json([PASSED, FAILED]))
     assert (document["schema"], document["passed"]) == ("lockstep.verify/1", False)

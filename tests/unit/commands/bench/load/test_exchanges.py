@@ -55,8 +55,9 @@ def server() -> Iterator[_Server]:
         yield running
 
 
-def test_client_sends_requests_one_after_the_other(server: _Server) -> None:
-    """Answers are complete and in order; the times of their pieces never decrease."""
+def test_load_client_receives_complete_answers_in_order_of_its_requests(server: _Server) -> None:
+    """Every answer is complete, in the order of requests; the times of its pieces never
+    decrease."""
     clients = [[(0.0, _request(b"%d.%d" % (one, each))) for each in range(3)] for one in range(5)]
     done, wall_s = run_exchanges("127.0.0.1", server.server_address[1], clients, 20.0)
     assert wall_s > 0.0
@@ -69,23 +70,24 @@ def test_client_sends_requests_one_after_the_other(server: _Server) -> None:
         assert [answer.sent_s for answer in answers] == sorted(answer.sent_s for answer in answers)
 
 
-def test_request_larger_than_socket_buffer_is_sent_completely(server: _Server) -> None:
-    """It is sent in several writes."""
+def test_load_client_sends_all_bytes_of_request_larger_than_socket_buffer(server: _Server) -> None:
+    """The server receives the whole request, which the client sends in several writes."""
     large = b"x" * 20_000_000
     done, _ = run_exchanges("127.0.0.1", server.server_address[1], [[(0.0, _request(large))]], 30.0)
     assert b"[DONE]" in b"".join(data for _, data in done[0][0].received)
 
 
-def test_refusal_without_end_mark_ends_with_connection(server: _Server) -> None:
-    """The server closes the connection after the body."""
+def test_load_client_reads_whole_refusal_that_ends_by_closed_connection(server: _Server) -> None:
+    """The body of a refusal without an end mark is complete when the server closes the
+    connection."""
     done, _ = run_exchanges(
         "127.0.0.1", server.server_address[1], [[(0.0, _request(b"refused"))]], 20.0
     )
     assert b"".join(data for _, data in done[0][0].received) == _PLAIN
 
 
-def test_request_is_not_sent_before_its_time(server: _Server) -> None:
-    """The order of the clients does not matter."""
+def test_load_client_sends_no_request_before_its_scheduled_time(server: _Server) -> None:
+    """A request with a start time is not sent earlier; the order of the clients does not matter."""
     clients = [[(3.0, _request(b"late"))], [(0.0, _request(b"early"))]]
     done, wall_s = run_exchanges("127.0.0.1", server.server_address[1], clients, 20.0)
     assert server.seen == [b"early", b"late"]
@@ -93,13 +95,13 @@ def test_request_is_not_sent_before_its_time(server: _Server) -> None:
     assert wall_s >= 3.0
 
 
-def test_missing_answer_raises_timeout(server: _Server) -> None:
+def test_load_client_raises_timeout_when_server_sends_no_answer(server: _Server) -> None:
     """The server accepts the connection and sends nothing."""
     with pytest.raises(TimeoutError, match="not answered"):
         run_exchanges("127.0.0.1", server.server_address[1], [[(0.0, _request(b"silent"))]], 0.3)
 
 
-def test_refused_connection_raises_error() -> None:
+def test_load_client_raises_error_when_server_refuses_connection() -> None:
     """No process listens on the port."""
     with contextlib.closing(socket.socket()) as held:
         held.bind(("127.0.0.1", 0))

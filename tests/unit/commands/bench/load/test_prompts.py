@@ -18,7 +18,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_token_prompts_have_requested_length_and_distinct_first_tokens(folder: Path) -> None:
+def test_generated_token_prompts_have_requested_length_and_different_first_tokens(
+    folder: Path,
+) -> None:
     """No two prompts share their first token, so that a prefix cache finds nothing."""
     maker = PromptGenerator(folder)
     prompts = [maker.token_prompt(64) for _ in range(500)]
@@ -26,14 +28,14 @@ def test_token_prompts_have_requested_length_and_distinct_first_tokens(folder: P
     assert len({prompt[0] for prompt in prompts}) == 500
 
 
-def test_text_prompts_encode_to_requested_number_of_tokens(folder: Path) -> None:
+def test_generated_text_prompts_encode_to_requested_number_of_tokens(folder: Path) -> None:
     """The model's own tokenizer counts them."""
     maker = PromptGenerator(folder)
     for length in (1, 2, 64, 1_024):
         assert maker.count(maker.text_prompt(length)) == length
 
 
-def test_prompt_generators_with_same_seed_give_same_prompts(folder: Path) -> None:
+def test_two_prompt_generators_make_equal_prompts_when_their_seeds_are_equal(folder: Path) -> None:
     """A second run measures the same prompts; another seed gives others."""
     one, other, third = (
         PromptGenerator(folder),
@@ -43,8 +45,8 @@ def test_prompt_generators_with_same_seed_give_same_prompts(folder: Path) -> Non
     assert one.token_prompt(32) == other.token_prompt(32) != third.token_prompt(32)
 
 
-def test_tokens_with_zero_embeddings_never_appear_in_prompts(folder: Path) -> None:
-    """Those are end of text and bytes outside ASCII."""
+def test_generated_prompts_contain_no_token_whose_embedding_is_zero(folder: Path) -> None:
+    """Tokens with zero embeddings are end of text and bytes outside ASCII."""
     silent = set(json.loads((folder / "silent.json").read_text()))
     assert {0, 1, 2} <= silent
     assert 100 < len(silent) < 600
@@ -52,8 +54,10 @@ def test_tokens_with_zero_embeddings_never_appear_in_prompts(folder: Path) -> No
     assert not silent.intersection(maker.token_prompt(2_000))
 
 
-def test_marked_words_contain_their_letter_exactly_once(folder: Path) -> None:
-    """So the number of letters in a stream is the number of its tokens."""
+def test_each_word_of_prompt_generator_contains_the_counted_letter_exactly_once(
+    folder: Path,
+) -> None:
+    """The number of these letters in a stream is therefore the number of its tokens."""
     maker = PromptGenerator(folder)
     letter, tokens = maker.marked_words()
     texts = dict(maker._words)
@@ -61,13 +65,13 @@ def test_marked_words_contain_their_letter_exactly_once(folder: Path) -> None:
     assert all(texts[token].count(letter) == 1 for token in tokens)
 
 
-def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_prompt_generator_refuses_model_folder_without_tokenizer(tmp_path: Path) -> None:
     """The error says which folder to give."""
     with pytest.raises(UsageError, match="holds no tokenizer"):
         PromptGenerator(tmp_path)
 
 
-def test_unknown_preset_and_existing_folder_are_refused(tmp_path: Path) -> None:
+def test_random_model_is_refused_when_preset_is_unknown_or_folder_exists(tmp_path: Path) -> None:
     """The error names the known presets; an existing folder is not overwritten."""
     with pytest.raises(UsageError, match="choose one of tiny"):
         random_model.make_random_model(tmp_path / "new", "7b")
@@ -75,8 +79,8 @@ def test_unknown_preset_and_existing_folder_are_refused(tmp_path: Path) -> None:
         random_model.make_random_model(tmp_path, "tiny")
 
 
-def test_presets_have_expected_numbers_of_weights() -> None:
-    """7.3 and 22 million, and 0.6, 4.0 and 7.6 billion weights."""
+def test_random_model_presets_have_documented_numbers_of_weights() -> None:
+    """The presets have 7.3 and 22 million, and 0.6, 4.0 and 7.6 billion weights."""
     sizes = {}
     for name, preset in random_model.PRESETS.items():
         layer = random_model._layer_shapes(preset, 0).values()

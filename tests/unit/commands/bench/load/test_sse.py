@@ -23,7 +23,7 @@ def _chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-def test_event_has_arrival_time_of_its_last_byte() -> None:
+def test_sse_event_has_arrival_time_of_its_last_byte() -> None:
     """An event in two reads has the time of the second read."""
     first, second = _event("a"), _event("b")
     answer = parse_answer(
@@ -35,7 +35,7 @@ def test_event_has_arrival_time_of_its_last_byte() -> None:
     assert read_events(answer)[0] == [2.0, 4.0]
 
 
-def test_chunk_framing_is_removed_at_any_cut() -> None:
+def test_http_chunk_headers_are_removed_wherever_reads_cut_the_stream() -> None:
     """One read per byte gives the same events as one read, also when an event spans chunks."""
     second = _event("b")
     raw = (
@@ -61,7 +61,7 @@ def test_chunk_framing_is_removed_at_any_cut() -> None:
     assert cache == {}
 
 
-def test_refusal_cut_stream_and_silence_are_not_complete_answers() -> None:
+def test_answer_is_incomplete_when_refused_cut_off_or_empty() -> None:
     """The status and the end mark distinguish them."""
     refused = parse_answer([(1.0, b"HTTP/1.1 429 Too Many\r\nContent-Length: 2\r\n\r\n{}")])
     assert (refused.status, refused.ended, refused.body) == (429, False, b"{}")
@@ -69,7 +69,7 @@ def test_refusal_cut_stream_and_silence_are_not_complete_answers() -> None:
     assert parse_answer([]).status == 0
 
 
-def test_summary_counts_tokens_from_usage_and_lists_problems() -> None:
+def test_load_summary_counts_tokens_from_usage_and_lists_failed_requests() -> None:
     """Tokens/s uses the server's own count; a failed request is described in a sentence."""
     good = HttpExchange(
         sent_s=1.0,
@@ -86,7 +86,7 @@ def test_summary_counts_tokens_from_usage_and_lists_problems() -> None:
     assert found["problems"] == ["HTTP 503, ended False: b'no'"]
 
 
-def test_summary_keeps_texts_and_sums_drafts() -> None:
+def test_load_summary_keeps_texts_in_request_order_and_sums_draft_counts() -> None:
     """Texts of both endpoints are in the order of requests; no drafts count as 0."""
     usage = (
         b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4, '
@@ -104,7 +104,7 @@ def test_summary_keeps_texts_and_sums_drafts() -> None:
     assert summarize([other], 1.0)["drafts"] == {"accepted": 0, "rejected": 0}
 
 
-def test_summary_sums_cached_tokens_by_tier() -> None:
+def test_load_summary_sums_cached_tokens_per_cache_tier() -> None:
     """A server that does not report tiers has 0 tokens in each."""
     usage = (
         b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}, '

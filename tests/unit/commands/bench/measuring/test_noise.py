@@ -34,8 +34,8 @@ def others(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return cores
 
 
-def test_undisturbed_measurement_is_taken_once(others: list[float]) -> None:
-    """A bad result is no reason to repeat it."""
+def test_measurement_is_taken_once_when_no_other_process_uses_cpu(others: list[float]) -> None:
+    """A measurement without disturbance is not repeated, however bad its result."""
     others += [0.1]
     results = iter(["bad"])
     result, foreign = noise.measure_with_retries(lambda: next(results), 5, _Seconds())
@@ -43,7 +43,9 @@ def test_undisturbed_measurement_is_taken_once(others: list[float]) -> None:
     assert foreign == pytest.approx(0.1)
 
 
-def test_disturbed_measurement_is_repeated_up_to_the_limit(others: list[float]) -> None:
+def test_measurement_is_repeated_up_to_limit_while_other_processes_use_cpu(
+    others: list[float],
+) -> None:
     """The last measurement counts, with the cores that others used during it."""
     others += [1.0, 1.2, 0.05]
     result, foreign = noise.measure_with_retries(iter("abc").__next__, 5, _Seconds())
@@ -61,7 +63,7 @@ def test_measurement_is_taken_once_when_cpu_use_is_unknown(monkeypatch: pytest.M
     assert noise.measure_with_retries(iter("ab").__next__, 5) == ("a", None)
 
 
-def test_report_notes_number_of_disturbed_repeats() -> None:
+def test_bench_report_notes_how_many_repeats_other_processes_disturbed() -> None:
     """There is no note when no repeat was disturbed."""
     case = Case(conditions={})
     for foreign in (0.0, 0.5, None):

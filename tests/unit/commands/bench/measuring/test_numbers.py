@@ -16,7 +16,7 @@ def test_percentile_is_one_of_the_measured_values() -> None:
 
 
 @pytest.mark.parametrize(("values", "share"), [([], 0.5), ([1.0], 1.5), ([1.0], -0.1)])
-def test_percentile_without_values_or_with_wrong_share_is_error(
+def test_percentile_raises_error_without_values_or_with_share_outside_0_to_1(
     values: list[float], share: float
 ) -> None:
     """The share must be between 0 and 1."""
@@ -24,7 +24,7 @@ def test_percentile_without_values_or_with_wrong_share_is_error(
         numbers.percentile(values, share)
 
 
-def test_spread_has_median_range_and_values_in_time_order() -> None:
+def test_spread_reports_median_minimum_maximum_and_values_in_time_order() -> None:
     """No values are an error."""
     found = numbers.spread([3.0, 1.0, 2.0, 10.0])
     assert (found.median, found.low, found.high) == (2.5, 1.0, 10.0)
@@ -33,20 +33,20 @@ def test_spread_has_median_range_and_values_in_time_order() -> None:
         numbers.spread([])
 
 
-def test_ratios_are_computed_pair_by_pair() -> None:
+def test_ratio_of_two_contenders_is_computed_repeat_by_repeat() -> None:
     """A drift of both values of a pair does not change its ratio."""
     assert numbers.pair_ratios([9.0, 4.5], [10.0, 5.0]) == [0.9, 0.9]
     with pytest.raises(ValueError, match="2 repeats against 1"):
         numbers.pair_ratios([1.0, 2.0], [1.0])
 
 
-def test_differences_are_between_consecutive_values() -> None:
+def test_differences_are_taken_between_consecutive_values() -> None:
     """There is one difference fewer than values."""
     assert numbers.differences([1.0, 1.5, 4.0]) == [0.5, 2.5]
     assert numbers.differences([1.0]) == []
 
 
-def test_latencies_cover_all_requests() -> None:
+def test_latency_percentiles_include_every_request_but_no_gap_between_requests() -> None:
     """Time to first token begins when a request is sent; gaps are counted within requests only."""
     found = numbers.latencies([(0.0, [1.0, 1.5]), (1.0, [1.25, 1.5]), (2.0, [])], wall_s=2.0)
     assert found["ttft_p50_ms"] == 250.0

@@ -71,7 +71,7 @@ def child(tmp_path: Path) -> Iterator[MeasuredProcess]:
     one.stop()
 
 
-def test_wait_continues_without_failure_and_ends_when_ready(
+def test_wait_for_server_continues_without_failure_and_ends_when_server_is_ready(
     gateway: _Gateway, child: MeasuredProcess
 ) -> None:
     """An empty failure and a missing scheduler status do not end the wait."""
@@ -85,7 +85,7 @@ def test_wait_continues_without_failure_and_ends_when_ready(
     assert gateway.is_ready
 
 
-def test_wait_ends_when_scheduler_has_stopped_starting_epochs(
+def test_wait_for_server_raises_error_when_scheduler_stops_starting_epochs(
     gateway: _Gateway, child: MeasuredProcess
 ) -> None:
     """The error contains the cause and the end of the log, long before the timeout."""
@@ -100,7 +100,9 @@ def test_wait_ends_when_scheduler_has_stopped_starting_epochs(
     assert "The end of its log" in str(error.value)
 
 
-def test_wait_ends_when_process_has_exited(gateway: _Gateway, tmp_path: Path) -> None:
+def test_wait_for_server_raises_error_with_exit_code_when_process_exits(
+    gateway: _Gateway, tmp_path: Path
+) -> None:
     """The error contains the exit code and the end of the log."""
     ended = _child(tmp_path, "import sys; print('no such model'); sys.exit(78)")
     try:
@@ -110,7 +112,9 @@ def test_wait_ends_when_process_has_exited(gateway: _Gateway, tmp_path: Path) ->
         ended.stop()
 
 
-def test_wait_ends_at_its_timeout(gateway: _Gateway, child: MeasuredProcess) -> None:
+def test_wait_for_server_raises_error_at_timeout_when_server_stays_unready(
+    gateway: _Gateway, child: MeasuredProcess
+) -> None:
     """The process neither becomes ready nor reports a failure."""
     with pytest.raises(UnavailableError, match="not ready after 1 s"):
         wait_until_ready(child, gateway.port, "/readyz", 1.0)

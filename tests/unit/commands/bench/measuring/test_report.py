@@ -34,7 +34,7 @@ def _report() -> Report:
     )
 
 
-def test_json_document_has_documented_shape() -> None:
+def test_bench_json_has_documented_keys_and_only_measured_metrics() -> None:
     """It has the keys that `bench.main` documents and no metric that was not measured."""
     document = json.loads(to_json(_report()))
     assert document["schema"] == SCHEMA
@@ -59,7 +59,7 @@ def test_json_document_has_documented_shape() -> None:
     assert case["ratios"]["lockstep/batch_generator tokens_per_s"]["median"] == 0.9
 
 
-def test_text_shows_machine_figures_ratios_and_notes() -> None:
+def test_bench_text_shows_machine_medians_ratios_and_notes() -> None:
     """A metric that a contender lacks is "-"."""
     text = to_text(_report(), ["tokens_per_s", "ttft_p50_ms", "never"])
     assert "cores: 2" in text
@@ -71,14 +71,14 @@ def test_text_shows_machine_figures_ratios_and_notes() -> None:
     assert row.rstrip(" |").endswith("-")
 
 
-def test_text_of_report_without_cases_says_nothing_was_measured() -> None:
+def test_bench_text_says_nothing_was_measured_when_report_has_no_cases() -> None:
     """It contains no table."""
     assert "Nothing was measured." in to_text(
         Report(benchmark="steps", machine={}, settings={}), ["exposed_us_p50"]
     )
 
 
-def test_figures_have_about_three_significant_digits() -> None:
+def test_bench_text_prints_numbers_with_about_three_significant_digits() -> None:
     """Thousands are separated by commas."""
     assert format_spread(spread([1234.6])) == "1,235 [1,235-1,235]"
     assert format_spread(spread([123.4])) == "123 [123-123]"
@@ -88,15 +88,15 @@ def test_figures_have_about_three_significant_digits() -> None:
     assert format_spread(spread([0.0])) == "0.00 [0.00-0.00]"
 
 
-def test_lines_of_table_have_equal_length() -> None:
+def test_all_lines_of_bench_table_have_equal_length() -> None:
     """The columns are aligned."""
     lines = markdown_table(["a", "long header"], [["wide cell", "1"], ["x", "2"]])
     assert len({len(line) for line in lines}) == 1
     assert lines[1].startswith("|-----------|")
 
 
-def test_document_read_back_gives_same_tables() -> None:
-    """Texts that are not such a document are refused."""
+def test_bench_json_read_back_prints_same_tables_as_original_report() -> None:
+    """A text that is no bench document is refused."""
     report = _report()
     assert to_text(from_json(to_json(report))) == to_text(report)
     for text in ("", "[]", "{}", '{"schema": "lockstep.bench/0"}'):
