@@ -43,7 +43,9 @@ def build_record(identity: RecordIdentity = IDENTITY, payload: bytes = PAYLOAD) 
 
 @settings(max_examples=cases(60, 300))
 @given(identity=_IDENTITIES, payload=st.binary(max_size=1_000))
-def test_record_gives_back_identity_and_payload(identity: RecordIdentity, payload: bytes) -> None:
+def test_kv_block_record_is_read_back_with_identity_and_payload(
+    identity: RecordIdentity, payload: bytes
+) -> None:
     """Every identity and payload is read back, whether or not the reader expects an identity."""
     data = build_record(identity, payload)
 
@@ -53,7 +55,7 @@ def test_record_gives_back_identity_and_payload(identity: RecordIdentity, payloa
         assert (found, bytes(view)) == (identity, payload)
 
 
-def test_payload_is_view_behind_header() -> None:
+def test_reading_kv_block_record_copies_no_payload_bytes() -> None:
     """Reading copies nothing: the payload is the record's own memory behind the header."""
     data = bytearray(build_record())
 
@@ -64,7 +66,7 @@ def test_payload_is_view_behind_header() -> None:
     assert view[0] == PAYLOAD[0] ^ 0xFF
 
 
-def test_payload_of_wide_items_is_read_as_bytes() -> None:
+def test_kv_block_record_of_float32_payload_is_read_as_bytes() -> None:
     """A payload of float32 items is read back as its bytes."""
     payload = memoryview(array.array("f", [1.0, -2.0, 3.5]))
 
@@ -73,7 +75,7 @@ def test_payload_of_wide_items_is_read_as_bytes() -> None:
     assert bytes(view) == bytes(payload)
 
 
-def test_record_with_flipped_bit_is_refused() -> None:
+def test_kv_block_record_with_any_flipped_bit_is_refused() -> None:
     """Every changed bit is detected, also in the unused part of the header."""
     whole = build_record(payload=PAYLOAD[:64])
 
@@ -85,7 +87,7 @@ def test_record_with_flipped_bit_is_refused() -> None:
         assert refused.value.cause == "damaged", bit
 
 
-def test_cut_or_padded_record_is_refused() -> None:
+def test_kv_block_record_is_refused_when_cut_or_padded() -> None:
     """A record that is cut at any length, or followed by zeros or another record, is refused."""
     whole = build_record()
 
@@ -109,7 +111,9 @@ def test_cut_or_padded_record_is_refused() -> None:
         {"tokens": 255},
     ],
 )
-def test_record_with_other_identity_is_refused(change: dict[str, Any]) -> None:
+def test_kv_block_record_is_refused_when_identity_differs_from_expected(
+    change: dict[str, Any],
+) -> None:
     """A valid record of another identity is refused, and the error names the field."""
     other = dataclasses.replace(IDENTITY, **change)
 
@@ -119,7 +123,7 @@ def test_record_with_other_identity_is_refused(change: dict[str, Any]) -> None:
     assert refused.value.cause == "identity"
 
 
-def test_record_with_swapped_payload_is_refused() -> None:
+def test_kv_block_record_is_refused_with_payload_of_another_record() -> None:
     """The checksum covers identity and payload: a payload of the same length from another record
     fails."""
     other = bytes(reversed(PAYLOAD))
@@ -128,7 +132,9 @@ def test_record_with_swapped_payload_is_refused() -> None:
         check_record(build_header(IDENTITY, PAYLOAD) + other, IDENTITY)
 
 
-def test_record_of_other_version_is_refused_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_block_record_of_other_format_version_is_refused_with_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A record of a later format is reported with its version, and not as damaged."""
     monkeypatch.setattr(limits, "RECORD_FORMAT_VERSION", limits.RECORD_FORMAT_VERSION + 1)
     later = build_record()
@@ -142,7 +148,9 @@ def test_record_of_other_version_is_refused_by_version(monkeypatch: pytest.Monke
 
 @settings(max_examples=cases(100, 500))
 @given(data=st.binary(max_size=600), keep=st.integers(0, HEADER_BYTES))
-def test_arbitrary_bytes_raise_record_unreadable_only(data: bytes, keep: int) -> None:
+def test_reading_arbitrary_bytes_as_record_raises_only_record_unreadable(
+    data: bytes, keep: int
+) -> None:
     """Arbitrary bytes, also after the start of a valid record, raise no other error."""
     mixed = build_record()[:keep] + data
     if mixed.startswith(build_record()):
@@ -152,7 +160,7 @@ def test_arbitrary_bytes_raise_record_unreadable_only(data: bytes, keep: int) ->
         check_record(mixed, None)
 
 
-def test_headers_locate_consecutive_records() -> None:
+def test_headers_of_kv_block_file_locate_every_record_until_its_end() -> None:
     """The headers alone lead from record to record until the end of the file."""
     identities = [dataclasses.replace(IDENTITY, tokens=tokens) for tokens in (16, 32, 48)]
     file = b"".join(build_record(identity, bytes(identity.tokens)) for identity in identities)
@@ -167,7 +175,7 @@ def test_headers_locate_consecutive_records() -> None:
     assert offset == len(file)
 
 
-def test_record_header_equals_golden_bytes() -> None:
+def test_kv_block_record_header_equals_fixed_bytes_of_this_version() -> None:
     """Later builds must read records of this version: these bytes must never change."""
     assert build_header(IDENTITY, PAYLOAD).hex() == GOLDEN
 

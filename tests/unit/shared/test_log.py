@@ -19,7 +19,7 @@ def _restore_logging() -> Iterator[None]:
     root.setLevel(level)
 
 
-def test_text_line_has_level_event_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_log_line_has_level_event_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
     """A text line has the level, the event and every field."""
     log.set_up("scheduler", LogConfig(level="info"))
 
@@ -29,7 +29,7 @@ def test_text_line_has_level_event_and_fields(capsys: pytest.CaptureFixture[str]
     assert line.endswith("info    step_finished step_id=3 busy_ms=1.5\n")
 
 
-def test_json_line_is_one_object_with_all_fields(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_log_line_is_one_object_with_all_fields(capsys: pytest.CaptureFixture[str]) -> None:
     """A JSON line has time, level, role, event and the fields, also fields of other types."""
     log.set_up("rank_worker", LogConfig(format="json"))
 
@@ -42,7 +42,7 @@ def test_json_line_is_one_object_with_all_fields(capsys: pytest.CaptureFixture[s
     assert entry["text"] == "two\nlines"
 
 
-def test_levels_below_configured_level_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_omits_events_below_configured_level(capsys: pytest.CaptureFixture[str]) -> None:
     """The configured level is the lowest that is logged."""
     log.set_up("gateway", LogConfig(level="error"))
     logger = log.Log("gateway")
@@ -55,7 +55,7 @@ def test_levels_below_configured_level_are_not_logged(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.split()[1:] == ["error", "d"]
 
 
-def test_exception_is_logged_with_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logged_exception_includes_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     """`exception` logs the traceback."""
     log.set_up("gateway", LogConfig())
     try:

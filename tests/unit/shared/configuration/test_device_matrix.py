@@ -48,7 +48,7 @@ def _ring(size: int, entry: Any = "en1") -> list[list[Any]]:
           ["c", None, "e", None]], "ring"),
     ],
 )  # fmt: skip
-def test_device_matrices_of_meshes_and_rings_are_accepted(
+def test_rdma_device_matrices_of_meshes_and_rings_are_accepted(
     rows: list[list[Any]], topology: str
 ) -> None:
     """Meshes and rings with one or several cables between hosts pass; the JSON does not change."""
@@ -58,7 +58,7 @@ def test_device_matrices_of_meshes_and_rings_are_accepted(
     assert json.loads(device_matrix.to_json(matrix)) == rows
 
 
-def test_mesh_can_be_used_as_ring() -> None:
+def test_rdma_device_matrix_of_mesh_is_accepted_as_ring() -> None:
     """A mesh is a valid ring, as with MLX's backend "jaccl-ring"."""
     assert device_matrix.topology(device_matrix.parse(json.dumps(_MESH_4)), ring=True) == "ring"
 
@@ -78,7 +78,7 @@ def test_mesh_can_be_used_as_ring() -> None:
         ([[None, ["a", "a"]], ["a", None]], "same device twice"),
     ],
 )
-def test_malformed_matrix_is_refused(rows: Any, expected_words: str) -> None:
+def test_rdma_device_matrix_is_refused_when_malformed(rows: Any, expected_words: str) -> None:
     """The matrix must be square, with null on the diagonal and device names elsewhere."""
     with pytest.raises(ConfigError, match=expected_words):
         device_matrix.parse(json.dumps(rows))
@@ -98,7 +98,9 @@ def test_malformed_matrix_is_refused(rows: Any, expected_words: str) -> None:
           ["a", None, "b", None]], "2 cables from rank 0 to rank 1 but 1 cable from rank 0 to"),
     ],
 )  # fmt: skip
-def test_unsupported_topology_is_refused(rows: list[list[Any]], expected_words: str) -> None:
+def test_rdma_device_matrix_error_names_rank_pair_without_device(
+    rows: list[list[Any]], expected_words: str
+) -> None:
     """The error names the pair of ranks without a device, or the number that is too large."""
     with pytest.raises(ConfigError, match=expected_words):
         device_matrix.topology(device_matrix.parse(json.dumps(rows)))

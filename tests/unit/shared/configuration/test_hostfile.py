@@ -18,7 +18,7 @@ def _parse(tree: Any) -> hostfile.Hostfile:
     return hostfile.parse(json.dumps(tree))
 
 
-def test_list_form_gives_every_address_with_port() -> None:
+def test_hostfile_of_lists_gives_every_address_with_its_port() -> None:
     """A list of lists is used unchanged; machines are named by their addresses."""
     parsed = _parse([["10.0.0.1:5000", "10.0.1.1:5001"], ["10.0.0.2:5000", "10.0.1.2:5001"]])
 
@@ -31,7 +31,7 @@ def test_list_form_gives_every_address_with_port() -> None:
     assert parsed.coordinator() == "10.0.0.1:5000"
 
 
-def test_object_form_numbers_ports_as_mlx_launch_does() -> None:
+def test_hostfile_of_objects_numbers_ports_as_mlx_launch_does() -> None:
     """Hosts as objects have no ports; they are counted up from MLX's first port by rank and
     address."""
     hosts = [{"ssh": "a", "ips": ["10.0.0.1", "10.0.1.1"]}, {"ssh": "b", "ips": ["x", "y"]}]
@@ -47,7 +47,7 @@ def test_object_form_numbers_ports_as_mlx_launch_does() -> None:
     ("backend", "ours", "prefers_ring"),
     [("jaccl", "jaccl", False), ("jaccl-ring", "jaccl", True), ("ring", "ring", False)],
 )
-def test_current_form_gives_backend_and_variables(
+def test_hostfile_of_mlx_distributed_config_gives_backend_and_variables(
     backend: str, ours: str, prefers_ring: bool
 ) -> None:
     """The form that `mlx.distributed_config` writes has a backend, variables and hosts."""
@@ -60,7 +60,7 @@ def test_current_form_gives_backend_and_variables(
     assert parsed.devices == (((), ("rdma_en5",)), (("rdma_en4",), ()))
 
 
-def test_only_rank_0_needs_address_for_jaccl() -> None:
+def test_jaccl_hostfile_is_valid_when_only_rank_0_has_address() -> None:
     """A hostfile without addresses for other ranks is valid and still has a coordinator."""
     hosts = [{**PAIR[0]}, {**PAIR[1], "ips": []}]
 
@@ -94,7 +94,7 @@ def test_only_rank_0_needs_address_for_jaccl() -> None:
         ({"backend": "ring", "envs": "A=1", "hosts": PAIR}, '"envs" must be a list'),
     ],
 )
-def test_malformed_hostfile_is_refused_with_place(tree: Any, expected_words: str) -> None:
+def test_malformed_hostfile_error_names_position_of_mistake(tree: Any, expected_words: str) -> None:
     """Input that MLX would misread or reject later is refused, and the error names its place."""
     with pytest.raises(ConfigError, match=expected_words) as refused:
         _parse(tree)
@@ -103,7 +103,7 @@ def test_malformed_hostfile_is_refused_with_place(tree: Any, expected_words: str
     assert str(refused.value).endswith(".")
 
 
-def test_invalid_json_is_one_sentence() -> None:
+def test_hostfile_with_invalid_json_raises_one_sentence_error() -> None:
     """The error is one sentence, not a traceback."""
     with pytest.raises(ConfigError, match=r"world\.hostfile is not valid JSON"):
         hostfile.parse("[[")

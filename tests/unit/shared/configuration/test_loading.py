@@ -23,7 +23,7 @@ def _file(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_example_file_has_every_setting_with_default() -> None:
+def test_example_config_file_has_every_setting_with_its_default() -> None:
     """The example file contains all settings and loads to the defaults."""
     tree = tomllib.loads(EXAMPLE.read_text(encoding="utf-8"))
 
@@ -31,12 +31,12 @@ def test_example_file_has_every_setting_with_default() -> None:
     assert tree == msgspec.to_builtins(Config())
 
 
-def test_example_file_is_up_to_date() -> None:
+def test_example_config_file_equals_output_generated_from_code() -> None:
     """Comments, units and ranges in the example come from the code (`make generated`)."""
     assert EXAMPLE.read_text(encoding="utf-8") == write_example_config.render()
 
 
-def test_flag_overrides_environment_which_overrides_file(tmp_path: Path) -> None:
+def test_flag_overrides_environment_variable_which_overrides_config_file(tmp_path: Path) -> None:
     """The order of precedence is flags, environment, file, defaults."""
     file = _file(tmp_path, "[gateway]\nport = 1001\nhost = '::1'\n[world]\nsize = 3\n")
     environment = {"LOCKSTEP_GATEWAY_PORT": "1002", "LOCKSTEP_WORLD_SIZE": "4", "HOME": "/x"}
@@ -77,7 +77,7 @@ def test_flag_overrides_environment_which_overrides_file(tmp_path: Path) -> None
         ("[world]\nsize = 2\nbackend = 'jaccl'\n", "world.jaccl_devices"),
     ],
 )
-def test_invalid_setting_is_refused_by_name(tmp_path: Path, text: str, setting: str) -> None:
+def test_invalid_setting_is_refused_with_its_name(tmp_path: Path, text: str, setting: str) -> None:
     """An unknown key, a wrong value or type, or a contradiction gives an error with the setting."""
     with pytest.raises(ConfigError) as refused:
         load_config(_file(tmp_path, text))
@@ -94,7 +94,7 @@ def test_invalid_setting_is_refused_by_name(tmp_path: Path, text: str, setting: 
         ({"LOCKSTEP_WORLD_SIZE": "0"}, "world.size"),
     ],
 )
-def test_invalid_environment_variable_is_refused_by_name(
+def test_invalid_environment_variable_is_refused_with_its_name(
     environment: dict[str, str], setting: str
 ) -> None:
     """Variables are checked as keys are."""
@@ -102,7 +102,7 @@ def test_invalid_environment_variable_is_refused_by_name(
         load_config(environment=environment)
 
 
-def test_other_variables_are_not_settings() -> None:
+def test_environment_variables_that_name_no_setting_are_ignored() -> None:
     """Internal variables of Lockstep and those of other programs are ignored."""
     assert load_config(environment={"LOCKSTEP_LIFELINE_FD": "7", "PATH": "/bin"}) == Config()
 
@@ -110,7 +110,9 @@ def test_other_variables_are_not_settings() -> None:
 @pytest.mark.parametrize(
     ("content", "cause"), [(b"[gateway\n", "not valid TOML"), (b"\xff\xfe", "not valid TOML")]
 )
-def test_invalid_toml_file_is_refused(tmp_path: Path, content: bytes, cause: str) -> None:
+def test_config_file_with_invalid_toml_raises_one_sentence_error(
+    tmp_path: Path, content: bytes, cause: str
+) -> None:
     """The error is one sentence, not a traceback."""
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
@@ -119,13 +121,13 @@ def test_invalid_toml_file_is_refused(tmp_path: Path, content: bytes, cause: str
         load_config(str(path))
 
 
-def test_missing_configuration_file_is_refused() -> None:
+def test_missing_config_file_error_names_file_and_reason() -> None:
     """The error names the file and the reason."""
     with pytest.raises(ConfigError, match=r"nowhere\.toml: No such file"):
         load_config("nowhere.toml")
 
 
-def test_derived_values_follow_from_settings() -> None:
+def test_run_folder_addresses_and_model_name_follow_from_other_settings() -> None:
     """The run folder, the addresses, the backend and the model name follow from other settings."""
     alone = load_config()
     pair = load_config(flags={"world.size": "2", "gateway.port": "9000"})
@@ -141,7 +143,7 @@ def test_derived_values_follow_from_settings() -> None:
 @pytest.mark.parametrize(
     ("path", "name"), [(".", "inner"), ("..", "outer"), ("../inner/", "inner")]
 )
-def test_served_name_is_last_folder_of_model_path(
+def test_served_model_name_is_last_folder_of_model_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str
 ) -> None:
     """A relative path to a model never gives an empty served name."""
@@ -156,14 +158,14 @@ _PUBLIC_HOSTS = ["0.0.0.0", "::", "192.168.1.5", "example.com", "127.0.0.1.examp
 
 
 @pytest.mark.parametrize("host", _PUBLIC_HOSTS)
-def test_public_gateway_host_without_api_keys_is_refused(host: str) -> None:
+def test_config_is_refused_when_public_gateway_host_has_no_api_keys(host: str) -> None:
     """The error says how to create an API key."""
     with pytest.raises(ConfigError, match=r"gateway\.host .* API keys.*lockstep api-key new"):
         load_config(flags={"gateway.host": host})
 
 
 @pytest.mark.parametrize("host", _PUBLIC_HOSTS)
-def test_public_gateway_host_is_allowed_with_api_keys(host: str) -> None:
+def test_config_is_accepted_when_public_gateway_host_has_api_keys(host: str) -> None:
     """Keys may be in a file or in the environment; an empty variable does not count."""
     flags = {"gateway.host": host}
 
@@ -175,7 +177,7 @@ def test_public_gateway_host_is_allowed_with_api_keys(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
-def test_loopback_gateway_host_needs_no_api_keys(host: str) -> None:
+def test_config_without_api_keys_is_accepted_when_gateway_host_is_loopback(host: str) -> None:
     """An address that only this machine reaches needs no API keys."""
     assert load_config(flags={"gateway.host": host}).gateway.host == host
 
@@ -191,7 +193,7 @@ def test_list_setting_is_comma_separated_in_environment(tmp_path: Path) -> None:
     assert loaded.gateway.allowed_origins == ["https://a.example", "app://b"]
 
 
-def test_run_folder_gets_mode_0700(tmp_path: Path) -> None:
+def test_run_folder_is_created_or_changed_to_mode_0700(tmp_path: Path) -> None:
     """The folder is created, or its mode is changed."""
     folder = tmp_path / "deep" / "run"
     folder.mkdir(parents=True, mode=0o755)
@@ -201,7 +203,7 @@ def test_run_folder_gets_mode_0700(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_unusable_run_folder_error_names_setting(tmp_path: Path) -> None:
+def test_error_names_setting_when_run_folder_cannot_be_created(tmp_path: Path) -> None:
     """A path below a file cannot be a folder; the error names the path and the setting."""
     (tmp_path / "file").write_text("")
     loaded = load_config(flags={"paths.run_dir": str(tmp_path / "file" / "run")})
@@ -216,7 +218,7 @@ def _as_variable(value: object) -> str:
     return str(value).lower()
 
 
-def test_every_setting_can_be_set_by_variable() -> None:
+def test_every_setting_can_be_set_by_its_environment_variable() -> None:
     """Every key has an environment variable of the documented name."""
     environment = {
         loading.environment_name(section, key): _as_variable(value)

@@ -103,7 +103,9 @@ def test_consistent_settings_give_no_warning(tree: dict[str, Any]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_settings_without_effect_are_named(tree: dict[str, Any], expected_words: list[str]) -> None:
+def test_each_setting_without_effect_gives_one_warning_sentence(
+    tree: dict[str, Any], expected_words: list[str]
+) -> None:
     """Each setting without effect gives one sentence, in a stable order."""
     warnings = settings_without_effect(config_from_tree(tree))
 
@@ -122,7 +124,7 @@ def test_settings_without_effect_are_named(tree: dict[str, Any], expected_words:
         ("rank_worker.kv_bits", "got `str`; it is one of 0, 4, 8"),
     ],
 )
-def test_invalid_choice_error_lists_valid_choices(key: str, expected: str) -> None:
+def test_error_for_invalid_setting_value_lists_valid_choices(key: str, expected: str) -> None:
     """The error for an invalid choice lists the valid ones."""
     with pytest.raises(ConfigError) as refused:
         load_config(flags={key: "foo"})

@@ -36,7 +36,7 @@ def _file(folder: Path, tree: Any, name: str = "hosts.json") -> str:
         ([["10.0.0.1:1"]], (1, "off")),
     ],
 )
-def test_hostfile_sets_size_and_backend(
+def test_hostfile_sets_number_of_ranks_and_backend(
     tmp_path: Path, tree: Any, expected: tuple[int, str]
 ) -> None:
     """A hostfile alone is enough, also beside a configuration file that contains the defaults."""
@@ -49,7 +49,7 @@ def test_hostfile_sets_size_and_backend(
         assert (loaded.world.size, loaded.backend) == expected
 
 
-def test_flags_override_hostfile(tmp_path: Path) -> None:
+def test_flags_override_number_of_ranks_and_backend_of_hostfile(tmp_path: Path) -> None:
     """Size and backend of flags win; a size that does not fit the hostfile is an error."""
     hostfile = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
 
@@ -64,7 +64,7 @@ def test_flags_override_hostfile(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "ring", "jaccl"])
 @pytest.mark.parametrize("is_flag", [True, False], ids=["flag", "variable"])
-def test_explicit_size_1_is_not_overridden_by_hostfile(
+def test_hostfile_for_two_ranks_is_refused_when_flag_sets_one_rank(
     tmp_path: Path, backend: str, is_flag: bool
 ) -> None:
     """A hostfile for two ranks is refused if a flag or variable sets one rank; one for one rank
@@ -87,7 +87,9 @@ def test_explicit_size_1_is_not_overridden_by_hostfile(
         assert load_config(str(configuration), flags, environment).world.size == 1
 
 
-def test_variables_override_hostfile(tmp_path: Path) -> None:
+def test_environment_variables_override_number_of_ranks_and_backend_of_hostfile(
+    tmp_path: Path,
+) -> None:
     """Size and backend of variables win over the hostfile, and flags win over variables."""
     hostfile = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
     environment = {"LOCKSTEP_WORLD_HOSTFILE": hostfile, "LOCKSTEP_WORLD_BACKEND": "ring"}
@@ -106,7 +108,7 @@ def test_variables_override_hostfile(tmp_path: Path) -> None:
     assert (without_file.world.size, without_file.backend) == (1, "off")
 
 
-def test_backend_off_ignores_hostfile(tmp_path: Path) -> None:
+def test_missing_hostfile_is_no_error_when_backend_is_off(tmp_path: Path) -> None:
     """With the backend `off` the hostfile need not exist."""
     loaded = load_config(flags={"world.hostfile": "nowhere.json", "world.backend": "off"})
 
@@ -114,7 +116,7 @@ def test_backend_off_ignores_hostfile(tmp_path: Path) -> None:
     assert read_world_files(loaded).hostfile == ""
 
 
-def test_hostfile_is_not_read_if_size_and_backend_are_set() -> None:
+def test_hostfile_is_not_read_when_number_of_ranks_and_backend_are_set() -> None:
     """A rank on another host has the same settings but not the file."""
     flags = {"world.hostfile": "nowhere.json", "world.size": "2", "world.backend": "ring"}
 
@@ -122,7 +124,9 @@ def test_hostfile_is_not_read_if_size_and_backend_are_set() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"\xff"])
-def test_unreadable_hostfile_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_hostfile_error_names_setting_path_and_cause(
+    tmp_path: Path, content: bytes | None
+) -> None:
     """The error names the setting, the path and the cause."""
     path = tmp_path / "hosts.json"
     if content is not None:
@@ -154,7 +158,7 @@ def _config_with_files(tmp_path: Path, files: dict[str, Any], **world: Any) -> A
          "2 rows of 2 devices.*but has 4 rows"),
     ],
 )  # fmt: skip
-def test_incomplete_world_files_are_refused_before_start(
+def test_hostfile_or_device_matrix_that_backend_cannot_use_is_refused(
     tmp_path: Path, files: dict[str, Any], world: dict[str, Any], expected_words: str
 ) -> None:
     """Files and settings are checked against the needs of the backend."""
@@ -177,7 +181,7 @@ def test_incomplete_world_files_are_refused_before_start(
         ({}, {"size": 2}),
     ],
 )
-def test_complete_world_files_pass_unchanged(
+def test_complete_hostfile_and_device_matrix_are_returned_unchanged(
     tmp_path: Path, files: dict[str, Any], world: dict[str, Any]
 ) -> None:
     """Files and settings complete each other; the texts of the files are returned unchanged."""
@@ -190,7 +194,7 @@ def test_complete_world_files_pass_unchanged(
     assert bool(found.jaccl_devices) == ("jaccl_devices" in files)
 
 
-def test_ignored_hostfile_variables_are_named(tmp_path: Path) -> None:
+def test_hostfile_variables_that_lockstep_sets_are_reported_as_ignored(tmp_path: Path) -> None:
     """A hostfile may set variables of MLX and NCCL, except those that Lockstep sets."""
     envs = ["NCCL_DEBUG=INFO", "MLX_METAL_FAST_SYNCH=1", "MLX_RANK=7", "PATH=/tmp"]
     config = _config_with_files(tmp_path, {"hostfile": {"envs": envs, "hosts": PAIR}})

@@ -20,19 +20,17 @@ TEXT = (Path(__file__).resolve().parents[4] / "docs" / "reference" / "protocol.m
 )
 
 
-def test_message_tables_are_up_to_date() -> None:
+def test_message_tables_of_protocol_document_equal_code() -> None:
     """Fields, order, types, ranges and defaults are those of the code (`make generated`)."""
     assert write_protocol_tables.render(TEXT) == TEXT
 
 
-def test_every_message_has_exactly_one_section() -> None:
+def test_every_message_has_exactly_one_section_in_protocol_document() -> None:
     """All messages and their parts have a section, and there is no other section."""
     structs = {
         name
-        for name in messages.__all__
-        if isinstance(kind := getattr(messages, name), type)
-        and issubclass(kind, msgspec.Struct)
-        and kind is not Message
+        for name, kind in vars(messages).items()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not Message
     }
 
     documented = write_protocol_tables.documented_structs(TEXT)
@@ -59,7 +57,7 @@ def test_every_message_has_exactly_one_section() -> None:
         ),
     ],
 )
-def test_every_message_section_begins_with_direction(
+def test_every_message_section_begins_with_its_sender_and_receiver(
     union: object, senders: tuple[str, ...]
 ) -> None:
     """The first words below a message's heading name sender and receiver."""
@@ -69,14 +67,14 @@ def test_every_message_section_begins_with_direction(
         assert section.startswith(senders), message.__name__
 
 
-def test_every_field_has_description() -> None:
+def test_every_message_field_has_description_in_protocol_document() -> None:
     """No field of a table has an empty description."""
     empty = re.findall(r"^\| `(\w+)` \|.*\| \|$", TEXT, re.MULTILINE)
 
     assert sorted(set(empty)) == []
 
 
-def test_header_fields_have_documented_order() -> None:
+def test_frame_header_fields_have_documented_order() -> None:
     """The fields of a packed header come in the documented order."""
     names = re.findall(r"^\| \d \| (\w+) \|", TEXT, re.MULTILINE)
     frame = Frame(2, Incarnation(3), Incarnation(4), 5, 6, delivery.MESSAGE, b"body")
@@ -89,7 +87,7 @@ def test_header_fields_have_documented_order() -> None:
     assert header == [limits.PROTOCOL_VERSION, 2, 3, 4, 5, 6, "m"]
 
 
-def test_every_frame_kind_is_documented() -> None:
+def test_protocol_document_lists_exactly_the_frame_kinds_of_code() -> None:
     """The table of frame kinds contains exactly the kinds in the code."""
     kinds = set(re.findall(r"^\| `(\w+)` \| (?:dialer|listener|both) \|", TEXT, re.MULTILINE))
 
@@ -122,6 +120,6 @@ def test_every_frame_kind_is_documented() -> None:
         f"{limits.STEP_DEADLINE_MIN_S:g} to {limits.STEP_DEADLINE_MAX_S:g} s",
     ],
 )
-def test_document_states_values_of_limits(statement: str) -> None:
+def test_protocol_document_has_current_values_of_limits(statement: str) -> None:
     """The document contains the current values of shared/limits.py."""
     assert statement in " ".join(TEXT.split())

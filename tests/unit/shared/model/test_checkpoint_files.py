@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_weight_files_have_sizes_and_payload_offsets(folder: Path) -> None:
+def test_weight_files_are_listed_with_size_and_payload_offset(folder: Path) -> None:
     """Files come in the order of their names, with their size and the start of the payload."""
     files = checkpoint_files.weight_files(folder)
 
@@ -56,7 +56,7 @@ def test_weight_files_have_sizes_and_payload_offsets(folder: Path) -> None:
         (lambda data: data.replace(b'"w"', b"'w'"), "its header is damaged"),
     ],
 )
-def test_damaged_weight_file_is_refused_by_name(
+def test_damaged_weight_file_error_names_that_file(
     folder: Path, damage: Any, expected_words: str
 ) -> None:
     """A file that is cut off, empty or has a damaged header gives one sentence with its name."""
@@ -68,7 +68,7 @@ def test_damaged_weight_file_is_refused_by_name(
     assert path.name in str(caught.value)
 
 
-def test_missing_weight_files_are_refused_by_name(folder: Path) -> None:
+def test_error_names_weight_file_that_only_the_index_lists(folder: Path) -> None:
     """A file that only the index lists is named; a folder without weight files is refused."""
     index = {"weight_map": {"x": "model-00003-of-00003.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -84,7 +84,9 @@ def test_missing_weight_files_are_refused_by_name(folder: Path) -> None:
     ("text", "expected_words"),
     [("{", "is not valid JSON"), ("[]", "model_type"), ('{"a": 1}', "model_type")],
 )
-def test_config_without_model_type_is_refused(folder: Path, text: str, expected_words: str) -> None:
+def test_model_config_without_model_type_is_refused(
+    folder: Path, text: str, expected_words: str
+) -> None:
     """Invalid JSON and JSON without a model type give different errors."""
     (folder / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=expected_words):
@@ -102,20 +104,20 @@ def test_config_without_model_type_is_refused(folder: Path, text: str, expected_
         ({"max_position_embeddings": 2**40}, 0, 2**31 - 1),
     ],
 )
-def test_context_length_is_setting_or_config_value(
+def test_context_length_is_setting_or_else_value_of_model_config(
     config: dict[str, Any], asked: int, expected: int
 ) -> None:
     """The setting wins; nested configs count; the factor of rope scaling is not applied."""
     assert checkpoint_files.context_tokens_max(config, asked) == expected
 
 
-def test_unknown_context_length_error_names_setting() -> None:
+def test_error_names_setting_when_model_config_has_no_context_length() -> None:
     """A config without a context length needs `model.context_tokens_max`."""
     with pytest.raises(ConfigError, match=r"model\.context_tokens_max"):
         checkpoint_files.context_tokens_max({})
 
 
-def test_tensor_split_is_possible_by_common_divisors() -> None:
+def test_tensor_split_is_possible_for_common_divisors_of_heads_and_width() -> None:
     """1, 2 and 4 ranks divide 8 heads, 4 KV heads and a width of 96."""
     for size in (1, 2, 4):
         check_tensor_split(CONFIG, size)
@@ -135,7 +137,7 @@ def test_tensor_split_is_possible_by_common_divisors() -> None:
         ({"text_config": {"num_attention_heads": 3}}, 2, "its num_attention_heads is 3"),
     ],
 )
-def test_impossible_tensor_split_names_dimension_and_world_sizes(
+def test_impossible_tensor_split_error_names_dimension_and_possible_rank_counts(
     changes: dict[str, Any], size: int, expected_words: str
 ) -> None:
     """The error names the dimension that does not divide, and the possible world sizes."""
@@ -143,7 +145,7 @@ def test_impossible_tensor_split_names_dimension_and_world_sizes(
         check_tensor_split({**CONFIG, **changes}, size)
 
 
-def test_kv_heads_do_not_limit_tensor_split_with_mla() -> None:
+def test_tensor_split_of_mla_model_ignores_number_of_kv_heads() -> None:
     """With MLA every rank holds the whole KV cache, so the number of KV heads does not matter."""
     check_tensor_split({**CONFIG, "num_key_value_heads": 1, "kv_lora_rank": 64}, 8)
 
@@ -155,14 +157,14 @@ def _fingerprint(folder: Path, **changes: Any) -> str:
     )
 
 
-def test_fingerprint_ignores_key_order_of_config(folder: Path) -> None:
+def test_model_fingerprint_ignores_key_order_of_config(folder: Path) -> None:
     """Two configs with the same values in another order have the same fingerprint."""
     before = _fingerprint(folder)
     (folder / "config.json").write_text(json.dumps(dict(reversed(CONFIG.items())), indent=3))
     assert _fingerprint(folder) == before
 
 
-def test_fingerprint_differs_by_model_and_world(folder: Path) -> None:
+def test_model_fingerprint_changes_with_config_dtype_ranks_and_weights(folder: Path) -> None:
     """The config, the dtype, the world and both ends of the weights change the fingerprint."""
     path = folder / "model-00002-of-00002.safetensors"
     fingerprints = [

@@ -8,7 +8,7 @@ from shared.errors import ConfigError
 from shared.model import location
 
 
-def test_demo_name_resolves_to_built_in_folder() -> None:
+def test_model_name_demo_resolves_to_built_in_folder() -> None:
     """The demo model is a folder with a config, both in a checkout and in a wheel."""
     folder = location.demo_folder()
 
@@ -16,26 +16,26 @@ def test_demo_name_resolves_to_built_in_folder() -> None:
     assert location.local_folder("demo") == folder
 
 
-def test_folder_with_config_resolves_to_itself(tmp_path: Path) -> None:
+def test_model_folder_with_config_json_resolves_to_itself(tmp_path: Path) -> None:
     """A folder with config.json is a model."""
     (tmp_path / "config.json").write_text("{}")
 
     assert location.local_folder(str(tmp_path)) == tmp_path
 
 
-def test_hugging_face_id_resolves_to_no_folder() -> None:
+def test_hugging_face_model_id_resolves_to_no_folder() -> None:
     """A name of the form owner/name is left to the hub."""
     assert location.local_folder("mlx-community/Qwen3-4B-4bit") is None
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/model", "~/no-such-model", "nowhere"])
-def test_path_to_missing_folder_is_refused(path: str) -> None:
+def test_model_path_to_missing_folder_is_refused(path: str) -> None:
     """The error says what a model name may be."""
     with pytest.raises(ConfigError, match="no model folder"):
         location.local_folder(path)
 
 
-def test_folder_without_config_is_refused(tmp_path: Path) -> None:
+def test_model_folder_without_config_json_is_refused(tmp_path: Path) -> None:
     """The error names config.json."""
     with pytest.raises(ConfigError, match=r"config\.json"):
         location.local_folder(str(tmp_path))

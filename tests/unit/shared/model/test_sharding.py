@@ -98,7 +98,7 @@ GIB = 1 << 30
         (MOE, "none", 2, "because one rank would have to hold it all: set world.size to 1, or"),
     ],
 )
-def test_impossible_split_names_obstacle_and_alternatives(
+def test_impossible_model_split_error_names_obstacle_and_alternatives(
     config: dict[str, Any], sharding: Any, size: int, expected_words: str
 ) -> None:
     """The error follows from the config alone: the obstacle, other world sizes, other shardings."""
@@ -107,7 +107,7 @@ def test_impossible_split_names_obstacle_and_alternatives(
     assert expected_words in str(refused.value)
 
 
-def test_possible_splits_pass() -> None:
+def test_possible_model_splits_raise_no_error() -> None:
     """A MoE model can be split in all three ways; one rank is always possible."""
     for sharding in ("tensor", "expert", "pipeline"):
         check_sharding(MOE, sharding, 4)
@@ -117,7 +117,7 @@ def test_possible_splits_pass() -> None:
     assert possible_world_sizes(DENSE, "expert") == []
 
 
-def test_unknown_family_is_checked_by_config_alone() -> None:
+def test_split_of_unknown_model_family_is_checked_by_config_alone() -> None:
     """For custom code or an unknown model type, only the numbers of the config can be an
     obstacle."""
     own = {**DENSE, "model_file": "model.py"}
@@ -142,12 +142,12 @@ def test_unknown_family_is_checked_by_config_alone() -> None:
         ("glm_moe_dsa", ModelFamily(shards=True, pipelines=True, has_experts=True)),
     ],
 )
-def test_family_traits_are_found_in_mlx_lm_source(name: str, expected: ModelFamily) -> None:
+def test_model_family_traits_are_found_in_mlx_lm_source(name: str, expected: ModelFamily) -> None:
     """Traits are found through base classes and through imports of other model files."""
     assert model_family({"model_type": name}) == expected
 
 
-def test_feasibility_check_imports_no_mlx() -> None:
+def test_check_of_model_split_imports_no_mlx() -> None:
     """The check works on a machine, and in a process, without MLX."""
     code = (
         "import sys\n"
@@ -171,12 +171,14 @@ def test_feasibility_check_imports_no_mlx() -> None:
         ({}, 0),
     ],
 )
-def test_expert_count_is_found_under_every_config_key(facts: dict[str, Any], count: int) -> None:
+def test_number_of_experts_is_found_under_every_config_key(
+    facts: dict[str, Any], count: int
+) -> None:
     """Layers with different numbers of experts count as the smallest; one expert counts as none."""
     assert expert_count(facts) == count
 
 
-def test_similar_memory_gives_equal_rank_weights() -> None:
+def test_ranks_with_similar_free_memory_get_equal_shares_of_model() -> None:
     """Free memory varies from start to start; equal weights keep shards, and so stored blocks,
     usable."""
     assert rank_weights([64 * GIB, 59 * GIB], 2) == [1, 1]
@@ -185,7 +187,7 @@ def test_similar_memory_gives_equal_rank_weights() -> None:
     assert rank_weights([512 * GIB, 96 * GIB], 2) == [512 * GIB, 96 * GIB]
 
 
-def test_items_are_divided_in_proportion_to_weights() -> None:
+def test_experts_are_divided_among_ranks_in_proportion_to_their_weights() -> None:
     """Shares are rounded to the nearest item, and each rank has at least one."""
     assert divide(128, [1, 1]) == [64, 64]
     assert divide(7, [1, 1, 1]) == [3, 2, 2]
@@ -197,7 +199,9 @@ def test_items_are_divided_in_proportion_to_weights() -> None:
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 1 << 45), min_size=1, max_size=64))
-def test_shares_sum_to_count_and_follow_weights(count: int, weights: list[int]) -> None:
+def test_rank_shares_sum_to_expert_count_and_grow_with_weight(
+    count: int, weights: list[int]
+) -> None:
     """For any weights, shares sum to the count, are at least one, and grow with the weight."""
     if count < len(weights):
         return
@@ -209,7 +213,7 @@ def test_shares_sum_to_count_and_follow_weights(count: int, weights: list[int]) 
         assert few <= many + (1 if light == heavy else 0)
 
 
-def test_layers_are_divided_by_size_and_weights() -> None:
+def test_layers_are_divided_among_ranks_by_layer_size_and_rank_weight() -> None:
     """The last rank has the first layers; a rank of small layers has more of them."""
     assert divide_layers([1] * 24, [1, 1]) == [12, 12]
     assert divide_layers([1] * 24, [3, 1]) == [18, 6]
@@ -224,7 +228,9 @@ def test_layers_are_divided_by_size_and_weights() -> None:
     st.lists(st.integers(1, 1 << 40), min_size=1, max_size=100),
     st.lists(st.integers(1, 1 << 45), min_size=1, max_size=20),
 )
-def test_layer_shares_sum_to_layer_count(sizes: list[int], weights: list[int]) -> None:
+def test_every_layer_has_one_rank_and_every_rank_has_a_layer(
+    sizes: list[int], weights: list[int]
+) -> None:
     """For any sizes and weights, every layer has a rank and every rank has a layer."""
     if len(sizes) < len(weights):
         return
@@ -234,7 +240,7 @@ def test_layer_shares_sum_to_layer_count(sizes: list[int], weights: list[int]) -
     assert min(shares) >= 1
 
 
-def test_list_numbers_joins_three_neighbours_to_range() -> None:
+def test_list_of_numbers_prints_three_consecutive_numbers_as_range() -> None:
     """Three or more consecutive numbers become a range."""
     assert list_numbers([1]) == "1"
     assert list_numbers([1, 2, 4]) == "1, 2 or 4"

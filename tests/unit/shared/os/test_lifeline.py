@@ -47,7 +47,7 @@ def _start(read_end: int) -> "subprocess.Popen[str]":
     return process
 
 
-def test_child_ends_when_pipe_closes() -> None:
+def test_child_process_ends_when_its_lifeline_pipe_closes() -> None:
     """The child ends when the write end closes, as it does when the parent dies."""
     read_end, write_end = os.pipe()
     with _start(read_end) as process:
@@ -58,7 +58,7 @@ def test_child_ends_when_pipe_closes() -> None:
         assert process.wait(timeout=20) == limits.EXIT_LIFELINE
 
 
-def test_child_that_holds_gil_ends_with_parent() -> None:
+def test_child_process_that_holds_gil_ends_when_parent_dies() -> None:
     """No Python thread can run in the child, so the kernel ends it. Only Linux can do this."""
     parent = subprocess.Popen(
         [sys.executable, "-c", GIL_HOLDER], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -75,7 +75,7 @@ def test_child_that_holds_gil_ends_with_parent() -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def test_bytes_on_pipe_do_not_end_child() -> None:
+def test_child_process_continues_when_bytes_arrive_on_lifeline_pipe() -> None:
     """Only the end of the pipe counts; bytes that are written to it have no effect."""
     read_end, write_end = os.pipe()
     with _start(read_end) as process:
@@ -88,7 +88,7 @@ def test_bytes_on_pipe_do_not_end_child() -> None:
         process.wait(timeout=20)
 
 
-def test_child_without_valid_lifeline_keeps_running() -> None:
+def test_process_without_valid_lifeline_pipe_keeps_running() -> None:
     """A role that was started by hand runs without a pipe, for any value of the variable."""
     for value in ("", "x", "-1"):
         script = f"import os; os.environ['{lifeline.VARIABLE}'] = '{value}'; {SLEEPER}"

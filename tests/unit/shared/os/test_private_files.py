@@ -14,14 +14,14 @@ def _read(path: Path) -> str:
     return private_files.read(path, not_allowed=0o077, remedy="chmod 600")
 
 
-def test_named_pipe_is_refused_without_blocking(tmp_path: Path) -> None:
+def test_private_file_reader_refuses_named_pipe_without_blocking(tmp_path: Path) -> None:
     """A path that is no regular file is refused before it is opened for reading."""
     os.mkfifo(tmp_path / "keys", 0o600)
     with pytest.raises(ConfigError, match="is not a regular file"):
         _read(tmp_path / "keys")
 
 
-def test_file_with_group_access_is_refused_with_remedy(tmp_path: Path) -> None:
+def test_private_file_with_group_access_is_refused_with_chmod_command(tmp_path: Path) -> None:
     """The error contains the chmod command."""
     private_files.replace(tmp_path / "keys", "text")
     assert _read(tmp_path / "keys") == "text"
@@ -30,7 +30,7 @@ def test_file_with_group_access_is_refused_with_remedy(tmp_path: Path) -> None:
         _read(tmp_path / "keys")
 
 
-def test_replace_follows_link_and_leaves_no_temporary_file(tmp_path: Path) -> None:
+def test_replacing_private_file_follows_link_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     """The target of a symbolic link is replaced as a whole, and its signature changes."""
     private_files.replace(tmp_path / "real", "before")
     (tmp_path / "keys").symlink_to(tmp_path / "real")
@@ -43,7 +43,7 @@ def test_replace_follows_link_and_leaves_no_temporary_file(tmp_path: Path) -> No
     assert private_files.signature(tmp_path / "none") == ()
 
 
-def test_lock_excludes_second_thread(tmp_path: Path) -> None:
+def test_private_folder_lock_makes_second_thread_wait_until_release(tmp_path: Path) -> None:
     """A second thread waits until the lock is released."""
     order: list[str] = []
 

@@ -51,7 +51,7 @@ def _file_name(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
-def test_role_is_found_until_process_ends(start: Start, tmp_path: Path) -> None:
+def test_role_is_found_by_process_file_until_its_process_ends(start: Start, tmp_path: Path) -> None:
     """The file names the process; a clean end removes the file."""
     process = start("scheduler")
     assert _file_name(process) == "scheduler.pid"
@@ -64,7 +64,9 @@ def test_role_is_found_until_process_ends(start: Start, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_killed_process_is_not_found_and_can_be_replaced(start: Start, tmp_path: Path) -> None:
+def test_process_file_of_killed_role_is_ignored_and_can_be_taken(
+    start: Start, tmp_path: Path
+) -> None:
     """After SIGKILL the file remains without a lock: no process is found, and another one takes the
     file."""
     process = start("scheduler")
@@ -79,7 +81,7 @@ def test_killed_process_is_not_found_and_can_be_replaced(start: Start, tmp_path:
     assert find_processes(tmp_path, "scheduler") == [RoleProcess("scheduler", follower.pid)]
 
 
-def test_stopped_process_is_still_found(start: Start, tmp_path: Path) -> None:
+def test_role_is_found_while_its_process_is_stopped_by_signal(start: Start, tmp_path: Path) -> None:
     """A process that was stopped by SIGSTOP still holds its file."""
     process = start("gateway")
     _file_name(process)
@@ -89,7 +91,9 @@ def test_stopped_process_is_still_found(start: Start, tmp_path: Path) -> None:
     assert find_processes(tmp_path, "gateway") == [RoleProcess("gateway", process.pid)]
 
 
-def test_second_process_of_role_gets_file_with_pid(start: Start, tmp_path: Path) -> None:
+def test_second_process_of_role_writes_process_file_named_with_its_pid(
+    start: Start, tmp_path: Path
+) -> None:
     """A second gateway in one run folder has its process id in the file name; both are found."""
     first, second = start("gateway"), None
     _file_name(first)
@@ -99,7 +103,7 @@ def test_second_process_of_role_gets_file_with_pid(start: Start, tmp_path: Path)
     assert {holder.pid for holder in find_processes(tmp_path, "gateway")} == {first.pid, second.pid}
 
 
-def test_rank_is_found_by_number_and_all_by_prefix(start: Start, tmp_path: Path) -> None:
+def test_search_finds_one_rank_by_number_and_all_by_prefix(start: Start, tmp_path: Path) -> None:
     """`rank` finds every rank; `rank-1` finds only that one, and not rank 10."""
     numbered = {role: start(role) for role in ("rank-1", "rank-10")}
     unnumbered = start("rank", "by pid")
@@ -111,7 +115,9 @@ def test_rank_is_found_by_number_and_all_by_prefix(start: Start, tmp_path: Path)
     assert find_processes(tmp_path, "ran") == []
 
 
-def test_only_stale_process_files_are_deleted(start: Start, tmp_path: Path) -> None:
+def test_cleanup_deletes_process_files_of_ended_processes_and_no_others(
+    start: Start, tmp_path: Path
+) -> None:
     """Files of ended processes and unfinished files are deleted; all other files stay."""
     alive, dead = start("gateway"), start("rank-0")
     _file_name(alive)
@@ -127,7 +133,7 @@ def test_only_stale_process_files_are_deleted(start: Start, tmp_path: Path) -> N
     assert find_processes(tmp_path, "gateway") == [RoleProcess("gateway", alive.pid)]
 
 
-def test_search_does_not_make_file_look_held(tmp_path: Path) -> None:
+def test_process_takes_its_file_while_threads_search_for_running_roles(tmp_path: Path) -> None:
     """A process can take its file while other threads check again and again whether it is stale."""
     stop = threading.Event()
 
@@ -150,7 +156,7 @@ def test_search_does_not_make_file_look_held(tmp_path: Path) -> None:
             thread.join()
 
 
-def test_taking_file_is_retried_after_deadline(
+def test_process_file_is_taken_after_deadline_when_only_searches_held_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the deadline has passed but others only checked the file, one more attempt is made."""
@@ -169,19 +175,19 @@ def test_taking_file_is_retried_after_deadline(
     file.release()
 
 
-def test_missing_run_folder_has_no_processes(tmp_path: Path) -> None:
+def test_search_finds_no_process_when_run_folder_is_missing(tmp_path: Path) -> None:
     """A search in a run folder that does not exist finds nothing and raises nothing."""
     assert find_processes(tmp_path / "nowhere", "scheduler") == []
     delete_stale_files(tmp_path / "nowhere")
 
 
-def test_unwritable_run_folder_raises_os_error(tmp_path: Path) -> None:
+def test_process_file_raises_os_error_when_run_folder_is_unwritable(tmp_path: Path) -> None:
     """The caller gets the error and decides whether to continue without a file."""
     with pytest.raises(OSError, match="nowhere"):
         ProcessFile(tmp_path / "nowhere", "scheduler")
 
 
-def test_locked_file_with_invalid_content_names_no_process(tmp_path: Path) -> None:
+def test_locked_process_file_with_invalid_content_names_no_process(tmp_path: Path) -> None:
     """A locked file with invalid content names no process, so that no signal reaches a wrong
     one."""
     for text in ("", "-1\n", "0x10\n", "self\n"):
@@ -193,7 +199,7 @@ def test_locked_file_with_invalid_content_names_no_process(tmp_path: Path) -> No
             assert find_processes(tmp_path, "scheduler") == []
 
 
-def test_folder_and_dangling_link_name_no_process(tmp_path: Path) -> None:
+def test_search_ignores_folder_or_dangling_link_named_like_process_file(tmp_path: Path) -> None:
     """A folder or a dangling link with the name of a process file is ignored and not deleted."""
     (tmp_path / "scheduler.pid").mkdir()
     (tmp_path / "gateway.pid").symlink_to(tmp_path / "nowhere")

@@ -45,7 +45,7 @@ def _refusal(body: bytes, union: Any = ToScheduler) -> str:
 @pytest.mark.parametrize(("message", "union"), EVERY_MESSAGE, ids=lambda item: str(item)[:40])
 @settings(max_examples=cases(12, 60))
 @given(data=st.data())
-def test_every_message_decodes_to_equal_message(
+def test_every_encoded_message_decodes_to_equal_message(
     message: type[msgspec.Struct], union: Any, data: st.DataObject
 ) -> None:
     """Any valid message decodes to an equal one."""
@@ -63,7 +63,7 @@ def test_message_tag_is_unique_class_name() -> None:
     assert sorted(set(tags)) == sorted(message.__name__ for message, _ in EVERY_MESSAGE)
 
 
-def test_message_of_other_link_is_refused() -> None:
+def test_decoder_refuses_message_that_belongs_to_another_link() -> None:
     """A rank refuses a message that only a gateway may send."""
     body = codec.encode(AbortRequest(request_id="a"))
 
@@ -72,7 +72,7 @@ def test_message_of_other_link_is_refused() -> None:
 
 @settings(max_examples=cases(60, 300))
 @given(st.binary(max_size=200))
-def test_random_bytes_decode_or_raise_frame_refused(body: bytes) -> None:
+def test_decoder_raises_only_frame_refused_for_random_bytes(body: bytes) -> None:
     """`decode` returns a message or raises FrameRefused, for any bytes."""
     with contextlib.suppress(FrameRefused):
         assert isinstance(codec.Decoder(ToScheduler).decode(body), msgspec.Struct)
@@ -80,7 +80,9 @@ def test_random_bytes_decode_or_raise_frame_refused(body: bytes) -> None:
 
 @settings(max_examples=cases(40, 200))
 @given(instances(StepPlan), st.data())
-def test_truncated_message_is_refused(message: msgspec.Struct, data: st.DataObject) -> None:
+def test_decoder_refuses_message_truncated_at_any_byte(
+    message: msgspec.Struct, data: st.DataObject
+) -> None:
     """No beginning of a message decodes."""
     body = codec.encode(message)
     length = data.draw(st.integers(0, len(body) - 1))
@@ -112,13 +114,13 @@ def test_truncated_message_is_refused(message: msgspec.Struct, data: st.DataObje
         ({"type": "Heartbeat", "epoch": True, "rank": 0, "step_started": 0}, "epoch"),
     ],
 )
-def test_invalid_field_is_refused_by_name(value: Any, cause: str) -> None:
+def test_decoder_refuses_invalid_field_and_names_it(value: Any, cause: str) -> None:
     """The error names an unknown, missing, mistyped or out-of-range field."""
     assert cause in _refusal(msgpack.packb(value))
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_are_refused_at_any_depth(number: float) -> None:
+def test_decoder_refuses_nan_and_infinity_at_any_depth(number: float) -> None:
     """NaN and infinity never reach a scheduler or a sampler."""
     sampling = Sampling(seed=1, temperature=number)
     request = SubmitRequest(request_id="a", prompt=[1], sampling=sampling, max_tokens=1)
@@ -137,7 +139,7 @@ def test_nan_and_infinity_are_refused_at_any_depth(number: float) -> None:
     sign=st.sampled_from([0x7FF0_0000_0000_0000, 0xFFF0_0000_0000_0000]),
     is_single=st.booleans(),
 )
-def test_every_bit_pattern_of_nan_is_refused(payload: int, sign: int, is_single: bool) -> None:
+def test_decoder_refuses_every_bit_pattern_of_nan(payload: int, sign: int, is_single: bool) -> None:
     """NaN has many bit patterns, and msgpack has floats of two widths."""
     number = struct.unpack(">d", (sign | payload).to_bytes(8, "big"))[0]
     logprobs = {"logprob": 0.0, "top_ids": [1], "top_logprobs": [number]}
@@ -156,7 +158,7 @@ def test_every_bit_pattern_of_nan_is_refused(payload: int, sign: int, is_single:
 @pytest.mark.parametrize(
     "pattern", [b"\xcb\x7f\xf0", b"\xcb\xff\xf8", b"\xca\x7f\x80", b"\xca\xff\xff"]
 )
-def test_bytes_field_may_contain_bit_pattern_of_nan(pattern: bytes) -> None:
+def test_decoder_accepts_nan_bit_pattern_in_bytes_field(pattern: bytes) -> None:
     """A digest may consist of any bytes."""
     sent = StepFinished(
         epoch=1,
@@ -172,7 +174,7 @@ def test_bytes_field_may_contain_bit_pattern_of_nan(pattern: bytes) -> None:
 
 
 @pytest.mark.parametrize("depth", [limits.MESSAGE_DEPTH_MAX + 1, 500, 5_000, 1_000_000])
-def test_deeply_nested_body_is_refused(depth: int) -> None:
+def test_decoder_refuses_deeply_nested_message_body(depth: int) -> None:
     """Deep nesting exhausts neither the stack nor the time."""
     assert _refusal(b"\x91" * depth + b"\x01")
     assert _refusal(b"\x81\xa1a" * depth + b"\x01")
@@ -198,7 +200,7 @@ def test_deeply_nested_body_is_refused(depth: int) -> None:
     ],
     ids=lambda body: body[:12].hex() or "empty",
 )
-def test_invalid_msgpack_is_refused(body: bytes) -> None:
+def test_decoder_refuses_invalid_msgpack(body: bytes) -> None:
     """Extension types, invalid UTF-8, wrong keys, trailing bytes and wrong lengths are refused."""
     assert _refusal(body)
 
@@ -216,7 +218,7 @@ def test_prompt_of_million_tokens_fits_into_message() -> None:
     assert codec.Decoder(ToScheduler).decode(body) == request
 
 
-def test_message_without_fields_and_with_free_maps_decodes() -> None:
+def test_messages_without_fields_and_with_free_form_maps_decode_to_equal_messages() -> None:
     """A message without fields and one with free-form maps decode to equal messages."""
     status = StatusReported(
         ready=False, reason="x", draining=False, model="m", model_fingerprint="", epoch=0,

@@ -78,7 +78,7 @@ class Pair:
     delay_max_s=st.sampled_from([0.0, 0.03, 0.5]),
     count=st.integers(0, 40),
 )
-def test_every_message_is_delivered_once_in_order(
+def test_session_over_faulty_channel_delivers_every_message_once_in_order(
     seed: int, loss: float, repeat: float, delay_max_s: float, count: int
 ) -> None:
     """When a faulty channel works again, each side has every message of the other."""
@@ -97,7 +97,7 @@ def test_every_message_is_delivered_once_in_order(
     assert [session.unacknowledged for session in pair.sessions] == [0, 0]
 
 
-def test_channel_without_faults_resends_nothing() -> None:
+def test_session_over_channel_without_faults_resends_nothing() -> None:
     """On a healthy link no message is sent twice, and every message is acknowledged soon."""
     pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.005)
 
@@ -111,7 +111,7 @@ def test_channel_without_faults_resends_nothing() -> None:
     assert pair.sessions[1].gaps == pair.sessions[1].duplicates == 0
 
 
-def test_resends_are_limited_to_one_batch() -> None:
+def test_session_resends_at_most_one_batch_before_acknowledgement() -> None:
     """The next batch is sent again only when the previous one is acknowledged."""
     session = Session(ALICE, BOB, 0.0)
     for _ in range(1_000):
@@ -128,7 +128,7 @@ def test_resends_are_limited_to_one_batch() -> None:
     assert [frame.number for frame in second] == list(range(batch + 1, 2 * batch + 1))
 
 
-def test_session_is_silent_after_limit() -> None:
+def test_session_is_silent_only_after_limit_without_frames() -> None:
     """A session is silent when nothing has arrived for the limit, and not before."""
     pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.0)
     pair.pass_time(1.0)
@@ -142,7 +142,7 @@ def test_session_is_silent_after_limit() -> None:
     assert not pair.sessions[1].is_silent(pair.now_s)
 
 
-def test_keepalives_keep_idle_sessions_alive() -> None:
+def test_idle_session_is_not_silent_while_keepalives_arrive() -> None:
     """Sessions without messages are not silent, because keepalives arrive."""
     pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.0)
 
@@ -187,7 +187,7 @@ def test_send_refuses_message_over_size_limit() -> None:
     assert session.send(1, b"x", 0.0).number == 1
 
 
-def test_acknowledgement_of_unsent_message_is_refused() -> None:
+def test_session_refuses_acknowledgement_of_message_it_has_not_sent() -> None:
     """A peer cannot make a session forget messages that it will send later."""
     session = Session(ALICE, BOB, 0.0)
     session.send(1, b"x", 0.0)
@@ -198,7 +198,7 @@ def test_acknowledgement_of_unsent_message_is_refused() -> None:
     assert session.unacknowledged == 1
 
 
-def test_message_after_gap_is_dropped_until_resent() -> None:
+def test_session_drops_message_after_gap_until_it_is_resent() -> None:
     """The protocol is go-back-N: no message is delivered or stored out of order."""
     session = Session(BOB, ALICE, 0.0)
 

@@ -64,7 +64,7 @@ def pair(address: str) -> Iterator[_Pair]:
     pair.close()
 
 
-def test_descriptor_is_readable_when_drained_link_gets_message(pair: _Pair) -> None:
+def test_link_descriptor_is_readable_when_message_arrives_after_drain(pair: _Pair) -> None:
     """A caller that has drained the link may wait for its descriptor, although sends consume its
     signal."""
     peer = pair.listener.peers[0]
@@ -104,7 +104,7 @@ for _ in range(12):
 """
 
 
-def test_goodbye_is_sent_before_process_exits(address: str) -> None:
+def test_closed_link_sends_goodbye_before_its_process_exits(address: str) -> None:
     """A process that exits right after `close` has sent its goodbye, so its peer need not wait."""
     listener: Listener[ToScheduler] = Listener(address, ToScheduler)
     causes: list[str] = []
@@ -126,7 +126,7 @@ def test_goodbye_is_sent_before_process_exits(address: str) -> None:
     assert causes == ["goodbye"] * 12
 
 
-def test_close_returns_while_zeromq_is_busy(pair: _Pair) -> None:
+def test_link_close_returns_while_zeromq_resolves_a_name(pair: _Pair) -> None:
     """`close` does not wait for ZeroMQ, for example while it resolves a name; the context ends
     later."""
     context = pair.dialer.socket._context
@@ -153,7 +153,7 @@ gc.collect()
 """
 
 
-def test_process_with_unclosed_link_in_cycle_ends(address: str) -> None:
+def test_process_exits_when_unclosed_link_is_in_reference_cycle(address: str) -> None:
     """A link that was never closed and is collected as a cycle blocks neither the process nor its
     end."""
     subprocess.run([sys.executable, "-c", _UNCLOSED_LINK, address], check=True, timeout=DEADLINE_S)
@@ -201,7 +201,7 @@ def _open_descriptors_up_to(number: int) -> tuple[set[int], tuple[socket.socket,
     return copies, pair
 
 
-def test_wake_after_close_does_not_write_to_reused_descriptor(address: str) -> None:
+def test_wake_of_closed_link_writes_nothing_to_reused_descriptor(address: str) -> None:
     """A thread may wake a link that was closed and whose descriptors now belong to other files."""
     for _ in range(50):
         dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway)
@@ -225,7 +225,7 @@ def test_wake_after_close_does_not_write_to_reused_descriptor(address: str) -> N
     pytest.fail("the link's descriptor was never reused")
 
 
-def test_overlong_message_is_refused_and_next_one_arrives(pair: _Pair) -> None:
+def test_link_refuses_overlong_message_and_delivers_next_one(pair: _Pair) -> None:
     """`send` refuses the message.
 
     A peer would close the connection at each attempt to send it again, and no later message would
@@ -241,7 +241,7 @@ def test_overlong_message_is_refused_and_next_one_arrives(pair: _Pair) -> None:
     assert isinstance(second.message, QueryStatus)
 
 
-def test_late_welcome_for_ended_session_starts_no_session(address: str) -> None:
+def test_dialer_starts_no_session_when_welcome_is_for_previous_incarnation(address: str) -> None:
     """A hello can reach the listener's successor, whose welcome then comes late.
 
     It is for the dialler's previous incarnation; a session on it would be reset and lose its
@@ -273,7 +273,7 @@ def test_late_welcome_for_ended_session_starts_no_session(address: str) -> None:
     assert [event.incarnation for event in events if isinstance(event, Connected)] == [7, 8]
 
 
-def test_peer_of_other_protocol_version_is_logged_once(
+def test_listener_logs_peer_of_other_protocol_version_once(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Such a peer waits for a session without end, so the log must name the cause."""

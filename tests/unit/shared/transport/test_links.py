@@ -80,7 +80,7 @@ def test_link_delivers_messages_in_order_both_ways(
     assert [event.epoch for event in down if isinstance(event, Received)] == list(range(2_000))
 
 
-def test_restarted_dialer_is_new_peer(
+def test_restarted_dialer_gets_new_session_without_old_messages(
     listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
     """A restarted process gets a new session and no message of the old one."""
@@ -99,7 +99,7 @@ def test_restarted_dialer_is_new_peer(
     assert [event.message.request_id for event in events if isinstance(event, Received)] == ["new"]
 
 
-def test_dialer_notices_restarted_listener_before_silence(
+def test_dialer_reconnects_to_restarted_listener_before_silence_limit(
     address: str, listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
     """The dialler gets Lost and then Connected, earlier than the limit for silence."""
@@ -121,7 +121,7 @@ def test_dialer_notices_restarted_listener_before_silence(
     assert time.monotonic() - started_s < limits.PEER_SILENCE_S
 
 
-def test_frame_for_older_incarnation_is_answered_with_reset(
+def test_listener_answers_frame_for_older_incarnation_with_reset(
     address: str, listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
     """Such a frame is counted as stale and not delivered."""
@@ -140,7 +140,7 @@ def test_frame_for_older_incarnation_is_answered_with_reset(
     dealer.close(linger=0)
 
 
-def test_close_delivers_all_messages_to_slow_receiver(
+def test_link_close_delivers_all_sent_messages_to_slow_receiver(
     listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
     """5,000 messages that were sent right before `close` arrive over ipc, although the receiver is
@@ -202,7 +202,7 @@ def test_send_without_session_raises_peer_unknown(
         dial().send(QueryStatus())
 
 
-def test_silence_ends_session_on_both_ends(address: str) -> None:
+def test_session_ends_on_both_ends_after_silence_limit(address: str) -> None:
     """Both ends lose a peer from which nothing arrives within the limit."""
     clock = ManualClock()
     listener: Listener[ToScheduler] = Listener(address, ToScheduler, clock)
@@ -231,7 +231,7 @@ def test_silence_ends_session_on_both_ends(address: str) -> None:
     assert [type(event) for event in dialler_events] == [Lost]
 
 
-def test_second_close_leaves_reused_descriptors_open(address: str) -> None:
+def test_second_close_of_link_leaves_reused_descriptors_open(address: str) -> None:
     """The second close does nothing, also when other files have got the link's descriptors."""
     dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway)
     dialer.close(0.0)
@@ -244,7 +244,9 @@ def test_second_close_leaves_reused_descriptors_open(address: str) -> None:
         os.close(descriptor)
 
 
-def test_wake_from_other_thread_ends_poll(listener: Listener[ToScheduler]) -> None:
+def test_link_poll_returns_early_when_another_thread_wakes_it(
+    listener: Listener[ToScheduler],
+) -> None:
     """`poll` returns long before its timeout."""
     threading.Timer(0.05, listener.wake).start()
     started_s = time.monotonic()
@@ -275,7 +277,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("parts", HOSTILE.values(), ids=HOSTILE.keys())
-def test_invalid_frame_is_counted_once_and_ignored(
+def test_listener_counts_invalid_frame_and_starts_no_session(
     address: str, listener: Listener[ToScheduler], parts: list[bytes]
 ) -> None:
     """An invalid frame raises nothing from `poll` and starts no session."""
@@ -293,7 +295,7 @@ def test_invalid_frame_is_counted_once_and_ignored(
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", msgpack.packb({"type": "Nonsense"}), b"\x91" * 100_000]
 )
-def test_invalid_body_in_session_is_counted_and_skipped(
+def test_session_counts_and_skips_message_with_invalid_body(
     address: str, listener: Listener[ToScheduler], body: bytes
 ) -> None:
     """Only the invalid message is refused; the next valid one is delivered."""
@@ -314,7 +316,7 @@ def test_invalid_body_in_session_is_counted_and_skipped(
     dealer.close(linger=0)
 
 
-def test_peers_over_maximum_are_refused_and_counted(
+def test_listener_refuses_and_counts_peers_over_maximum(
     address: str, listener: Listener[ToScheduler]
 ) -> None:
     """More sessions than the maximum are not opened."""
@@ -343,7 +345,7 @@ def test_peers_over_maximum_are_refused_and_counted(
         "ipc:///" + "x" * 200,
     ],
 )
-def test_address_off_loopback_is_refused_without_keys(address: str) -> None:
+def test_link_without_keys_refuses_address_off_loopback(address: str) -> None:
     """Without keys only loopback and ipc are allowed, at both ends."""
     with pytest.raises(ConfigError):
         Listener(address, ToScheduler)
@@ -351,7 +353,7 @@ def test_address_off_loopback_is_refused_without_keys(address: str) -> None:
         Dialer(address, "gateway", ToGateway)
 
 
-def test_second_bind_of_loopback_address_is_refused() -> None:
+def test_second_listener_on_loopback_address_is_refused() -> None:
     """A loopback address can be bound once; the second bind is an error with the likely cause."""
     listener: Listener[ToScheduler] = Listener("tcp://127.0.0.1:*", ToScheduler)
 

@@ -14,7 +14,7 @@ def _policy(clock: ManualClock) -> ReconnectPolicy:
     return ReconnectPolicy("tcp://192.0.2.1:5555", "a public key", clock, Log("link"))
 
 
-def test_refused_handshake_is_retried_once_after_one_second() -> None:
+def test_dialer_retries_refused_handshake_once_after_one_second() -> None:
     """ZeroMQ does not retry a refused handshake, so the policy does."""
     clock = ManualClock()
     policy = _policy(clock)
@@ -29,7 +29,7 @@ def test_refused_handshake_is_retried_once_after_one_second() -> None:
     assert policy.failures == 1
 
 
-def test_closed_connection_is_left_to_zeromq_first() -> None:
+def test_dialer_lets_zeromq_redial_closed_connection_before_it_reconnects_itself() -> None:
     """ZeroMQ redials a listener that closes connections; the policy does so only after a long
     time."""
     clock = ManualClock()
@@ -43,7 +43,7 @@ def test_closed_connection_is_left_to_zeromq_first() -> None:
     assert policy.is_due([])
 
 
-def test_connection_of_silent_session_is_replaced_at_once() -> None:
+def test_dialer_replaces_connection_of_silent_session_at_once() -> None:
     """After a session that ended otherwise, the connection gets time for a new hello."""
     clock = ManualClock()
     policy = _policy(clock)
@@ -55,7 +55,9 @@ def test_connection_of_silent_session_is_replaced_at_once() -> None:
     assert policy.is_due([])
 
 
-def test_failures_are_logged_at_most_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_dialer_logs_connection_failures_at_most_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A refusal is logged at once, a closed connection at the third time in a row."""
     clock = ManualClock()
     policy = _policy(clock)

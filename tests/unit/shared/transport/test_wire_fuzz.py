@@ -148,7 +148,7 @@ def _finite(value: Any) -> bool:
 @pytest.mark.parametrize("union", _UNIONS.values(), ids=_UNIONS)
 @_PURE
 @given(data=st.data())
-def test_any_body_is_valid_message_or_refused(union: Any, data: st.DataObject) -> None:
+def test_decoder_returns_valid_message_or_refuses_any_body(union: Any, data: st.DataObject) -> None:
     """`decode` returns a valid message of this link or raises FrameRefused."""
     body = data.draw(_bodies(union))
     with contextlib.suppress(FrameRefused):
@@ -160,7 +160,9 @@ def test_any_body_is_valid_message_or_refused(union: Any, data: st.DataObject) -
 
 @pytest.mark.parametrize("union", _UNIONS.values(), ids=_UNIONS)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_body_is_refused(name: str, union: Any) -> None:
+def test_decoder_refuses_hostile_body_without_allocating_claimed_length(
+    name: str, union: Any
+) -> None:
     """A body is refused without the memory for lengths that its header only claims."""
     with pytest.raises(FrameRefused):
         codec.Decoder(union).decode(HOSTILE[name])
@@ -174,7 +176,7 @@ _HEADER = st.just(b"\x97\x01\x00\x05\x06\x01\x00\xa1m")
 @example(parts=[])
 @example(parts=[b""] * 1_000)
 @given(parts=st.lists(st.one_of(st.binary(max_size=60), _mutated(_HEADER)), max_size=4))
-def test_any_parts_are_valid_frame_or_refused(parts: list[bytes]) -> None:
+def test_frame_parser_returns_valid_frame_or_refuses_any_parts(parts: list[bytes]) -> None:
     """A frame has one or two parts, of which the first is a header of this version."""
     with contextlib.suppress(FrameRefused):
         frame = framing.unpack(parts)
@@ -184,7 +186,7 @@ def test_any_parts_are_valid_frame_or_refused(parts: list[bytes]) -> None:
 
 @_PURE
 @given(frames=st.lists(st.tuples(st.integers(-1, 9), st.integers(-1, 3), _KINDS), max_size=40))
-def test_session_delivers_any_frames_in_order_or_not_at_all(
+def test_session_delivers_arbitrary_frames_in_order_or_refuses_them(
     frames: list[tuple[int, int, str]],
 ) -> None:
     """Frames with wrong numbers are not delivered; an acknowledgement of unsent messages is
@@ -262,7 +264,7 @@ def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[WellBehavedLi
 
 @_WIRED
 @given(data=st.data())
-def test_listener_serves_well_behaved_peer_beside_hostile_dialer(
+def test_listener_serves_valid_peer_beside_hostile_dialer(
     pair: WellBehavedLink, data: st.DataObject
 ) -> None:
     """For any frames of a hostile peer, the listener raises nothing and serves the other peer."""
@@ -279,7 +281,9 @@ def test_listener_serves_well_behaved_peer_beside_hostile_dialer(
 
 @_WIRED
 @given(data=st.data())
-def test_dialer_reaches_listener_after_hostile_listener(folder: Path, data: st.DataObject) -> None:
+def test_dialer_gets_messages_of_valid_listener_after_hostile_listener(
+    folder: Path, data: st.DataObject
+) -> None:
     """For any frames of a hostile listener, the dialler gets the messages of the next valid
     session."""
     address = f"ipc://{folder}/d.sock"
@@ -331,7 +335,7 @@ def _deliver_in_new_session(hostile: HostileListener, dialer: Dialer[Any]) -> No
     wait_until(is_delivered, 30.0, poll_s=0.0, failure="the dialler gets no more messages")
 
 
-def test_store_process_serves_beside_hostile_peers(folder: Path) -> None:
+def test_cache_store_process_answers_after_each_hostile_message(folder: Path) -> None:
     """The store answers after each hostile body, ends cleanly, and logs no traceback."""
     address = f"ipc://{folder}/store.sock"
     config = {
@@ -379,7 +383,7 @@ def _query_store(dialer: Dialer[FromStore]) -> None:
     )
 
 
-def test_frame_over_size_limit_ends_only_its_connection(folder: Path) -> None:
+def test_listener_closes_only_the_connection_that_sends_oversized_frame(folder: Path) -> None:
     """A frame over MESSAGE_BYTES_MAX is not received; its connection is closed."""
     pair = WellBehavedLink(f"ipc://{folder}/l.sock", ToScheduler)
     hostile = HostileDialer(pair.listener.address)

@@ -33,7 +33,7 @@ REFUSED_S = 1.0
 """Time in which an intruder makes many handshakes and sends many hellos."""
 
 
-def test_keyed_link_delivers_messages_in_order_both_ways(
+def test_link_with_allowed_keys_delivers_messages_in_order_both_ways(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
     """With allowed keys a link carries 1,000 messages in each direction."""
@@ -53,14 +53,16 @@ def test_keyed_link_delivers_messages_in_order_both_ways(
     assert listener.counters.strangers == dialer.counters.strangers == 0
 
 
-def test_host_can_dial_its_own_listener(hosts: Hosts, listener: Listener[ToScheduler]) -> None:
+def test_dialer_with_host_key_gets_session_at_listener_of_that_host(
+    hosts: Hosts, listener: Listener[ToScheduler]
+) -> None:
     """Processes of the scheduler's host dial it with the key that `keys new` created."""
     dialer = hosts.dial(hosts.scheduler, listener.address)
 
     assert connect(listener, dialer).startswith(b"gateway-")
 
 
-async def test_keyed_dialer_works_in_event_loop(
+async def test_dialer_with_key_receives_messages_in_asyncio_event_loop(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
     """The gateway polls its link when the descriptor is readable, and by a timer."""
@@ -141,7 +143,7 @@ def _expecting_another_listener(hosts: Hosts, address: str) -> Dialer[ToGateway]
         (_expecting_another_listener, False),
     ],
 )
-def test_dialer_without_allowed_key_and_role_gets_no_session(
+def test_dialer_gets_no_session_when_its_key_or_role_is_not_allowed(
     hosts: Hosts,
     listener: Listener[ToScheduler],
     dial_as_intruder: Callable[[Hosts, str], Dialer[ToGateway]],
@@ -163,7 +165,7 @@ def test_dialer_without_allowed_key_and_role_gets_no_session(
     hosts.check_health(listener)
 
 
-def test_keyed_dialer_refuses_listener_without_keys(hosts: Hosts) -> None:
+def test_dialer_with_key_gets_no_session_at_listener_without_keys(hosts: Hosts) -> None:
     """A listener without keys cannot be the scheduler that the dialler expects."""
     plain: Listener[ToScheduler] = Listener(keyed_hosts.ANY_PORT, ToScheduler)
     dialer = hosts.dial(hosts.gateway, plain.address)
@@ -179,7 +181,7 @@ def test_keyed_dialer_refuses_listener_without_keys(hosts: Hosts) -> None:
     assert [type(event) for event in events] == [Connected]
 
 
-def test_frames_under_not_allowed_role_are_refused_and_counted(
+def test_listener_refuses_and_counts_frames_of_role_its_key_may_not_use(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
     """The key is allowed, but not in the role that its identity claims."""
@@ -198,7 +200,7 @@ def test_frames_under_not_allowed_role_are_refused_and_counted(
     assert not dealer.poll(100)
 
 
-def test_session_ends_when_another_key_uses_its_identity(
+def test_session_ends_when_frames_with_its_identity_use_another_key(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
     """Frames from another key, allowed or not, end the session and are not delivered."""
@@ -223,7 +225,7 @@ def test_session_ends_when_another_key_uses_its_identity(
     assert peer not in listener.peers
 
 
-def test_newly_allowed_key_gets_session_without_restart(
+def test_dialer_gets_session_without_restart_when_its_key_becomes_allowed(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
     """`lockstep keys allow` takes effect while listener and dialler run."""
@@ -236,7 +238,9 @@ def test_newly_allowed_key_gets_session_without_restart(
     assert connect(listener, dialer).startswith(b"gateway-")
 
 
-def test_removed_key_loses_session(hosts: Hosts, listener: Listener[ToScheduler]) -> None:
+def test_session_ends_when_its_key_is_removed_from_allowed_list(
+    hosts: Hosts, listener: Listener[ToScheduler]
+) -> None:
     """`lockstep keys remove` ends the session, and no later message of that key is delivered."""
     dialer = hosts.dial(hosts.gateway, listener.address)
     peer = connect(listener, dialer)
@@ -255,7 +259,7 @@ def test_removed_key_loses_session(hosts: Hosts, listener: Listener[ToScheduler]
 
 @pytest.mark.proof
 @pytest.mark.parametrize("damage", ["malformed", "gone", "writable"])
-def test_unusable_list_of_keys_keeps_sessions(
+def test_sessions_continue_when_allowed_list_becomes_unusable(
     hosts: Hosts, listener: Listener[ToScheduler], caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     """An unusable list is logged as one error, and the keys of the last good list stay allowed."""
@@ -309,7 +313,7 @@ def test_two_listeners_of_one_process_allow_different_roles(hosts: Hosts) -> Non
     assert names == [b"gateway", b"rank"]
 
 
-def test_refused_key_is_logged_with_allow_command(
+def test_listener_logs_refused_public_key_with_command_that_allows_it(
     hosts: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A listener with an empty list starts, warns, and logs a refused public key once, never a
@@ -333,7 +337,9 @@ def test_refused_key_is_logged_with_allow_command(
     assert not [one for one in (hosts.scheduler, hosts.gateway) if one.secret in str(said)]
 
 
-def test_refused_keys_are_logged_at_limited_rate(caplog: pytest.LogCaptureFixture) -> None:
+def test_listener_logs_each_refused_key_at_most_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Each key is logged once a minute, and at most 20 keys are; the number of others follows
     later."""
     clock = ManualClock()
@@ -357,7 +363,7 @@ def test_refused_keys_are_logged_at_limited_rate(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_dialer_needs_exactly_one_peer_with_listener_role(hosts: Hosts) -> None:
+def test_dialer_raises_error_unless_one_allowed_peer_has_listener_role(hosts: Hosts) -> None:
     """The expected key is that of the only peer with the role; several or no such peers are an
     error."""
     folder, own = hosts.gateway.folder, hosts.gateway.public
@@ -373,7 +379,9 @@ def test_dialer_needs_exactly_one_peer_with_listener_role(hosts: Hosts) -> None:
         hosts.dial(hosts.gateway, "tcp://127.0.0.1:9")
 
 
-def test_address_off_loopback_without_keys_is_refused(hosts: Hosts, tmp_path: Path) -> None:
+def test_link_refuses_address_off_loopback_when_host_has_no_keys(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     """Both ends raise the error with the command that creates keys."""
     elsewhere = "tcp://192.0.2.1:5555"  # Reserved for documentation (RFC 5737): no host has it.
 
@@ -386,7 +394,7 @@ def test_address_off_loopback_without_keys_is_refused(hosts: Hosts, tmp_path: Pa
     hosts.dial(hosts.gateway, elsewhere).poll(0.01)
 
 
-def test_ipc_link_uses_no_keys(hosts: Hosts, tmp_path: Path) -> None:
+def test_ipc_link_connects_without_keys_on_host_with_keys(hosts: Hosts, tmp_path: Path) -> None:
     """The run folder with mode 0700 protects ipc; a host with keys serves local processes without
     keys."""
     address = f"ipc://{tmp_path}/l.sock"

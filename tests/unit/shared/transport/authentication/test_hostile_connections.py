@@ -61,7 +61,7 @@ def _send_in_two_parts(connection: socket.socket, junk: bytes) -> None:
 
 
 @pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK.keys())
-def test_listener_with_keys_accepts_no_frame_without_curve(
+def test_listener_with_keys_accepts_no_frame_without_curve_handshake(
     listener: Listener[ToScheduler], junk: bytes
 ) -> None:
     """A connection that does not complete a CURVE handshake delivers no frame, in any ZMTP
@@ -78,7 +78,7 @@ def test_listener_with_keys_accepts_no_frame_without_curve(
 
 
 @pytest.mark.parametrize("opening", OLD_PROTOCOLS.values(), ids=OLD_PROTOCOLS.keys())
-def test_listener_without_keys_accepts_older_protocols(opening: bytes) -> None:
+def test_listener_without_keys_accepts_older_zmtp_versions(opening: bytes) -> None:
     """The same bytes begin a session at a listener without keys, so the test above sends valid
     ones."""
     plain: Listener[ToScheduler] = Listener(ANY_PORT, ToScheduler)
@@ -92,7 +92,7 @@ def test_listener_without_keys_accepts_older_protocols(opening: bytes) -> None:
     assert isinstance(events[0], Connected)
 
 
-def test_thousand_invalid_connections_leave_session_and_descriptors(
+def test_session_continues_and_descriptors_close_after_thousand_invalid_connections(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
     """A session continues beside 1,000 invalid connections; afterwards all their descriptors are
@@ -123,7 +123,7 @@ def test_thousand_invalid_connections_leave_session_and_descriptors(
     hosts.check_health(listener)
 
 
-def test_listener_without_authenticator_refuses_all_keys(
+def test_listener_refuses_every_key_when_its_authenticator_socket_is_closed(
     hosts: Hosts, listener: Listener[ToScheduler]
 ) -> None:
     """If the socket that decides about handshakes is closed, no connection is accepted."""

@@ -28,7 +28,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def test_load_keys_finds_pair_or_none(tmp_path: Path, folder: Path) -> None:
+def test_load_keys_returns_key_pair_or_none_when_folder_is_missing(
+    tmp_path: Path, folder: Path
+) -> None:
     """A missing folder or secret means no keys; a pair is loaded, and its files have the right
     modes."""
     assert sockets.load_keys(tmp_path / "nowhere") is None
@@ -43,7 +45,7 @@ def test_load_keys_finds_pair_or_none(tmp_path: Path, folder: Path) -> None:
     assert stat.S_IMODE((folder / "secret").stat().st_mode) == 0o600
 
 
-def test_repr_of_keys_omits_secret(folder: Path) -> None:
+def test_repr_of_keys_omits_secret_key(folder: Path) -> None:
     """Printing keys never shows the secret key."""
     own = sockets.load_keys(folder)
     assert own is not None
@@ -62,7 +64,7 @@ def test_repr_of_keys_omits_secret(folder: Path) -> None:
         ("public", 0o666, "chmod 644"),
     ],
 )
-def test_keys_accessible_to_others_are_refused_with_chmod(
+def test_key_files_accessible_to_others_are_refused_with_chmod_command(
     folder: Path, name: str, mode: int, expected: str
 ) -> None:
     """A mode that gives others access is an error with the command that repairs it."""
@@ -77,7 +79,7 @@ def test_keys_accessible_to_others_are_refused_with_chmod(
     assert secret not in str(refusal.value)
 
 
-def test_keys_owned_by_another_user_are_refused(
+def test_key_files_owned_by_another_user_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner of a file could read and replace the key."""
@@ -90,7 +92,9 @@ def test_keys_owned_by_another_user_are_refused(
 @pytest.mark.parametrize(
     "content", [b"", b"short", b"\xff" * 40, b"#" * 40, KEY.encode()[:-1], b"x" * (2 << 20)]
 )
-def test_invalid_secret_file_is_refused_without_quoting_it(folder: Path, content: bytes) -> None:
+def test_invalid_secret_key_file_is_refused_without_quoting_its_content(
+    folder: Path, content: bytes
+) -> None:
     """A partial key, other bytes or a huge file give one sentence that does not contain them."""
     (folder / "secret").write_bytes(content)
 
@@ -101,7 +105,7 @@ def test_invalid_secret_file_is_refused_without_quoting_it(folder: Path, content
     assert KEY[:-1] not in str(refusal.value)
 
 
-def test_public_key_of_other_pair_is_refused(folder: Path) -> None:
+def test_public_key_file_that_does_not_match_secret_is_refused(folder: Path) -> None:
     """Other hosts would allow a public key that does not belong to the secret one."""
     (folder / "public").write_text(KEY)
 
@@ -109,7 +113,7 @@ def test_public_key_of_other_pair_is_refused(folder: Path) -> None:
         sockets.load_keys(folder)
 
 
-def test_list_of_allowed_keys_has_one_peer_per_line(tmp_path: Path) -> None:
+def test_allowed_list_is_read_as_one_peer_per_line(tmp_path: Path) -> None:
     """Comments and blank lines are skipped; a line has a key, a name and roles."""
     text = f"# hosts\n\n  {KEY}  mac-1 rank,store-client \n\t# more\n{OTHER} mac-2 gateway\n"
 
@@ -137,7 +141,7 @@ def test_list_of_allowed_keys_has_one_peer_per_line(tmp_path: Path) -> None:
         (f"{KEY} first rank", "same name as line 2"),
     ],
 )
-def test_malformed_line_is_refused_with_line_number(
+def test_malformed_line_of_allowed_list_is_refused_with_line_number(
     tmp_path: Path, line: str, expected: str
 ) -> None:
     """The error has file, line and cause, and quotes no key."""
@@ -151,7 +155,7 @@ def test_malformed_line_is_refused_with_line_number(
 
 
 @given(st.text(max_size=200))
-def test_arbitrary_text_parses_or_raises_config_error(text: str) -> None:
+def test_allowed_list_parser_raises_only_config_error_for_any_text(text: str) -> None:
     """No text makes the parser raise anything but a ConfigError."""
     try:
         peers = keys.parse_allowed(text, Path("allowed"))
@@ -160,7 +164,7 @@ def test_arbitrary_text_parses_or_raises_config_error(text: str) -> None:
     assert all(keys.is_key(peer.public_key) for peer in peers.values())
 
 
-def test_list_writable_by_others_is_refused(folder: Path) -> None:
+def test_allowed_list_writable_by_others_is_refused(folder: Path) -> None:
     """Other users could otherwise allow their own keys."""
     (folder / "allowed").chmod(0o620)
 
@@ -168,7 +172,7 @@ def test_list_writable_by_others_is_refused(folder: Path) -> None:
         keys.read_allowed(folder)
 
 
-def test_incomplete_list_does_not_replace_current_list(folder: Path) -> None:
+def test_current_allowed_peers_stay_when_list_file_is_incomplete(folder: Path) -> None:
     """An editor may empty the file before it writes; the current peers stay allowed meanwhile."""
     allowed = AllowList(folder, Log("test"))
     text = (folder / "allowed").read_text()
@@ -186,7 +190,7 @@ def test_incomplete_list_does_not_replace_current_list(folder: Path) -> None:
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_every_32_bytes_in_z85_are_a_key(key: bytes) -> None:
+def test_any_32_bytes_in_z85_are_recognised_as_public_key(key: bytes) -> None:
     """Every key is recognised, and none begins with the sign of a comment."""
     encoded = "".join(_z85(key[start : start + 4]) for start in range(0, 32, 4))
 
@@ -223,7 +227,7 @@ def test_new_public_key_begins_with_letter_or_digit() -> None:
         (b"", None),
     ],
 )
-def test_role_is_derived_from_identity(identity: bytes, role: str | None) -> None:
+def test_role_of_dialer_is_derived_from_its_identity(identity: bytes, role: str | None) -> None:
     """Only identities of Lockstep's diallers have a role; the role of a listener never dials."""
     assert keys.role_of(identity) == role
 
@@ -254,7 +258,9 @@ NO_ADDRESS = [
 
 @pytest.mark.parametrize("is_dialled", [False, True])
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_address_is_allowed_by_kind_and_keys(has_keys: bool, is_dialled: bool) -> None:
+def test_link_address_is_allowed_by_its_kind_and_presence_of_keys(
+    has_keys: bool, is_dialled: bool
+) -> None:
     """Loopback and ipc are always allowed, other hosts with keys, wildcards with keys and to
     listen."""
     allowed = [*LOOPBACK, *(ELSEWHERE if has_keys else [])]
@@ -267,7 +273,7 @@ def test_address_is_allowed_by_kind_and_keys(has_keys: bool, is_dialled: bool) -
                 check_address(address, has_keys=has_keys, is_dialled=is_dialled)
 
 
-def test_address_without_keys_error_names_commands() -> None:
+def test_error_for_remote_address_without_keys_names_commands_that_create_them() -> None:
     """The error has exit code 78 and the commands that create and allow keys."""
     with pytest.raises(ConfigError, match=r"lockstep keys new.*lockstep keys allow") as refusal:
         check_address("tcp://192.168.1.5:5555")
