@@ -155,9 +155,9 @@ class OpenRequestsHarness:
         )
         table = vocabulary.read(small_tokenizers.byte_level())
         detokenizer = ByteLevelDetokenizer(table)
-        text = CompletionText(detokenizer, frozenset({STOP_ID}), stops or [], has_logprobs=False)
+        text = CompletionText(detokenizer, frozenset({STOP_ID}), stops or [])
         generation.choices = [Choice(generation, 0, request, text)]
-        self.requests.send(generation, "prompt")
+        self.requests.send(generation)
         return generation.choices[0]
 
     def submitted(self) -> list[SubmitRequest]:

@@ -9,11 +9,9 @@ from tests.unit.gateway.tokenizing import small_tokenizers
 _STOP_ID = 2
 
 
-def _text(stops: list[str], *, has_logprobs: bool = False) -> CompletionText:
+def _text(stops: list[str]) -> CompletionText:
     table = vocabulary.read(small_tokenizers.byte_level())
-    return CompletionText(
-        ByteLevelDetokenizer(table), frozenset({_STOP_ID}), stops, has_logprobs=has_logprobs
-    )
+    return CompletionText(ByteLevelDetokenizer(table), frozenset({_STOP_ID}), stops)
 
 
 def _ids(text: str) -> list[int]:
@@ -25,21 +23,21 @@ def _logprobs(tokens: list[int]) -> list[TokenLogprobs]:
     return [TokenLogprobs(logprob=-float(token)) for token in tokens]
 
 
-def test_stop_id_adds_no_text() -> None:
+def test_completion_text_excludes_text_of_stop_token() -> None:
     """The stop token arrives with other tokens and adds no text."""
     text = _text([])
     assert text.add([*_ids("Hello"), _STOP_ID], []) == ("Hello", False)
     assert text.finish() == ("", False)
 
 
-def test_held_text_is_sent_at_end() -> None:
+def test_held_possible_stop_string_is_sent_when_completion_ends() -> None:
     """The held start of a possible stop string is sent when the completion ends."""
     text = _text(["lost"])
     assert text.add(_ids("Hello lo"), []) == ("Hello ", False)
     assert text.finish() == ("lo", False)
 
 
-def test_tokens_after_stop_string_are_counted() -> None:
+def test_completion_text_and_count_are_independent_of_tokens_per_call() -> None:
     """With any number of tokens per call, text and count are those of one token at a time."""
     tokens = [token for char in "zabcab" for token in _ids(char)]
     for size in (1, 2, 3, 6):
@@ -54,7 +52,7 @@ def test_tokens_after_stop_string_are_counted() -> None:
         assert (sent, count, is_stopped) == ("z", 3, True)
 
 
-def test_replacement_character_at_end_can_be_stop_string() -> None:
+def test_completion_stops_at_replacement_character_that_is_stop_string() -> None:
     """An incomplete character becomes U+FFFD at the end, which may be a stop string."""
     text = _text(["\ufffd"])
     table = vocabulary.read(small_tokenizers.byte_level())
@@ -63,9 +61,9 @@ def test_replacement_character_at_end_can_be_stop_string() -> None:
     assert text.finish() == ("", True)
 
 
-def test_logprobs_are_held_with_their_text() -> None:
+def test_logprobs_are_held_back_as_long_as_their_text() -> None:
     """Entries are held as long as their text, and come in order, each once."""
-    text = _text(["abX"], has_logprobs=True)
+    text = _text(["abX"])
     tokens = [token for char in "zab" for token in _ids(char)]
     seen = []
     for token in tokens:
@@ -80,12 +78,12 @@ def test_logprobs_are_held_with_their_text() -> None:
     ]
 
 
-def test_logprobs_of_stop_string_are_dropped() -> None:
+def test_tokens_of_stop_string_have_no_logprobs() -> None:
     """Tokens without sent text, and the stop id, have no entry."""
-    text = _text(["ab"], has_logprobs=True)
+    text = _text(["ab"])
     tokens = [token for char in "zab" for token in _ids(char)]
     assert text.add(tokens, _logprobs(tokens)) == ("z", True)
     assert [entry.token for entry in text.take_logprobs()] == tokens[:1]
-    ended = _text([], has_logprobs=True)
+    ended = _text([])
     ended.add([tokens[0], _STOP_ID], _logprobs([tokens[0], _STOP_ID]))
     assert [entry.token for entry in ended.take_logprobs(is_final=True)] == tokens[:1]

@@ -39,7 +39,9 @@ def harness() -> OpenRequestsHarness:
     return opened
 
 
-def test_full_queue_refuses_without_new_submission(harness: OpenRequestsHarness) -> None:
+def test_gateway_refuses_requests_without_submission_while_scheduler_queue_is_full(
+    harness: OpenRequestsHarness,
+) -> None:
     """Later requests get the scheduler's rejection, and nothing is submitted for them."""
     _fill_queue(harness)
     for _ in range(3):
@@ -70,7 +72,7 @@ def test_full_queue_refuses_without_new_submission(harness: OpenRequestsHarness)
     ],
     ids=["admitted", "finished", "failed", "lost", "time"],
 )
-def test_full_queue_is_forgotten_after_any_change(
+def test_gateway_submits_again_after_scheduler_queue_may_have_room(
     harness: OpenRequestsHarness, change: Callable[[OpenRequestsHarness, str], object]
 ) -> None:
     """After an end, an admission, a lost session or FULL_MEMORY_S the queue may have room."""
@@ -78,7 +80,9 @@ def test_full_queue_is_forgotten_after_any_change(
     harness.requests.check_queue()
 
 
-def test_client_disconnect_frees_queue_place(harness: OpenRequestsHarness) -> None:
+def test_gateway_submits_next_request_after_client_of_waiting_request_disconnects(
+    harness: OpenRequestsHarness,
+) -> None:
     """The abort of a waiting request is sent before the next request, so the queue has room."""
     waiting = harness.submit()
     harness.receive(RequestAccepted(request_id=waiting.request_id, queued_ahead=7))
@@ -91,7 +95,9 @@ def test_client_disconnect_frees_queue_place(harness: OpenRequestsHarness) -> No
 @pytest.mark.parametrize(
     "cause", ["not_ready", "draining", "invalid", "too_long", "no_drafts", "deadline"]
 )
-def test_other_rejections_do_not_mark_queue_full(harness: OpenRequestsHarness, cause: Any) -> None:
+def test_gateway_submits_next_request_after_rejection_for_other_cause(
+    harness: OpenRequestsHarness, cause: Any
+) -> None:
     """Only the cause queue_full is remembered."""
     name = harness.submit().request_id
     harness.receive(RequestRejected(request_id=name, cause=cause, detail="No."))

@@ -68,7 +68,9 @@ def _report(*, ready: bool) -> StatusReported:
     return status_reports.status_report(ready=ready)
 
 
-def test_request_gets_text_and_ends(harness: OpenRequestsHarness) -> None:
+def test_accepted_request_receives_its_text_and_is_closed_at_end(
+    harness: OpenRequestsHarness,
+) -> None:
     """Accepted, tokens, end: the sink has the text, and the request is closed."""
     choice = harness.submit()
     name = choice.request_id
@@ -84,7 +86,9 @@ def test_request_gets_text_and_ends(harness: OpenRequestsHarness) -> None:
     assert len(harness.requests) == 0
 
 
-def test_session_lost_in_same_poll_keeps_request(harness: OpenRequestsHarness) -> None:
+def test_request_is_submitted_to_next_session_when_session_is_lost_at_once(
+    harness: OpenRequestsHarness,
+) -> None:
     """Connected and Lost in one poll: the link is gone, and the next session gets the request."""
     choice = harness.submit()
     harness.lose()
@@ -95,7 +99,9 @@ def test_session_lost_in_same_poll_keeps_request(harness: OpenRequestsHarness) -
     assert choice.generation.error is None
 
 
-def test_each_session_gets_open_request_once(harness: OpenRequestsHarness) -> None:
+def test_each_scheduler_session_gets_open_request_once_with_tokens_so_far(
+    harness: OpenRequestsHarness,
+) -> None:
     """Each session gets the tokens so far and the rest of the deadline; no timer submits twice."""
     choice = harness.submit()
     name = choice.request_id
@@ -118,7 +124,7 @@ def test_each_session_gets_open_request_once(harness: OpenRequestsHarness) -> No
 
 
 @pytest.mark.parametrize("cause", ["not_ready", "queue_full", "draining"])
-def test_accepted_request_is_resubmitted_until_accepted_again(
+def test_accepted_request_is_resubmitted_after_new_session_until_accepted_again(
     harness: OpenRequestsHarness, cause: str
 ) -> None:
     """After new sessions it is submitted every RESUME_RETRY_S, and rejections are not errors."""
@@ -141,7 +147,7 @@ def test_accepted_request_is_resubmitted_until_accepted_again(
 @pytest.mark.parametrize(
     ("tokens", "max_tokens", "reason"), [([40, STOP_ID], 8, "stop"), ([40, 41], 2, "length")]
 )
-def test_complete_request_is_not_resubmitted(
+def test_gateway_ends_complete_request_itself_when_its_finish_message_is_lost(
     harness: OpenRequestsHarness, tokens: list[int], max_tokens: int, reason: str
 ) -> None:
     """If only RequestFinished was lost with the session, the gateway ends the request itself."""
@@ -156,7 +162,7 @@ def test_complete_request_is_not_resubmitted(
 
 
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_wrong_token_position_aborts_request_with_error(
+def test_request_is_aborted_with_error_when_token_position_has_gap(
     harness: OpenRequestsHarness, position: int
 ) -> None:
     """Sessions deliver once and in order, so a gap or repeat is a fault: abort and status 500."""
@@ -170,7 +176,9 @@ def test_wrong_token_position_aborts_request_with_error(
     assert harness.link.sent[-1] == AbortRequest(request_id=name, reason="abort")
 
 
-def test_finish_with_wrong_token_count_is_error(harness: OpenRequestsHarness) -> None:
+def test_request_ends_with_error_when_finish_counts_more_tokens_than_arrived(
+    harness: OpenRequestsHarness,
+) -> None:
     """An end that counts more tokens than arrived means that tokens were lost."""
     choice = harness.submit()
     name = choice.request_id
@@ -179,7 +187,9 @@ def test_finish_with_wrong_token_count_is_error(harness: OpenRequestsHarness) ->
     assert len(harness.requests) == 0
 
 
-def test_messages_for_ended_requests_are_ignored(harness: OpenRequestsHarness) -> None:
+def test_gateway_ignores_scheduler_messages_for_ended_requests(
+    harness: OpenRequestsHarness,
+) -> None:
     """Messages that cross with an abort or with the end of a stop string change nothing."""
     left = harness.submit()
     stopped = harness.submit(stops=["B"])
@@ -207,7 +217,9 @@ def test_messages_for_ended_requests_are_ignored(harness: OpenRequestsHarness) -
     assert len(harness.requests) == 0
 
 
-def test_full_link_refuses_request_and_delays_abort(harness: OpenRequestsHarness) -> None:
+def test_gateway_answers_503_and_delays_aborts_when_scheduler_link_is_full(
+    harness: OpenRequestsHarness,
+) -> None:
     """A new request gets a 503; an abort is sent when the link has room."""
     choice = harness.submit()
     harness.link.is_full = True
@@ -220,7 +232,9 @@ def test_full_link_refuses_request_and_delays_abort(harness: OpenRequestsHarness
     assert harness.link.sent[-1] == AbortRequest(request_id=choice.request_id, reason="abort")
 
 
-def test_full_link_delays_resumption(harness: OpenRequestsHarness) -> None:
+def test_open_requests_are_resumed_when_full_scheduler_link_has_room(
+    harness: OpenRequestsHarness,
+) -> None:
     """All open requests are resumed once each when the link has room."""
     choices = [harness.submit() for _ in range(3)]
     harness.lose()
@@ -234,7 +248,7 @@ def test_full_link_delays_resumption(harness: OpenRequestsHarness) -> None:
     assert all(choice.generation.error is None for choice in choices)
 
 
-def test_requests_end_when_scheduler_stays_away(harness: OpenRequestsHarness) -> None:
+def test_open_requests_end_with_503_when_scheduler_stays_away(harness: OpenRequestsHarness) -> None:
     """RECONNECT_WAIT_S_MAX after the first loss all requests end with a 503 and a Retry-After."""
     choice = harness.submit()
     harness.lose()
@@ -249,7 +263,9 @@ def test_requests_end_when_scheduler_stays_away(harness: OpenRequestsHarness) ->
     assert harness.timers.pending == 0
 
 
-def test_reconnect_in_time_cancels_loss_timer(harness: OpenRequestsHarness) -> None:
+def test_requests_continue_when_scheduler_reconnects_before_deadline(
+    harness: OpenRequestsHarness,
+) -> None:
     """The timer of the first loss does not end requests of the new session."""
     choice = harness.submit()
     harness.lose()
@@ -260,7 +276,9 @@ def test_reconnect_in_time_cancels_loss_timer(harness: OpenRequestsHarness) -> N
     assert CONNECT_WAIT_S < RECONNECT_WAIT_S_MAX
 
 
-def test_request_waits_for_restarting_world(harness: OpenRequestsHarness) -> None:
+def test_request_is_retried_while_ranks_that_were_ready_restart(
+    harness: OpenRequestsHarness,
+) -> None:
     """A world that was ready may come back: the request is retried for RESTART_WAIT_S_MAX."""
     harness.receive(_report(ready=True))
     choice = harness.submit()
@@ -279,7 +297,7 @@ def test_request_waits_for_restarting_world(harness: OpenRequestsHarness) -> Non
 @pytest.mark.parametrize(
     ("was_ready", "retry_after_s"), [(False, 5.0), (True, None)], ids=["never ready", "for good"]
 )
-def test_request_fails_at_once_without_hope_of_ready_world(
+def test_request_ends_with_503_at_once_when_ranks_were_never_ready(
     harness: OpenRequestsHarness, was_ready: bool, retry_after_s: float | None
 ) -> None:
     """A world that was never ready may load for an hour, and a failed one stays failed: 503."""

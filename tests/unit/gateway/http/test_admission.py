@@ -18,7 +18,7 @@ def _admission(requests_max: int = 2) -> tuple[AdmissionControl, StatusBoard]:
     return AdmissionControl(requests_max, status), status
 
 
-def test_request_over_bound_is_refused_until_place_is_free() -> None:
+def test_gateway_answers_429_over_request_limit_until_one_request_ends() -> None:
     """The third request of two gets a 429; a removed request frees its place."""
     control, _ = _admission()
     requests = [make_mocked_request("POST", "/") for _ in range(3)]
@@ -32,7 +32,7 @@ def test_request_over_bound_is_refused_until_place_is_free() -> None:
     control.admit(make_mocked_request("POST", "/"))
 
 
-def test_body_bytes_of_all_requests_are_bounded() -> None:
+def test_gateway_refuses_request_when_body_bytes_of_all_requests_exceed_limit() -> None:
     """A body counts when it is announced, more when it grows, and not after it is encoded."""
     control, _ = _admission(100)
     first, second = make_mocked_request("POST", "/"), make_mocked_request("POST", "/")
@@ -51,7 +51,7 @@ def test_body_bytes_of_all_requests_are_bounded() -> None:
     control.admit(make_mocked_request("POST", "/")).reserve_body(admission.BODIES_BYTES_MAX)
 
 
-def test_only_completely_read_requests_are_unanswered() -> None:
+def test_drain_waits_for_completely_read_requests_and_refuses_new_ones() -> None:
     """A drain waits for complete requests only, and refuses new ones with a 503."""
     control, status = _admission()
     half, whole = make_mocked_request("POST", "/"), make_mocked_request("POST", "/")
@@ -68,7 +68,7 @@ def test_only_completely_read_requests_are_unanswered() -> None:
     assert control.unanswered == 0
 
 
-def test_complete_unencoded_requests_are_expected() -> None:
+def test_gateway_expects_more_requests_while_complete_bodies_are_unencoded() -> None:
     """Requests read completely but not encoded are expected; others are not."""
 
     async def mark_read_later(one: AdmittedRequest) -> None:
@@ -95,7 +95,7 @@ def test_complete_unencoded_requests_are_expected() -> None:
 
 
 @pytest.mark.parametrize("descriptors", [64, 256, 1_024, 8_192, 2**20])
-def test_connection_bound_leaves_reserved_descriptors(descriptors: int) -> None:
+def test_connection_limit_leaves_descriptors_for_files_of_gateway(descriptors: int) -> None:
     """The bound on connections leaves descriptors for the process's own files."""
     most = connections_max(descriptors)
     assert most >= 1

@@ -44,7 +44,7 @@ def clock() -> ManualClock:
     return ManualClock(100.0)
 
 
-def test_no_configured_keys_require_no_key() -> None:
+def test_gateway_requires_no_api_key_when_none_is_configured() -> None:
     """Without file and variable no key is required and none is valid."""
     keys = ApiKeys(GatewayConfig(), "", ManualClock())
 
@@ -52,7 +52,7 @@ def test_no_configured_keys_require_no_key() -> None:
     assert keys.name_of(b"x") is None
 
 
-def test_file_stores_only_salted_digest(path: Path, clock: ManualClock) -> None:
+def test_api_key_file_stores_only_salted_digest_of_key(path: Path, clock: ManualClock) -> None:
     """The file is private and holds no key; the same key has a different digest each time."""
     secret = _new(path, "alice")
 
@@ -64,7 +64,7 @@ def test_file_stores_only_salted_digest(path: Path, clock: ManualClock) -> None:
     assert _keys(path, clock).name_of(secret.encode()) == "alice"
 
 
-def test_new_keys_have_256_random_bits(path: Path) -> None:
+def test_new_api_keys_have_256_random_bits(path: Path) -> None:
     """With 256 random bits one round of a fast hash is enough; all keys differ."""
     secrets = {_new(path, f"key-{number}") for number in range(20)}
 
@@ -76,7 +76,9 @@ def test_new_keys_have_256_random_bits(path: Path) -> None:
 @pytest.mark.parametrize(
     "presented", [b"", b"wrong", b"k\xc3\xa9y", b"\xff\xfe", b"a\x00b", b"x" * 8_000]
 )
-def test_invalid_key_bytes_have_no_name(path: Path, clock: ManualClock, presented: bytes) -> None:
+def test_api_key_of_arbitrary_bytes_is_refused_without_exception(
+    path: Path, clock: ManualClock, presented: bytes
+) -> None:
     """Any bytes from a client give no name and raise no exception."""
     secret = _new(path, "alice")
     keys = _keys(path, clock)
@@ -86,7 +88,7 @@ def test_invalid_key_bytes_have_no_name(path: Path, clock: ManualClock, presente
     assert keys.name_of(secret.encode()[:-1]) is None
 
 
-def test_key_check_compares_all_digests(
+def test_api_key_check_compares_all_digests_in_constant_time(
     path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each presented key is compared with all digests in constant time."""
@@ -106,7 +108,9 @@ def test_key_check_compares_all_digests(
         assert compared == [(32, 32)] * 6
 
 
-def test_file_change_counts_after_reload_interval(path: Path, clock: ManualClock) -> None:
+def test_change_of_api_key_file_takes_effect_after_reload_interval(
+    path: Path, clock: ManualClock
+) -> None:
     """Added and removed keys count after RELOAD_INTERVAL_S, also when no key is left."""
     alice = _new(path, "alice").encode()
     keys = _keys(path, clock)
@@ -124,7 +128,7 @@ def test_file_change_counts_after_reload_interval(path: Path, clock: ManualClock
 
 
 @pytest.mark.parametrize("fault", ["garbage", "mode", "gone", "long"])
-def test_invalid_file_keeps_old_keys_and_is_logged_once(
+def test_invalid_api_key_file_keeps_old_keys_and_is_logged_once(
     path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     """A broken file, or one that others can read, changes nothing until it is valid again."""
@@ -170,7 +174,9 @@ _SALT, _DIGEST = "0" * 32, "0" * 64
         ("\n".join(f"k{n} {_SALT} {_DIGEST}" for n in range(1_001)), "more than 1,000"),
     ],
 )
-def test_invalid_line_is_reported_by_number(path: Path, line: str, cause: str) -> None:
+def test_error_for_invalid_api_key_line_has_its_number_but_not_text(
+    path: Path, line: str, cause: str
+) -> None:
     """The error has file and line and not the line's text, which may be a key."""
     with pytest.raises(ConfigError, match=cause) as refused:
         api_keys.parse_file(f"# comment\n{line}\n", path)
@@ -178,7 +184,7 @@ def test_invalid_line_is_reported_by_number(path: Path, line: str, cause: str) -
     assert _SALT not in str(refused.value)
 
 
-def test_folder_pipe_and_binary_file_are_refused(path: Path) -> None:
+def test_api_key_path_is_refused_when_folder_pipe_or_binary_file(path: Path) -> None:
     """A folder, a pipe (which would block) and a file that is not text are errors."""
     path.mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
@@ -193,7 +199,7 @@ def test_folder_pipe_and_binary_file_are_refused(path: Path) -> None:
         api_keys.read_file(path / "bytes")
 
 
-def test_environment_keys_have_names(clock: ManualClock) -> None:
+def test_api_keys_in_environment_are_read_as_name_and_key(clock: ManualClock) -> None:
     """Entries are name=key; a key may have an equals sign, and entries may have spaces."""
     keys = ApiKeys(GatewayConfig(), f"a={_LONG}=, b={_LONG}2,", clock)
 
@@ -215,7 +221,9 @@ def test_environment_keys_have_names(clock: ManualClock) -> None:
         (f"a={_LONG},a={_LONG}2", "Entry 2 .* same name"),
     ],
 )
-def test_invalid_environment_key_is_reported_by_number(given: str, cause: str) -> None:
+def test_error_for_invalid_environment_api_key_has_its_number_but_not_key(
+    given: str, cause: str
+) -> None:
     """The error has the entry's number and not the key."""
     with pytest.raises(ConfigError, match=cause) as refused:
         api_keys.parse_environment(given)
@@ -224,7 +232,9 @@ def test_invalid_environment_key_is_reported_by_number(given: str, cause: str) -
     assert "short" not in str(refused.value)
 
 
-def test_same_name_in_file_and_environment_is_refused(path: Path, clock: ManualClock) -> None:
+def test_api_key_name_that_is_in_both_file_and_environment_is_refused(
+    path: Path, clock: ManualClock
+) -> None:
     """Two keys with one name would share a cache by mistake."""
     _new(path, "alice")
     with pytest.raises(ConfigError, match="a key name in common"):
@@ -240,7 +250,7 @@ def _run(path: Path | None, *arguments: str) -> str:
     return printed.getvalue()
 
 
-def test_command_creates_lists_and_removes_keys(path: Path, clock: ManualClock) -> None:
+def test_api_key_command_creates_lists_and_removes_keys(path: Path, clock: ManualClock) -> None:
     """`lockstep api-key` prints a key once, and keeps comments in the file."""
     printed = _run(path, "new", "alice")
     path.write_text(f"# whose: Alice\n{path.read_text()}".rstrip("\n"))
@@ -258,7 +268,7 @@ def test_command_creates_lists_and_removes_keys(path: Path, clock: ManualClock) 
     assert _run(path, "list") == "There are no keys.\n"
 
 
-def test_command_errors_have_remedy(path: Path) -> None:
+def test_api_key_command_errors_name_a_remedy(path: Path) -> None:
     """A missing file, an invalid, taken or unknown name and a readable file are errors."""
     with pytest.raises(ConfigError, match=r"gateway\.api_keys_file is not set"):
         _run(None, "list")
@@ -279,7 +289,7 @@ def test_command_errors_have_remedy(path: Path) -> None:
     assert path.read_text() == before
 
 
-def test_concurrent_commands_lose_no_key(path: Path) -> None:
+def test_concurrent_api_key_commands_lose_no_key(path: Path) -> None:
     """Commands wait for each other; a symbolic link to the file stays a link."""
     path.parent.mkdir()
     (path.parent / "real").touch(0o600)

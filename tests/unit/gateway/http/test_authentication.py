@@ -34,7 +34,7 @@ def _request(path: str, **headers: str) -> Request:
 
 
 @pytest.mark.parametrize("host", [*_LOOPBACK, *_OTHERS])
-def test_probes_are_open_and_local_paths_only_on_loopback(host: str) -> None:
+def test_health_probes_need_no_api_key_but_metrics_need_one_off_loopback(host: str) -> None:
     """A load balancer can probe without a key; /metrics and /openapi.json need one off loopback."""
     access = _access(host)
 
@@ -53,13 +53,13 @@ def test_probes_are_open_and_local_paths_only_on_loopback(host: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/health/", "//health", "/health/../v1/models", "/v1/models?/health"]
 )
-def test_paths_similar_to_probes_need_key(path: str) -> None:
+def test_path_that_resembles_health_probe_needs_api_key(path: str) -> None:
     """A path that resembles a probe's path needs a key."""
     with pytest.raises(ApiError):
         _access("127.0.0.1").check(_request(path))
 
 
-def test_cache_salt_is_below_key_name() -> None:
+def test_cache_salt_of_client_is_prefixed_with_its_api_key_name() -> None:
     """Without keys a client's salt is used unchanged; with a key it follows the key's name."""
     plain = _request("/v1/models", Authorization=f"Bearer {_SECRET}")
     _access("127.0.0.1", given="").check(plain)
@@ -90,7 +90,9 @@ def _is_own(config: GatewayConfig, host: str) -> bool:
         ("::", ["[::]:8080", "10.0.0.1", "[::1]"], ["evil.com", "::"]),
     ],
 )
-def test_own_hosts_follow_bound_address(bound: str, own: list[str], foreign: list[str]) -> None:
+def test_gateway_accepts_only_host_names_of_its_bound_address(
+    bound: str, own: list[str], foreign: list[str]
+) -> None:
     """The bound address is own; if bound to all addresses, every IP address is."""
     config = GatewayConfig(host=bound)
 

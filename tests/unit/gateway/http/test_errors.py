@@ -20,7 +20,7 @@ from shared.messages import RequestRejected
         ("not_ready", 503, None, None),
     ],
 )
-def test_rejection_has_status_field_and_code(
+def test_scheduler_rejection_becomes_http_error_with_status_field_and_code(
     cause: Any, status: int, param: str | None, code: str | None
 ) -> None:
     """The scheduler's message is unchanged; each cause has its status, field and code."""
@@ -32,7 +32,7 @@ def test_rejection_has_status_field_and_code(
     assert code is None or error.code == code
 
 
-def test_error_body_has_openai_format() -> None:
+def test_error_body_has_openai_format_for_every_status() -> None:
     """The body has message, type, param and code for every status."""
     for status, kind in (
         (400, "invalid_request_error"),

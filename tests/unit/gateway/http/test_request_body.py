@@ -46,7 +46,7 @@ def _refused(body: bytes) -> ApiError:
         _START + b',"tools":[{"a":' + b'{"a":' * 5_000,
     ],
 )
-def test_body_without_valid_request_is_refused(body: bytes) -> None:
+def test_request_is_refused_with_400_when_body_is_no_valid_json_request(body: bytes) -> None:
     """B1 to B4, B6, B7: no JSON, no object, no UTF-8, half a surrogate pair, deep nesting."""
     assert _refused(body).message
 
@@ -125,7 +125,7 @@ def test_body_without_valid_request_is_refused(body: bytes) -> None:
         (b'"no_such_field":1', "no_such_field"),
     ],
 )
-def test_invalid_chat_field_is_named(fields: bytes, param: str | None) -> None:
+def test_invalid_chat_field_is_refused_with_its_name(fields: bytes, param: str | None) -> None:
     """B23 to B30, B35, B42: values out of range, of another type, or not supported."""
     error = _refused(_START + b"," + fields + b"}")
     if param is not None:
@@ -134,7 +134,7 @@ def test_invalid_chat_field_is_named(fields: bytes, param: str | None) -> None:
 
 
 @pytest.mark.parametrize("word", [b"NaN", b"Infinity", b"-Infinity", b"nan", b"01", b"+1", b".5"])
-def test_number_outside_json_is_refused(word: bytes) -> None:
+def test_request_body_with_number_that_json_forbids_is_refused(word: bytes) -> None:
     """B9: NaN, Infinity, leading zeros and signs are not JSON."""
     _refused(_START + b',"temperature":' + word + b"}")
 
@@ -155,7 +155,9 @@ def test_number_outside_json_is_refused(word: bytes) -> None:
         (b"3", "messages[1]"),
     ],
 )
-def test_invalid_message_is_named_by_index_and_field(message: bytes, param: str) -> None:
+def test_invalid_chat_message_is_refused_with_its_index_and_field(
+    message: bytes, param: str
+) -> None:
     """B34: unknown roles, missing or nested content."""
     body = b'{"model":"m","messages":[{"role":"user","content":"x"},' + message + b"]}"
     assert _refused(body).param == param
@@ -165,7 +167,7 @@ def test_invalid_message_is_named_by_index_and_field(message: bytes, param: str)
     "url",
     ["http://example.com/x.png", "file:///etc/passwd", "http://169.254.169.254/", "data:,x"],
 )
-def test_image_part_is_refused(url: str) -> None:
+def test_image_in_chat_message_is_refused_and_not_fetched(url: str) -> None:
     """B43: the error names the type of the part, and nothing is fetched."""
     part = b'{"type":"image_url","image_url":{"url":"' + url.encode() + b'"}}'
     body = b'{"model":"m","messages":[{"role":"user","content":[' + part + b"]}]}"
@@ -174,7 +176,7 @@ def test_image_part_is_refused(url: str) -> None:
     assert "image_url" in error.message
 
 
-def test_too_many_messages_are_refused_quickly() -> None:
+def test_request_with_too_many_messages_is_refused_within_half_a_second() -> None:
     """B34: 10,000 messages are refused in less than 0.5 s of CPU time."""
     one = b'{"role":"user","content":"x"}'
     start = time.process_time()
@@ -185,14 +187,14 @@ def test_too_many_messages_are_refused_quickly() -> None:
     assert time.process_time() - start < 0.5
 
 
-def test_last_duplicate_key_is_used_and_checked() -> None:
+def test_last_value_of_duplicate_json_key_is_used_and_checked() -> None:
     """B10: the checked value is the used one."""
     ok = request_body.decode(_chat, _START + b',"n":9999,"n":2}')
     assert check_chat(ok, Config()).count == 2
     assert _refused(_START + b',"n":1,"n":9999}').param == "n"
 
 
-def test_null_is_same_as_missing_field() -> None:
+def test_null_field_has_same_effect_as_missing_field() -> None:
     """OpenAI's API accepts null for every optional field."""
     names = [field for field in ChatCompletionRequest.__struct_fields__ if field != "model"]
     names.remove("messages")
@@ -203,7 +205,7 @@ def test_null_is_same_as_missing_field() -> None:
     assert options.max_tokens is None
 
 
-def test_logit_bias_over_vocabulary_is_refused() -> None:
+def test_logit_bias_for_token_id_outside_vocabulary_is_refused() -> None:
     """B30: a token id of the vocabulary's size or above gets a 400."""
     request = request_body.decode(_chat, _START + b',"logit_bias":{"100":1}}')
     with pytest.raises(ApiError, match="no token 100"):
@@ -221,7 +223,7 @@ def test_logit_bias_over_vocabulary_is_refused() -> None:
         (b'"messages":[]', "messages"),
     ],
 )
-def test_invalid_completion_field_is_named(fields: bytes, param: str) -> None:
+def test_invalid_completion_field_is_refused_with_its_name(fields: bytes, param: str) -> None:
     """/v1/completions has other bounds for logprobs, best_of, suffix and echo."""
     body = b'{"model":"m","prompt":"x",' + fields + b"}"
     with pytest.raises(ApiError) as caught:
@@ -229,7 +231,7 @@ def test_invalid_completion_field_is_named(fields: bytes, param: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_choice_seeds_differ_and_are_stable() -> None:
+def test_choices_of_one_request_get_different_but_repeatable_seeds() -> None:
     """The first choice has the request's seed, the others have seeds derived from it."""
     seeds = [mix_seed(7, number) for number in range(8)]
     assert seeds[0] == 7
@@ -242,7 +244,7 @@ def test_choice_seeds_differ_and_are_stable() -> None:
     "part",
     [b'{"a":1}', b"[]", b'{"a":{"b":[1,2]}}'],
 )
-def test_too_many_json_parts_are_refused_before_decoding(part: bytes) -> None:
+def test_body_with_too_many_json_brackets_is_refused_before_decoding(part: bytes) -> None:
     """Counting the brackets of a million objects is fast; decoding them takes a second."""
     body = _START + b',"tools":[' + b",".join([part] * 200_000) + b"]}"
     start_s = time.process_time()
@@ -253,7 +255,7 @@ def test_too_many_json_parts_are_refused_before_decoding(part: bytes) -> None:
 @pytest.mark.parametrize(
     "text", ['[{"a": [1]}]', "{[:]}\\", 'say "[]" or \\"{}\\"', '\\\\"[', "x = {'a': [1]}"]
 )
-def test_brackets_in_strings_are_not_counted(text: str) -> None:
+def test_brackets_inside_json_strings_do_not_count_towards_limit(text: str) -> None:
     """Program text has many brackets and is a valid prompt."""
     fields = {"model": "m", "prompt": text * (request_body.PARTS_MAX // 2)}
     decoded = request_body.decode(_completion, msgspec.json.encode(fields))

@@ -51,7 +51,7 @@ async def _get(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.Stre
     return reader, writer
 
 
-async def test_unread_response_is_cut_off_after_timeout(
+async def test_gateway_closes_connection_that_does_not_read_response_until_timeout(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Connections that do not read are closed after RESPONSE_TIMEOUT_S; others are served."""
@@ -72,7 +72,9 @@ async def test_unread_response_is_cut_off_after_timeout(
         assert received < len(_BODY)
 
 
-async def test_slow_reader_gets_whole_response(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_reads_slowly_gets_whole_response(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that reads within the timeout gets the whole response."""
     monkeypatch.setattr(server, "RESPONSE_TIMEOUT_S", 30.0)
     reader, writer = await _get(port, "/large")
@@ -81,7 +83,7 @@ async def test_slow_reader_gets_whole_response(port: int, monkeypatch: pytest.Mo
     writer.close()
 
 
-def test_descriptor_limit_is_raised_to_allowed_maximum() -> None:
+def test_gateway_raises_its_descriptor_limit_to_wanted_number() -> None:
     """A low limit is raised; a limit above DESCRIPTORS_WANTED is unchanged."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -24,7 +24,7 @@ def _samples(metrics: list[Metric]) -> dict[tuple[str, str, str], float]:
     }
 
 
-def test_draft_counts_are_labelled_by_method_and_position() -> None:
+def test_draft_metrics_are_labelled_by_method_and_position() -> None:
     """Sums by method and by position, and vLLM's names for the totals."""
     found = _samples(list(drafts.families("x_", STATISTICS)))
     assert found["x_draft_tokens_proposed_total", "ngram", ""] == 8
@@ -38,7 +38,7 @@ def test_draft_counts_are_labelled_by_method_and_position() -> None:
     assert found["x_tokens_per_draft_row", "draft_model", ""] == 2.0
 
 
-def test_draft_totals_are_zero_without_drafts() -> None:
+def test_draft_metric_totals_are_zero_before_first_draft() -> None:
     """vLLM's totals exist from the start; labelled metrics appear with the first draft."""
     found = _samples(list(drafts.families("x_", [])))
     assert set(found.values()) == {0}

@@ -31,12 +31,14 @@ def _board(report: StatusReported | None) -> tuple[StatusBoard, ManualClock]:
         (ready_status(draining=True), "the scheduler is shutting down"),
     ],
 )
-def test_unready_reason_comes_from_report(report: StatusReported | None, reason: str) -> None:
+def test_readyz_gives_reason_from_scheduler_report_when_unready(
+    report: StatusReported | None, reason: str
+) -> None:
     """/readyz has the reason of the scheduler's report."""
     assert _board(report)[0].unready_reason() == reason
 
 
-def test_gateway_is_unready_when_report_is_old_or_link_lost() -> None:
+def test_gateway_is_unready_when_scheduler_report_is_old_or_link_lost() -> None:
     """A report counts for FRESH_S; a lost link counts at once."""
     board, clock = _board(ready_status())
     clock.advance(FRESH_S - 0.1)
@@ -49,14 +51,14 @@ def test_gateway_is_unready_when_report_is_old_or_link_lost() -> None:
     assert board.context_tokens_max == ready_status().context_tokens_max
 
 
-def test_draining_gateway_is_unready() -> None:
+def test_gateway_is_unready_while_it_drains() -> None:
     """A draining gateway is not ready, independent of the scheduler's report."""
     board, _ = _board(ready_status())
     board.is_draining = True
     assert board.unready_reason() == "the gateway is shutting down"
 
 
-def test_status_page_contains_report() -> None:
+def test_status_page_contains_complete_scheduler_report() -> None:
     """The status page has the complete report, which `lockstep status` reads."""
     board, _ = _board(ready_status())
     page = json.loads(json.dumps(board.as_json()))
@@ -64,7 +66,7 @@ def test_status_page_contains_report() -> None:
     assert page["scheduler"] == msgspec.to_builtins(ready_status())
 
 
-def test_request_metrics_have_vllm_names() -> None:
+def test_request_metrics_have_vllm_names_and_observed_values() -> None:
     """Counters, gauges and histograms parse, and have the observed values."""
     board, _ = _board(ready_status())
     metrics = GatewayMetrics(board)
@@ -108,7 +110,7 @@ def _samples(report: StatusReported) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_cache_metrics_have_tier_and_cause_labels() -> None:
+def test_cache_metrics_are_labelled_by_tier_and_cause() -> None:
     """Tokens by tier and cause, vLLM's two names, all other values as reported."""
     counters = {
         "cache_hit_tokens_memory_total": 500.0,
@@ -136,7 +138,7 @@ def test_cache_metrics_have_tier_and_cause_labels() -> None:
     assert not [name for name in samples if name[0].startswith("lockstep_scheduler_cache")]
 
 
-def test_no_cache_metrics_without_cache() -> None:
+def test_gateway_has_no_cache_metrics_when_report_has_no_cache_counters() -> None:
     """A report without cache counters gives no cache metrics."""
     assert not [name for name in _samples(ready_status()) if "cache_hit" in name[0]]
     assert not [name for name in _samples(ready_status()) if "prefix_cache" in name[0]]

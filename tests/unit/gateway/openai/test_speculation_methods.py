@@ -22,7 +22,9 @@ def _config(method: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("method", ["off", "ngram", "draft_model", "eagle"])
 @pytest.mark.parametrize("requested", ["default", "off", "ngram", "draft_model", "eagle"])
-def test_request_may_choose_configured_method(method: str, requested: str) -> None:
+def test_request_is_refused_when_it_chooses_unconfigured_speculation_method(
+    method: str, requested: str
+) -> None:
     """`off`, `ngram` and the configured method are allowed; a 400 lists the allowed ones."""
     config = config_from_tree(_config(method))
     body = orjson.dumps({"model": "m", "prompt": "x", "speculation": {"method": requested}})
@@ -39,7 +41,7 @@ def test_request_may_choose_configured_method(method: str, requested: str) -> No
 
 
 @pytest.mark.parametrize("method", ["off", "ngram", "draft_model", "eagle"])
-def test_openapi_lists_configured_methods(method: str) -> None:
+def test_openapi_document_lists_configured_speculation_methods(method: str) -> None:
     """The OpenAPI document lists the same methods."""
     document = openapi.document(
         config_from_tree(_config(method)), 100, needs_key=False, open_paths=[]

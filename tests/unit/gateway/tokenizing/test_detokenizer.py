@@ -45,7 +45,7 @@ def _all_pieces(backend: Tokenizer, tokens: list[int]) -> list[str]:
 @pytest.mark.parametrize("kind", _KINDS)
 @settings(max_examples=cases(60, 300))
 @given(text=st.text(max_size=60))
-def test_pieces_of_text_equal_decoded_text(kind: str, text: str) -> None:
+def test_detokenized_pieces_of_any_text_join_to_decoded_text(kind: str, text: str) -> None:
     """For any Unicode text the joined pieces equal `decode` of all tokens."""
     backend = _backend(kind)
     tokens = backend.encode(text).ids
@@ -55,7 +55,9 @@ def test_pieces_of_text_equal_decoded_text(kind: str, text: str) -> None:
 @pytest.mark.parametrize("kind", _KINDS)
 @settings(max_examples=cases(100, 500))
 @given(data=st.data())
-def test_pieces_of_any_tokens_equal_decoded_text(kind: str, data: st.DataObject) -> None:
+def test_detokenized_pieces_of_any_token_ids_join_to_decoded_text(
+    kind: str, data: st.DataObject
+) -> None:
     """For any token ids, also broken characters, special and unknown ids."""
     backend = _backend(kind)
     ids = st.integers(0, backend.get_vocab_size() + 3)
@@ -65,14 +67,14 @@ def test_pieces_of_any_tokens_equal_decoded_text(kind: str, data: st.DataObject)
 
 @settings(max_examples=cases(40, 200))
 @given(text=st.text(min_size=1, max_size=40))
-def test_no_piece_contains_part_of_character(text: str) -> None:
+def test_detokenized_piece_never_contains_part_of_character(text: str) -> None:
     """U+FFFD appears only if the text contains it."""
     backend = small_tokenizers.byte_level()
     pieces = _all_pieces(backend, backend.encode(text, add_special_tokens=False).ids)
     assert ("\ufffd" in "".join(pieces)) == ("\ufffd" in text)
 
 
-def test_multi_token_character_comes_with_last_token() -> None:
+def test_character_of_several_tokens_is_emitted_with_its_last_token() -> None:
     """Three tokens of an emoji give no text, the fourth gives the emoji."""
     backend = small_tokenizers.byte_fallback(strips=False)
     ids = backend.get_vocab()
@@ -86,7 +88,7 @@ def test_multi_token_character_comes_with_last_token() -> None:
     assert [level.add(by_bytes[bytes([byte])]) for byte in "🦊".encode()] == ["", "", "", "🦊"]
 
 
-def test_incomplete_character_is_replaced_at_end() -> None:
+def test_incomplete_character_becomes_replacement_character_when_completion_ends() -> None:
     """A completion cut inside a character ends with one U+FFFD, as `decode` gives."""
     table = vocabulary.read(small_tokenizers.byte_level())
     by_bytes = {data: token for token, data in enumerate(table.token_bytes) if len(data) == 1}
@@ -95,7 +97,7 @@ def test_incomplete_character_is_replaced_at_end() -> None:
     assert level.finish() == "\ufffd"
 
 
-def test_window_does_not_grow_with_textless_tokens() -> None:
+def test_detokenizer_window_stays_bounded_while_tokens_give_no_text() -> None:
     """The cost per token stays bounded, also for thousands of tokens without text."""
     longest = 0
 
@@ -110,7 +112,7 @@ def test_window_does_not_grow_with_textless_tokens() -> None:
     assert longest <= 200
 
 
-def test_decoder_kinds_are_recognized() -> None:
+def test_tokenizer_decoder_is_recognised_as_byte_level_byte_fallback_or_other() -> None:
     """The exact detokenizers are used only for decoders that they support."""
     assert [vocabulary.read(_backend(kind)).kind for kind in _KINDS] == [
         "byte_level",
@@ -120,7 +122,7 @@ def test_decoder_kinds_are_recognized() -> None:
     ]
 
 
-def test_detokenizing_is_fast() -> None:
+def test_detokenizing_100000_tokens_takes_less_than_2_cpu_seconds() -> None:
     """100,000 tokens take less than 2 s of CPU time."""
     backend = small_tokenizers.byte_level()
     tokens = backend.encode("The scheduler decides, 漢字 and 🎉. ").ids

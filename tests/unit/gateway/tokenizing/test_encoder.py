@@ -26,7 +26,7 @@ def _encode(content: str, backend: Tokenizer | None = None) -> list[int]:
 
 @settings(max_examples=cases(40, 200))
 @given(content=st.text(max_size=60).filter(lambda text: "<|" not in text))
-def test_ordinary_text_gets_ids_of_tokenizer(content: str) -> None:
+def test_encoder_gives_ids_of_tokenizer_for_text_without_special_tokens(content: str) -> None:
     """Text without special tokens gives the tokenizer's ids of the rendered text."""
     backend = small_tokenizers.byte_level()
     rendered = _render([{"content": content}])
@@ -41,7 +41,7 @@ _special_fragments = st.lists(
 
 @settings(max_examples=cases(60, 300))
 @given(content=_special_fragments)
-def test_special_token_text_stays_text(content: str) -> None:
+def test_special_token_written_by_client_is_encoded_as_text(content: str) -> None:
     """For any nesting and cutting, the only special tokens are the template's two."""
     backend = small_tokenizers.byte_level()
     ids = _encode(content)
@@ -50,7 +50,7 @@ def test_special_token_text_stays_text(content: str) -> None:
     assert backend.decode(ids, skip_special_tokens=False) == _render([{"content": content}])
 
 
-def test_special_token_text_in_nested_fields_stays_text() -> None:
+def test_special_token_in_nested_fields_is_encoded_as_text() -> None:
     """Keys and values of nested fields are text of the client too."""
 
     def render(fields: Any) -> str:
@@ -62,7 +62,7 @@ def test_special_token_text_in_nested_fields_stays_text() -> None:
     assert special == [backend.token_to_id(_START), backend.token_to_id(_END)]
 
 
-def test_normalized_text_stays_text() -> None:
+def test_text_that_normalizes_to_special_token_is_encoded_as_text() -> None:
     """Full-width letters that a normalizer turns into a special token stay text."""
     backend = Tokenizer.from_str(small_tokenizers.byte_level().to_str())
     backend.normalizer = normalizers.NFKC()
@@ -73,7 +73,7 @@ def test_normalized_text_stays_text() -> None:
     assert call not in _encode(content, backend)
 
 
-def test_text_with_all_noncharacters_is_refused() -> None:
+def test_encoder_refuses_text_that_contains_every_unicode_noncharacter() -> None:
     """Without a free noncharacter as a mark the request is refused."""
     marks = "".join(chr(code) for code in range(0xFDD0, 0xFDF0))
     with pytest.raises(ApiError, match="noncharacters"):
@@ -88,7 +88,9 @@ _rendered = st.lists(
 
 @settings(max_examples=cases(100, 500))
 @given(shared=_rendered, one=_rendered, other=_rendered)
-def test_shared_token_count_equals_full_comparison(shared: str, one: str, other: str) -> None:
+def test_shared_token_count_of_two_texts_equals_count_by_full_encoding(
+    shared: str, one: str, other: str
+) -> None:
     """The count is exact for texts that diverge in a word, white space or a special token."""
     conversation = Encoder(small_tokenizers.byte_level()).encode_conversation(
         ["client"], lambda _: shared + one
@@ -102,7 +104,7 @@ def test_shared_token_count_equals_full_comparison(shared: str, one: str, other:
     assert conversation.count_shared_tokens(["client"], lambda _: shared + other) == count
 
 
-def test_longer_word_does_not_share_its_token() -> None:
+def test_shared_token_count_excludes_token_of_word_that_continues_differently() -> None:
     """Text after the divergence counts: a longer word may have other tokens."""
     encoder = Encoder(small_tokenizers.byte_level())
     conversation = encoder.encode_conversation([], lambda _: f"{_START}one two thr")

@@ -70,7 +70,7 @@ def _nearest_boundary(prompt: Prompt, shared: int) -> int:
 @pytest.mark.parametrize("name", chat_templates.ALL)
 @settings(max_examples=cases(12, 60))
 @given(messages=_conversations(tool_steps_max=0), answer=_texts, has_tools=st.booleans())
-def test_last_boundary_is_where_next_turn_diverges(
+def test_last_cache_boundary_is_where_prompt_of_next_turn_diverges(
     name: str, messages: list[dict[str, Any]], answer: str, has_tools: bool
 ) -> None:
     """The next turn shares all tokens up to the last boundary, and few more."""
@@ -92,7 +92,7 @@ def test_last_boundary_is_where_next_turn_diverges(
 @pytest.mark.parametrize("template", [chat_templates.STRIPS_THINKING, chat_templates.PLAIN_TURNS])
 @settings(max_examples=cases(12, 60))
 @given(messages=_conversations(tool_steps_max=3), text=_texts, thought=_texts)
-def test_tool_turn_has_boundaries_for_further_call_and_for_user_message(
+def test_prompt_after_tool_call_has_boundaries_for_tool_and_user_turns(
     template: str, messages: list[dict[str, Any]], text: str, thought: str
 ) -> None:
     """One boundary fits further tool calls; one fits a user message, which removes reasoning."""
@@ -108,7 +108,9 @@ def test_tool_turn_has_boundaries_for_further_call_and_for_user_message(
 @pytest.mark.parametrize("name", chat_templates.ALL)
 @settings(max_examples=cases(10, 40))
 @given(messages=_conversations(tool_steps_max=0))
-def test_boundary_before_last_user_message(name: str, messages: list[dict[str, Any]]) -> None:
+def test_prompt_has_cache_boundary_before_last_user_message(
+    name: str, messages: list[dict[str, Any]]
+) -> None:
     """A client that edits its last message finds everything before it in the cache."""
     template = chat_templates.ALL[name]
     prompt = _encode(template, messages)
@@ -119,7 +121,9 @@ def test_boundary_before_last_user_message(name: str, messages: list[dict[str, A
 
 @pytest.mark.parametrize("name", [name for name in chat_templates.ALL if name != "takes turns"])
 @pytest.mark.parametrize("has_tools", [False, True])
-def test_system_tokens_are_shared_start_of_conversations(name: str, has_tools: bool) -> None:
+def test_system_tokens_are_those_shared_by_conversations_with_equal_instructions(
+    name: str, has_tools: bool
+) -> None:
     """System prompt and tools count to the token, also when they are already known."""
     tools = _TOOLS if has_tools else None
     template = chat_templates.ALL[name]
@@ -132,13 +136,13 @@ def test_system_tokens_are_shared_start_of_conversations(name: str, has_tools: b
     assert _encode(template, [system, _user("Beta")], tools).system_tokens <= len(other.ids)
 
 
-def test_no_system_tokens_without_instructions() -> None:
+def test_prompt_without_system_prompt_or_tools_has_no_system_tokens() -> None:
     """Only a system prompt or tools give system tokens."""
     assert _encode(chat_templates.PLAIN_TURNS, [_user("Hello")]).system_tokens == 0
     assert _encode(chat_templates.PLAIN_TURNS, [_user("Hello")], _TOOLS).system_tokens > 20
 
 
-def test_boundaries_survive_template_that_refuses_probe() -> None:
+def test_other_cache_boundaries_remain_when_template_refuses_next_turn() -> None:
     """The template refuses the probe for the next turn; the other boundaries remain."""
     template = chat_templates.TAKES_TURNS
     with pytest.raises(ApiError):
@@ -148,7 +152,7 @@ def test_boundaries_survive_template_that_refuses_probe() -> None:
     assert prompt.cache_boundaries[-1] <= len(prompt.ids)
 
 
-def test_prompt_below_block_has_no_boundaries() -> None:
+def test_prompt_shorter_than_one_kv_block_has_no_cache_boundaries() -> None:
     """A prompt below one block, or without a cache, has no boundaries."""
     tokenizer = chat_templates.tokenizer(chat_templates.PLAIN_TURNS)
     messages = [{"role": "system", "content": "Be brief."}, _user("Hello")]
@@ -159,7 +163,7 @@ def test_prompt_below_block_has_no_boundaries() -> None:
 
 
 @pytest.mark.parametrize("has_special_text", [False, True])
-def test_long_prompt_is_encoded_once(
+def test_search_for_cache_boundaries_does_not_encode_long_prompt_again(
     monkeypatch: pytest.MonkeyPatch, has_special_text: bool
 ) -> None:
     """Comparing encodes only the text around the divergence, not the prompt again."""
@@ -179,7 +183,7 @@ def test_long_prompt_is_encoded_once(
     assert sum(encoded) < 1_000
 
 
-def test_long_section_without_special_tokens_has_no_boundary() -> None:
+def test_long_prompt_section_without_special_tokens_has_no_cache_boundary() -> None:
     """Without special tokens a long section is not encoded a second time."""
     short, long = "a" * 100, "one two " * (SECTION_CHARS_MAX // 8)
     template = chat_templates.NO_SPECIAL_TOKENS
@@ -187,7 +191,7 @@ def test_long_section_without_special_tokens_has_no_boundary() -> None:
     assert len(_encode(template, [_user(long)]).cache_boundaries) == 1
 
 
-def test_known_instructions_are_compared_not_rendered() -> None:
+def test_known_instructions_are_compared_with_prompt_instead_of_rendered_again() -> None:
     """Known instructions are compared with the prompt: a template may place tools elsewhere."""
     rendered: list[Any] = []
 

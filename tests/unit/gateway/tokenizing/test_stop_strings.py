@@ -22,7 +22,7 @@ def _expected(text: str, stops: list[str]) -> tuple[str, bool]:
 
 @settings(max_examples=cases(200, 1000))
 @given(stops=_stops, pieces=_pieces)
-def test_stop_is_found_as_in_whole_text(stops: list[str], pieces: list[str]) -> None:
+def test_stop_string_is_found_however_the_text_is_cut(stops: list[str], pieces: list[str]) -> None:
     """For any partition the text ends where a search in the whole text ends it."""
     watcher = StopStrings(stops)
     sent = ""
@@ -39,7 +39,9 @@ def test_stop_is_found_as_in_whole_text(stops: list[str], pieces: list[str]) -> 
 
 @settings(max_examples=cases(200, 1000))
 @given(stops=_stops, pieces=_pieces)
-def test_only_possible_start_of_stop_string_is_held(stops: list[str], pieces: list[str]) -> None:
+def test_only_text_that_may_begin_stop_string_is_held_back(
+    stops: list[str], pieces: list[str]
+) -> None:
     """The held text is the longest end of the text that starts a stop string."""
     watcher = StopStrings(stops)
     seen = sent = ""
@@ -56,7 +58,7 @@ def test_only_possible_start_of_stop_string_is_held(stops: list[str], pieces: li
         assert sent == seen[: len(seen) - held]
 
 
-def test_stop_string_across_pieces_is_found() -> None:
+def test_stop_string_is_found_when_its_characters_arrive_singly() -> None:
     """The characters of the stop string arrive one by one."""
     watcher = StopStrings(["</end>"])
     assert [watcher.push(char) for char in "x</end>"] == [("x", False)] + [("", False)] * 5 + [
@@ -64,7 +66,7 @@ def test_stop_string_across_pieces_is_found() -> None:
     ]
 
 
-def test_held_text_without_stop_string_is_sent() -> None:
+def test_held_text_is_sent_when_it_does_not_become_stop_string() -> None:
     """Text that began like a stop string is sent completely."""
     watcher = StopStrings(["aab"])
     assert watcher.push("aa") == ("", False)

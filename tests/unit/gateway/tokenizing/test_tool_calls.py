@@ -42,7 +42,7 @@ def _split(text: str, cuts: list[int]) -> tuple[str, list[ParsedCall]]:
 
 @pytest.mark.parametrize("case", _CASES)
 @given(cuts=st.lists(st.integers(0, 10_000), max_size=200))
-def test_calls_are_found_in_any_partition(case: str, cuts: list[int]) -> None:
+def test_tool_calls_are_found_however_the_text_is_cut(case: str, cuts: list[int]) -> None:
     """Every partition of the text gives the same text and calls."""
     text, words, names = _CASES[case]
     found_words, calls = _split(text, cuts)
@@ -51,14 +51,14 @@ def test_calls_are_found_in_any_partition(case: str, cuts: list[int]) -> None:
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
 
 
-def test_arguments_keep_names_values_and_order() -> None:
+def test_tool_call_arguments_keep_names_values_and_order() -> None:
     """Names, values and order of the arguments are unchanged."""
     _, calls = _split(_CALL, [])
     assert list(json.loads(calls[0].arguments).items()) == [("city", "Köln"), ("n", 1)]
     assert calls[0].call_id.startswith("call_")
 
 
-def test_only_possible_start_of_call_is_held() -> None:
+def test_only_text_that_may_begin_tool_call_is_held_back() -> None:
     """Only a possible start of a call, and white space before it, is held."""
     parser = ToolCallParser()
     assert parser.push("Hello there") == ["Hello there"]
