@@ -5,69 +5,66 @@ noun. The tag on the wire is the class name. `docs/reference/protocol.md` is the
 test compares the two.
 """
 
-from shared.messages.base import CanaryFinding, Message, Sampling, TokenLogprobs
-from shared.messages.gateway_link import (
-    AbortRequest,
-    CachedPrefix,
-    DismissedRank,
-    DraftStatistics,
-    OrderDrain,
-    QueryStatus,
-    RankStatus,
-    RequestAccepted,
-    RequestAdmitted,
-    RequestFailed,
-    RequestFinished,
-    RequestRejected,
-    Speculation,
-    StatusReported,
-    SubmitRequest,
-    TokensGenerated,
-)
-from shared.messages.rank_link import (
-    AdmittedSequence,
-    AdoptedRestore,
-    BlocksRestored,
-    BlocksSpilled,
-    DraftChunk,
-    Heartbeat,
-    JoinWorld,
-    KeptBlock,
-    KeptCheckpoint,
-    LeaveWorld,
-    PrefillChunk,
-    RankFailed,
-    RankHello,
-    RankLoading,
-    RankReady,
-    RestoreBlocks,
-    RestoreItem,
-    RolledBack,
-    SlotMove,
-    SpillOrder,
-    StepFinished,
-    StepPlan,
-)
-from shared.messages.store_link import (
-    BlockPlace,
-    BlocksCleared,
-    BlocksCommitted,
-    BlocksListed,
-    BlocksLocated,
-    ClearBlocks,
-    CommitBlocks,
-    ListBlocks,
-    LocateBlocks,
-    NamespaceOpened,
-    OpenNamespace,
-    QuarantineBlocks,
-    QueryStore,
-    ReleaseBlocks,
-    SpillFailed,
-    StoredFolder,
-    StoreReported,
-    WrittenRecord,
-)
+from shared.messages.base import CanaryFinding as CanaryFinding
+from shared.messages.base import Message as Message
+from shared.messages.base import Sampling as Sampling
+from shared.messages.base import TokenLogprobs as TokenLogprobs
+from shared.messages.gateway_link import AbortRequest as AbortRequest
+from shared.messages.gateway_link import CachedPrefix as CachedPrefix
+from shared.messages.gateway_link import DismissedRank as DismissedRank
+from shared.messages.gateway_link import DraftStatistics as DraftStatistics
+from shared.messages.gateway_link import OrderDrain as OrderDrain
+from shared.messages.gateway_link import QueryStatus as QueryStatus
+from shared.messages.gateway_link import RankStatus as RankStatus
+from shared.messages.gateway_link import RequestAccepted as RequestAccepted
+from shared.messages.gateway_link import RequestAdmitted as RequestAdmitted
+from shared.messages.gateway_link import RequestFailed as RequestFailed
+from shared.messages.gateway_link import RequestFinished as RequestFinished
+from shared.messages.gateway_link import RequestRejected as RequestRejected
+from shared.messages.gateway_link import Speculation as Speculation
+from shared.messages.gateway_link import StatusReported as StatusReported
+from shared.messages.gateway_link import SubmitRequest as SubmitRequest
+from shared.messages.gateway_link import TokensGenerated as TokensGenerated
+from shared.messages.rank_link import AdmittedSequence as AdmittedSequence
+from shared.messages.rank_link import AdoptedRestore as AdoptedRestore
+from shared.messages.rank_link import BlocksRestored as BlocksRestored
+from shared.messages.rank_link import BlocksSpilled as BlocksSpilled
+from shared.messages.rank_link import DraftChunk as DraftChunk
+from shared.messages.rank_link import Heartbeat as Heartbeat
+from shared.messages.rank_link import JoinWorld as JoinWorld
+from shared.messages.rank_link import KeptBlock as KeptBlock
+from shared.messages.rank_link import KeptCheckpoint as KeptCheckpoint
+from shared.messages.rank_link import LeaveWorld as LeaveWorld
+from shared.messages.rank_link import PrefillChunk as PrefillChunk
+from shared.messages.rank_link import RankFailed as RankFailed
+from shared.messages.rank_link import RankHello as RankHello
+from shared.messages.rank_link import RankLoading as RankLoading
+from shared.messages.rank_link import RankReady as RankReady
+from shared.messages.rank_link import RestoreBlocks as RestoreBlocks
+from shared.messages.rank_link import RestoreItem as RestoreItem
+from shared.messages.rank_link import RolledBack as RolledBack
+from shared.messages.rank_link import SlotMove as SlotMove
+from shared.messages.rank_link import SpillOrder as SpillOrder
+from shared.messages.rank_link import StepFinished as StepFinished
+from shared.messages.rank_link import StepPlan as StepPlan
+from shared.messages.store_link import BlockPlace as BlockPlace
+from shared.messages.store_link import BlocksCleared as BlocksCleared
+from shared.messages.store_link import BlocksCommitted as BlocksCommitted
+from shared.messages.store_link import BlocksListed as BlocksListed
+from shared.messages.store_link import BlocksLocated as BlocksLocated
+from shared.messages.store_link import ClearBlocks as ClearBlocks
+from shared.messages.store_link import CommitBlocks as CommitBlocks
+from shared.messages.store_link import ListBlocks as ListBlocks
+from shared.messages.store_link import LocateBlocks as LocateBlocks
+from shared.messages.store_link import NamespaceOpened as NamespaceOpened
+from shared.messages.store_link import OpenNamespace as OpenNamespace
+from shared.messages.store_link import QuarantineBlocks as QuarantineBlocks
+from shared.messages.store_link import QueryStore as QueryStore
+from shared.messages.store_link import ReleaseBlocks as ReleaseBlocks
+from shared.messages.store_link import SpillFailed as SpillFailed
+from shared.messages.store_link import StoredFolder as StoredFolder
+from shared.messages.store_link import StoreReported as StoreReported
+from shared.messages.store_link import WrittenRecord as WrittenRecord
 
 ToScheduler = (
     SubmitRequest
@@ -116,71 +113,3 @@ FromStore = (
     NamespaceOpened | BlocksLocated | BlocksCommitted | StoreReported | BlocksListed | BlocksCleared
 )
 """Messages that a rank or `lockstep cache` accepts from a cache store."""
-
-__all__ = [
-    "AbortRequest",
-    "AdmittedSequence",
-    "AdoptedRestore",
-    "BlockPlace",
-    "BlocksCleared",
-    "BlocksCommitted",
-    "BlocksListed",
-    "BlocksLocated",
-    "BlocksRestored",
-    "BlocksSpilled",
-    "CachedPrefix",
-    "CanaryFinding",
-    "ClearBlocks",
-    "CommitBlocks",
-    "DismissedRank",
-    "DraftChunk",
-    "DraftStatistics",
-    "FromStore",
-    "Heartbeat",
-    "JoinWorld",
-    "KeptBlock",
-    "KeptCheckpoint",
-    "LeaveWorld",
-    "ListBlocks",
-    "LocateBlocks",
-    "Message",
-    "NamespaceOpened",
-    "OpenNamespace",
-    "OrderDrain",
-    "PrefillChunk",
-    "QuarantineBlocks",
-    "QueryStatus",
-    "QueryStore",
-    "RankFailed",
-    "RankHello",
-    "RankLoading",
-    "RankReady",
-    "RankStatus",
-    "ReleaseBlocks",
-    "RequestAccepted",
-    "RequestAdmitted",
-    "RequestFailed",
-    "RequestFinished",
-    "RequestRejected",
-    "RestoreBlocks",
-    "RestoreItem",
-    "RolledBack",
-    "Sampling",
-    "SlotMove",
-    "Speculation",
-    "SpillFailed",
-    "SpillOrder",
-    "StatusReported",
-    "StepFinished",
-    "StepPlan",
-    "StoreReported",
-    "StoredFolder",
-    "SubmitRequest",
-    "ToGateway",
-    "ToRank",
-    "ToScheduler",
-    "ToStore",
-    "TokenLogprobs",
-    "TokensGenerated",
-    "WrittenRecord",
-]

@@ -22,11 +22,18 @@ Namespace = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]*\Z")]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Base of every message. Subclasses repeat the options: msgspec does not inherit them all."""
+class MessagePart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Base of the values in a message. Subclasses repeat `kw_only`, which msgspec does not inherit.
+
+    They repeat `frozen` for type checkers.
+    """
 
 
-class TokenLogprobs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Message(MessagePart, frozen=True, kw_only=True, tag=True):
+    """Base of every message. The tag on the wire is the name of the class."""
+
+
+class TokenLogprobs(MessagePart, frozen=True, kw_only=True):
     """Natural-log probabilities at one position, before temperature, top_k, top_p and min_p."""
 
     logprob: float
@@ -37,7 +44,7 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Log probabilities of `top_ids`, in the same order."""
 
 
-class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Sampling(MessagePart, frozen=True, kw_only=True):
     """Parameters for sampling the next token.
 
     Applied in this order: bias and penalties, temperature, top_k, top_p, min_p, random choice.
@@ -68,7 +75,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc
     tokens."""
 
 
-class CanaryFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class CanaryFinding(MessagePart, frozen=True, kw_only=True):
     """Result of one computation of the canary, which all ranks run before they are ready."""
 
     name: ShortText

@@ -2,13 +2,14 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from shared import limits
 from shared.messages.base import (
     CanaryFinding,
     Count,
     Message,
+    MessagePart,
     RequestName,
     Sampling,
     Seconds,
@@ -22,7 +23,7 @@ FailureCause = Literal["deadline", "queue_deadline", "stopping", "failed"]
 DraftMethod = Literal["ngram", "draft_model", "eagle"]
 
 
-class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class Speculation(MessagePart, frozen=True, kw_only=True):
     """How drafts are proposed for a request. Affects the speed, never which tokens are sampled."""
 
     method: Literal["default", "off", "ngram", "draft_model", "eagle"] = "default"
@@ -32,9 +33,7 @@ class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Most drafts per step; 0: the server's setting."""
 
 
-class SubmitRequest(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class SubmitRequest(Message, frozen=True, kw_only=True):
     """Order: generate tokens for this prompt. Idempotent by `request_id` within one gateway."""
 
     request_id: RequestName
@@ -66,7 +65,7 @@ class SubmitRequest(
     device can start all of them in one step."""
 
 
-class CachedPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class CachedPrefix(MessagePart, frozen=True, kw_only=True):
     """How much of a prompt's KV was found in the cache, and why not more."""
 
     memory_tokens: Count = 0
@@ -81,18 +80,14 @@ class CachedPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     only the prompt's end remained."""
 
 
-class RequestAdmitted(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class RequestAdmitted(Message, frozen=True, kw_only=True):
     """Fact: the request runs. Sent once per submission, before its first token."""
 
     request_id: RequestName
     cached: CachedPrefix
 
 
-class AbortRequest(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class AbortRequest(Message, frozen=True, kw_only=True):
     """Order: end this request. Unknown and ended ids are ignored, since an abort may be late."""
 
     request_id: RequestName
@@ -100,15 +95,11 @@ class AbortRequest(
     """`stop`: the gateway found a stop string, so the request ended as the client asked."""
 
 
-class QueryStatus(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class QueryStatus(Message, frozen=True, kw_only=True):
     """Query of the scheduler's state. Gateways also get the answer unasked, every second."""
 
 
-class OrderDrain(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class OrderDrain(Message, frozen=True, kw_only=True):
     """Order by an operator: refuse new requests, or accept them again.
 
     Running requests are not affected.
@@ -118,9 +109,7 @@ class OrderDrain(
     """False cancels an earlier order."""
 
 
-class RequestAccepted(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class RequestAccepted(Message, frozen=True, kw_only=True):
     """Fact: the request will end exactly once, by RequestFinished or RequestFailed."""
 
     request_id: RequestName
@@ -128,9 +117,7 @@ class RequestAccepted(
     """Requests that will be admitted before it."""
 
 
-class TokensGenerated(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class TokensGenerated(Message, frozen=True, kw_only=True):
     """Fact: all tokens of one step for one gateway, as columns with one entry per request."""
 
     request_ids: list[RequestName]
@@ -142,9 +129,7 @@ class TokensGenerated(
     """[], or one list per entry, with as many items as tokens if it requested logprobs, else []."""
 
 
-class RequestFinished(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class RequestFinished(Message, frozen=True, kw_only=True):
     """Fact: the request has ended. All its tokens were sent before."""
 
     request_id: RequestName
@@ -160,9 +145,7 @@ class RequestFinished(
     """Drafts that were verified but are not part of the completion."""
 
 
-class RequestRejected(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class RequestRejected(Message, frozen=True, kw_only=True):
     """Fact: the request was refused before any computation."""
 
     request_id: RequestName
@@ -175,9 +158,7 @@ class RequestRejected(
     """Set if the same request may succeed later."""
 
 
-class RequestFailed(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class RequestFailed(Message, frozen=True, kw_only=True):
     """Fact: an accepted request cannot be completed."""
 
     request_id: RequestName
@@ -187,7 +168,7 @@ class RequestFailed(
     detail: ShortText
 
 
-class RankStatus(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class RankStatus(MessagePart, frozen=True, kw_only=True):
     """State, process and device of one rank, as far as the scheduler knows them."""
 
     rank: Count
@@ -208,14 +189,14 @@ class RankStatus(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Results of its canary."""
 
 
-class DismissedRank(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class DismissedRank(MessagePart, frozen=True, kw_only=True):
     """A rank process that was told to leave or does not respond, and may still run."""
 
     host: ShortText
     pid: Count
 
 
-class DraftStatistics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class DraftStatistics(MessagePart, frozen=True, kw_only=True):
     """Counts of one drafting method since the scheduler's start. A row is a sequence in a step."""
 
     method: DraftMethod
@@ -238,9 +219,7 @@ class DraftStatistics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return sum(self.accepted_at)
 
 
-class StatusReported(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class StatusReported(Message, frozen=True, kw_only=True):
     """Answer to QueryStatus: state of world and queue, and counters since the scheduler's start."""
 
     ready: bool

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from shared import limits
 from shared.messages.base import (
@@ -11,6 +11,7 @@ from shared.messages.base import (
     Count,
     Digest,
     Message,
+    MessagePart,
     Milliseconds,
     Namespace,
     Sampling,
@@ -24,7 +25,7 @@ Backend = Literal["off", "ring", "nccl", "jaccl"]
 Sharding = Literal["none", "tensor", "expert", "pipeline"]
 
 
-class RankHello(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
+class RankHello(Message, frozen=True, kw_only=True):
     """Fact: a rank process runs and belongs to no world yet."""
 
     rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
@@ -45,7 +46,7 @@ class RankHello(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """`proven`: the canary has passed with Metal's fast synchronization on this build of macOS."""
 
 
-class JoinWorld(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
+class JoinWorld(Message, frozen=True, kw_only=True):
     """Order: become this rank of this epoch, load the model and report RankReady."""
 
     epoch: Annotated[int, Meta(ge=1)]
@@ -75,16 +76,14 @@ class JoinWorld(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     step_deadline_max_s: Seconds
 
 
-class RankLoading(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class RankLoading(Message, frozen=True, kw_only=True):
     """Fact: how far this rank has come in joining the world and loading its shard."""
 
     stage: Literal["joining", "downloading", "loading", "warming"]
     loaded: Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
-class RankReady(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
+class RankReady(Message, frozen=True, kw_only=True):
     """Fact: this rank has loaded its shard and can execute plans."""
 
     rank: Count
@@ -121,7 +120,7 @@ class RankReady(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     blas: ShortText
 
 
-class AdmittedSequence(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class AdmittedSequence(MessagePart, frozen=True, kw_only=True):
     """A sequence that enters the running batch: its tokens, sampling and blocks to start from."""
 
     sequence_id: Count
@@ -139,7 +138,7 @@ class AdmittedSequence(Message, frozen=True, kw_only=True, forbid_unknown_fields
     """Resident checkpoint at `reused_tokens`, for ranks that need one."""
 
 
-class KeptBlock(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class KeptBlock(MessagePart, frozen=True, kw_only=True):
     """Part of a StepPlan: keep tokens [start, start + length) of a row as a resident block."""
 
     sequence_id: Count
@@ -148,7 +147,7 @@ class KeptBlock(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, g
     hash: BlockHash
 
 
-class KeptCheckpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class KeptCheckpoint(MessagePart, frozen=True, kw_only=True):
     """Part of a StepPlan: keep the state saved when a row had `position` tokens as a checkpoint."""
 
     sequence_id: Count
@@ -156,7 +155,7 @@ class KeptCheckpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hash: BlockHash
 
 
-class AdoptedRestore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class AdoptedRestore(MessagePart, frozen=True, kw_only=True):
     """Part of a StepPlan: make the blocks that every rank has read for a restore resident.
 
     The scheduler sends it to every rank in the same plan, once all have answered RestoreBlocks, so
@@ -169,7 +168,7 @@ class AdoptedRestore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     read. 0: it drops all."""
 
 
-class SpillOrder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class SpillOrder(MessagePart, frozen=True, kw_only=True):
     """Part of a StepPlan: write resident blocks and checkpoints to the store in the background."""
 
     namespace: Namespace
@@ -178,7 +177,7 @@ class SpillOrder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Stored blocks that the store evicts first, in this order, if it needs space."""
 
 
-class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class PrefillChunk(MessagePart, frozen=True, kw_only=True):
     """Part of a StepPlan: compute KV for tokens [start, start + length) of an admitted sequence."""
 
     sequence_id: Count
@@ -188,7 +187,7 @@ class PrefillChunk(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The chunk ends the known tokens, so the next token is sampled at its last position."""
 
 
-class DraftChunk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class DraftChunk(MessagePart, frozen=True, kw_only=True):
     """Part of a StepPlan: tokens of a sequence whose KV the draft model computes for itself.
 
     The draft model's own row of the sequence has `start` tokens before.
@@ -200,7 +199,7 @@ class DraftChunk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Known tokens only: from the prompt, or generated and reported."""
 
 
-class RolledBack(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class RolledBack(MessagePart, frozen=True, kw_only=True):
     """Part of a StepPlan: cut a row with verified drafts, so that only accepted ones remain."""
 
     sequence_id: Count
@@ -208,7 +207,7 @@ class RolledBack(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Tokens in the row from now on."""
 
 
-class SlotMove(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class SlotMove(MessagePart, frozen=True, kw_only=True):
     """Part of a StepPlan: move a row to a lower free slot, which closes a gap between rows."""
 
     sequence_id: Count
@@ -216,7 +215,7 @@ class SlotMove(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, g
     """The new slot."""
 
 
-class StepPlan(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
+class StepPlan(Message, frozen=True, kw_only=True):
     """Order: the complete work of one step. Its fields are applied in their order.
 
     A rank that has applied plans 1..n of an epoch is in exactly one possible state. The input of a
@@ -264,9 +263,7 @@ class StepPlan(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, g
     latest saved state of a sequence exists."""
 
 
-class StepFinished(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class StepFinished(Message, frozen=True, kw_only=True):
     """Fact and receipt: a rank has finished a step.
 
     The scheduler sends the step's tokens to gateways once the digests of all ranks agree.
@@ -292,9 +289,7 @@ class StepFinished(
     memory_bytes: Count
 
 
-class RankFailed(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class RankFailed(Message, frozen=True, kw_only=True):
     """Fact: this rank's process has failed and is about to end, which ends the epoch."""
 
     rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
@@ -308,7 +303,7 @@ class RankFailed(
     canary's results were wrong, so this world must not serve."""
 
 
-class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """Fact, sent once a second: ids of the latest steps that a rank has started and finished."""
 
     epoch: Count
@@ -317,7 +312,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     step_finished: Count
 
 
-class RestoreItem(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class RestoreItem(MessagePart, frozen=True, kw_only=True):
     """One stored block of a prompt's prefix to read, and the checkpoint at its end if needed."""
 
     block: BlockHash | None
@@ -327,9 +322,7 @@ class RestoreItem(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     checkpoint: BlockHash | None = None
 
 
-class RestoreBlocks(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class RestoreBlocks(Message, frozen=True, kw_only=True):
     """Order: read stored blocks while steps continue. A StepPlan with AdoptedRestore uses them.
 
     The rank restores the longest usable prefix of the items: all its blocks and, if the items name
@@ -346,9 +339,7 @@ class RestoreBlocks(
     """Time after which the rank reports the items read so far."""
 
 
-class BlocksRestored(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class BlocksRestored(Message, frozen=True, kw_only=True):
     """Answer to RestoreBlocks: this rank has read the first `count` items and can use them."""
 
     epoch: Count
@@ -362,9 +353,7 @@ class BlocksRestored(
     read_ms: Milliseconds
 
 
-class BlocksSpilled(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class BlocksSpilled(Message, frozen=True, kw_only=True):
     """Fact: which blocks of a SpillOrder are stored or lost. Every block is reported once."""
 
     epoch: Count
@@ -379,9 +368,7 @@ class BlocksSpilled(
     """Bytes in this host's store now, over all namespaces."""
 
 
-class LeaveWorld(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class LeaveWorld(Message, frozen=True, kw_only=True):
     """Order: the epoch has ended, so this rank must end its process."""
 
     epoch: Count

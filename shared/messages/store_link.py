@@ -5,10 +5,18 @@ They contain no KV bytes: ranks write and read the files with blocks themselves.
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from shared import limits
-from shared.messages.base import BlockHash, Count, Message, Namespace, Seconds, ShortText
+from shared.messages.base import (
+    BlockHash,
+    Count,
+    Message,
+    MessagePart,
+    Namespace,
+    Seconds,
+    ShortText,
+)
 
 Hashes = Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)]
 FileName = Annotated[
@@ -16,9 +24,7 @@ FileName = Annotated[
 ]
 
 
-class OpenNamespace(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class OpenNamespace(Message, frozen=True, kw_only=True):
     """Order: this peer writes and reads blocks of one rank in one namespace from now on."""
 
     namespace: Namespace
@@ -26,9 +32,7 @@ class OpenNamespace(
     world_size: Annotated[int, Meta(ge=1, le=limits.RANKS_MAX)]
 
 
-class NamespaceOpened(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class NamespaceOpened(Message, frozen=True, kw_only=True):
     """Answer to OpenNamespace: where to write. Sent again when the store switches on or off."""
 
     namespace: Namespace
@@ -37,9 +41,7 @@ class NamespaceOpened(
     the store is off."""
 
 
-class LocateBlocks(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class LocateBlocks(Message, frozen=True, kw_only=True):
     """Query: in which files are these records? Those found count as used and are pinned.
 
     Pinned files are not deleted before ReleaseBlocks with the same `query_id`.
@@ -49,7 +51,7 @@ class LocateBlocks(
     hashes: Hashes
 
 
-class BlockPlace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class BlockPlace(MessagePart, frozen=True, kw_only=True):
     """Location of a record in the files of its rank and namespace."""
 
     name: FileName
@@ -60,24 +62,20 @@ class BlockPlace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Length of the record, including its header."""
 
 
-class BlocksLocated(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class BlocksLocated(Message, frozen=True, kw_only=True):
     """Answer to LocateBlocks with one place per hash, None for a hash without a record."""
 
     query_id: Count
     places: Annotated[list[BlockPlace | None], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MAX)]
 
 
-class ReleaseBlocks(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class ReleaseBlocks(Message, frozen=True, kw_only=True):
     """Order: unpin the records located for this query, because the peer does not read them now."""
 
     query_id: Count
 
 
-class WrittenRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class WrittenRecord(MessagePart, frozen=True, kw_only=True):
     """One record in a file that a rank has written."""
 
     hash: BlockHash
@@ -85,9 +83,7 @@ class WrittenRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     size_bytes: Annotated[int, Meta(ge=1)]
 
 
-class CommitBlocks(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class CommitBlocks(Message, frozen=True, kw_only=True):
     """Order: take over a written and closed file. Its records can be located afterwards."""
 
     name: FileName
@@ -99,9 +95,7 @@ class CommitBlocks(
     """See SpillOrder."""
 
 
-class BlocksCommitted(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class BlocksCommitted(Message, frozen=True, kw_only=True):
     """Answer to CommitBlocks. A file refused for its content or for lack of room is deleted."""
 
     name: FileName
@@ -112,32 +106,24 @@ class BlocksCommitted(
     """Bytes of all records in the store now."""
 
 
-class QuarantineBlocks(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class QuarantineBlocks(Message, frozen=True, kw_only=True):
     """Order: never locate these damaged records again. The store keeps some for examination."""
 
     hashes: Hashes
     cause: ShortText
 
 
-class SpillFailed(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class SpillFailed(Message, frozen=True, kw_only=True):
     """Fact: this peer cannot write into its namespace's folder. The store then checks its disk."""
 
     detail: ShortText
 
 
-class QueryStore(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class QueryStore(Message, frozen=True, kw_only=True):
     """Query of the store's state. The answer is StoreReported."""
 
 
-class StoreReported(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class StoreReported(Message, frozen=True, kw_only=True):
     """Fact: the state of the store. Also sent to every peer when the store switches off or on."""
 
     on: bool
@@ -156,15 +142,13 @@ class StoreReported(
     """Monotonic sums since the store's start, by Prometheus-style names."""
 
 
-class ListBlocks(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class ListBlocks(Message, frozen=True, kw_only=True):
     """Query of the stored records per rank and namespace, one page at a time."""
 
     page: Count = 0
 
 
-class StoredFolder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class StoredFolder(MessagePart, frozen=True, kw_only=True):
     """Number, bytes and last use of the stored records of one rank in one namespace."""
 
     namespace: Namespace
@@ -176,9 +160,7 @@ class StoredFolder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Seconds since one of them was last located or committed."""
 
 
-class BlocksListed(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class BlocksListed(Message, frozen=True, kw_only=True):
     """Answer to ListBlocks: one page of folders, sorted by namespace, rank and world size."""
 
     folders: Annotated[list[StoredFolder], Meta(max_length=1_024)]
@@ -186,18 +168,14 @@ class BlocksListed(
     """A further page exists."""
 
 
-class ClearBlocks(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class ClearBlocks(Message, frozen=True, kw_only=True):
     """Order: delete the records of a namespace, or of all; pinned ones when they are released."""
 
     namespace: Namespace = ""
     """"": all."""
 
 
-class BlocksCleared(
-    Message, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False, tag=True
-):
+class BlocksCleared(Message, frozen=True, kw_only=True):
     """Answer to ClearBlocks: number of the deleted records, and bytes of their files."""
 
     records: Count
