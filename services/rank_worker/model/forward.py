@@ -1,6 +1,6 @@
 """Runs the model so that its head is computed only for positions whose logits are needed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -48,8 +48,6 @@ class Forward:
         self._model = model
         self._select: SelectPositions | None = None
         """Reduces the hidden states that the head receives; None: the head receives all."""
-        self._can_select = False
-        self._inner: nn.Module | None = None
         self._given: mx.array | None = None
         """Hidden states [rows, count, dim] that replace the output of the layers."""
         self.keeps_hidden = False
@@ -59,29 +57,18 @@ class Forward:
         self.hidden_dim = 0
         """Width of hidden states; 0 when they are not accessible."""
         self.hidden_dtype: mx.Dtype = mx.float32
-        for owner in (model, getattr(model, "language_model", None)):
-            for name in INNER_NAMES:
-                inner = getattr(owner, name, None)
-                if (
-                    can_select is not False
-                    and isinstance(inner, nn.Module)
-                    and not self._can_select
-                ):
-                    self._can_select = self._try_to_select(inner)
-                    self._inner = inner if self._can_select else None
+        found = _modules_without_head(model) if can_select is not False else ()
+        self._inner = next(filter(self._try_to_select, found), None)
+        self.can_select = self._inner is not None
+        """Whether logits can be computed for selected positions, without those of all others."""
         self.device_wait_tokens = device_wait_tokens(model)
         """A prefill of at least this many tokens waits for the device while it is built; None: no
         prefill waits."""
-        if can_select and not self._can_select:
+        if can_select and not self.can_select:
             raise ConfigError(
                 f"mlx-lm's {type(model).__module__} computes its logits differently with some of "
                 "its layers than with all: choose another world.sharding."
             )
-
-    @property
-    def can_select(self) -> bool:
-        """Whether logits can be computed for selected positions, without those of all others."""
-        return self._can_select
 
     @property
     def can_embed(self) -> bool:
@@ -138,7 +125,7 @@ class Forward:
             Logits [1, vocab] of the last position.
         """
         count = tokens.shape[1]
-        if self._can_select and count > 1:
+        if self.can_select and count > 1:
             return self._selected(tokens, caches, _last)[:, 0]
         logits: mx.array = self._model(tokens, cache=caches)
         return logits[:, -1]
@@ -186,7 +173,7 @@ class Forward:
         Returns:
             Logits [number of positions, vocab].
         """
-        if wanted is None or not self._can_select:
+        if wanted is None or not self.can_select:
             logits = self.all_logits(tokens, caches)
             logits = logits.reshape(-1, logits.shape[-1])
             return logits if wanted is None else logits[mx.array(wanted, dtype=mx.int32)]
@@ -204,7 +191,7 @@ class Forward:
         Args:
             count: number of tokens in the prompt's last chunk.
         """
-        return not self._can_select and count > FULL_LOGITS_TOKENS_MAX
+        return not self.can_select and count > FULL_LOGITS_TOKENS_MAX
 
     def _selected(self, tokens: mx.array, caches: list[Any], select: SelectPositions) -> mx.array:
         """Build a forward: int32 [rows, count] -> logits of the selected positions."""
@@ -268,6 +255,15 @@ def can_select_positions(model: nn.Module) -> bool:
         if type(module) is not original:
             module.__class__ = original
     return can_select
+
+
+def _modules_without_head(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model that may compute the hidden states for its head."""
+    for owner in (model, getattr(model, "language_model", None)):
+        for name in INNER_NAMES:
+            inner = getattr(owner, name, None)
+            if isinstance(inner, nn.Module):
+                yield inner
 
 
 def _last(hidden: mx.array) -> mx.array:

@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten
 
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.model.loading.build import build_model, cast_dtype, cast_parameters
-from services.rank_worker.model.loading.loader import LoadedModel, load_model
+from services.rank_worker.model.loading.loader import LoadedModel, open_model
+from services.rank_worker.model.loading.memory_fit import check_fits
 from services.rank_worker.model.loading.source import ModelSource, find_source
 from services.rank_worker.model.sharding.apply import apply_split
 from shared.configuration.settings import ModelConfig
@@ -83,10 +84,12 @@ class LoadingRank:
         assert source is not None
         return source
 
-    def load(self, settings: ModelConfig, **more: Any) -> LoadedModel:
-        """Load the rank's shard with the code under test."""
+    def load(self, settings: ModelConfig, memory_bytes: int = 0) -> LoadedModel:
+        """Load the rank's shard with the code under test, if it fits into the memory."""
         source = self.find(settings)
-        return load_model(settings, source, self.split, self.world, lambda *_: None, **more)
+        opened = open_model(settings, source, self.split, self.world, lambda *_: None)
+        check_fits(opened.needs, opened.context_tokens_max, memory_bytes)
+        return opened.read(lambda *_: None)
 
     def cut(self, settings: ModelConfig) -> Weights:
         """Return the shard cut from a whole model that MLX has read."""

@@ -15,7 +15,7 @@ from mlx_lm.models import qwen3
 from services.rank_worker import collectives
 from services.rank_worker.device import hardware
 from services.rank_worker.model.loading import loader, origins
-from services.rank_worker.model.loading.loader import LoadedModel, load_model
+from services.rank_worker.model.loading.loader import LoadedModel, open_model
 from services.rank_worker.model.loading.source import find_source
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
@@ -56,14 +56,13 @@ def _save(model: nn.Module, folder: Path, config: dict[str, Any]) -> None:
 def _load(folder: Path, **settings: Any) -> tuple[LoadedModel, list[tuple[str, float]]]:
     config = ModelConfig(path=str(folder), **settings)
     progress: list[tuple[str, float]] = []
-    loaded = load_model(
-        config,
-        find_source(config, 1),
-        Split("none", 0, 1),
-        collectives.init("off", 0, 1),
-        lambda stage, part: progress.append((stage, part)),
-    )
-    return loaded, progress
+
+    def report(stage: str, part: float) -> None:
+        progress.append((stage, part))
+
+    split, world = Split("none", 0, 1), collectives.init("off", 0, 1)
+    opened = open_model(config, find_source(config, 1), split, world, report)
+    return opened.read(report), progress
 
 
 def _types(model: nn.Module) -> set[mx.Dtype]:

@@ -13,7 +13,6 @@ import pytest
 
 from services.rank_worker.device.description import Device
 from services.rank_worker.model.loading import memory_fit
-from services.rank_worker.model.loading.loader import load_model
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from tests.mlx.loading.model_checkpoints import (
@@ -118,9 +117,8 @@ def _print_loading_memory(folder: str, sharding: Any, dtype: Any) -> None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     settings, rank = ModelConfig(path=folder, dtype=dtype), LoadingRank(sharding, 1, 2)
-    source = rank.find(settings)
     before = resident()
-    shard = load_model(settings, source, rank.split, rank.world, lambda *_: None)
+    shard = rank.load(settings)
     facts = {
         "shard": shard.shard_bytes,
         "peak": mx.get_peak_memory(),

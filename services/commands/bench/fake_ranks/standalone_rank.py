@@ -16,10 +16,7 @@ BLAS = blas.preload()
 from services.rank_worker import collectives  # noqa: E402
 from services.rank_worker.collectives import Collectives  # noqa: E402
 from services.rank_worker.device import ring_sockets  # noqa: E402
-from services.rank_worker.model.loading.loader import (  # noqa: E402
-    LoadedModel,
-    load_model,
-)
+from services.rank_worker.model.loading.loader import LoadedModel, open_model  # noqa: E402
 from services.rank_worker.model.loading.source import find_source  # noqa: E402
 from shared.configuration.settings import ModelConfig  # noqa: E402
 from shared.messages.rank_link import Backend, Sharding  # noqa: E402
@@ -51,4 +48,5 @@ def load(world: Collectives, path: str, sharding: Sharding) -> LoadedModel:
     """
     source = find_source(ModelConfig(path=path), world.world_size, sharding)
     split = Split(sharding, world.rank, world.world_size)
-    return load_model(ModelConfig(path=path), source, split, world, lambda *_: None)
+    opened = open_model(ModelConfig(path=path), source, split, world, lambda *_: None)
+    return opened.read(lambda *_: None)

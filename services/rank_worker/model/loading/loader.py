@@ -19,7 +19,7 @@ from services.rank_worker.model.loading.build import (
     cast_dtype,
     cast_parameters,
 )
-from services.rank_worker.model.loading.memory_fit import MemoryNeeds, check_fits, memory_needs
+from services.rank_worker.model.loading.memory_fit import MemoryNeeds, memory_needs
 from services.rank_worker.model.loading.origins import WeightOrigins, find_origins
 from services.rank_worker.model.loading.source import ModelSource, inspect_source
 from services.rank_worker.model.loading.weights import ModelWeights, load_weights, plan_weights
@@ -82,15 +82,15 @@ class OpenedModel:
         Raises:
             ConfigError: when the weights cannot be read or do not fit into memory.
         """
+        shard_bytes = self.needs.weight_bytes
         try:
-            progress = _Progress(self.needs.weight_bytes, report)
+            progress = _Progress(shard_bytes, report)
             bytes_read = load_weights(
                 self.model, self.weights, self.origins, self.files, progress.add
             )
         except (RuntimeError, ValueError, MemoryError) as error:
             raise _load_error(error) from error
         report("loading", 1.0)
-        shard_bytes = self.needs.weight_bytes
         _log.info("weights_loaded", shard_bytes=shard_bytes, bytes_read=bytes_read)
         return LoadedModel(
             self.model,
@@ -161,33 +161,6 @@ def open_model(
         source.files,
         traits,
     )
-
-
-def load_model(
-    settings: ModelConfig,
-    source: ModelSource | None,
-    split: Split,
-    collectives: Collectives,
-    report: Report,
-    memory_bytes: int = 0,
-) -> LoadedModel:
-    """Build this rank's shard, compare its size with the memory, and read its weights.
-
-    Args:
-        settings: the model's path and options.
-        source: the result of `find_source`; None: download the model first.
-        split: the way of sharding, this rank, and the memory of each rank.
-        collectives: the world's collectives.
-        report: called with the stage and the fraction done, 0 to 1.
-        memory_bytes: memory that this rank may use, including memory in use already; 0: unknown.
-
-    Raises:
-        ConfigError: as in `open_model`, or when the model is too large or cannot be read.
-        UnavailableError: when the hub does not answer.
-    """
-    opened = open_model(settings, source, split, collectives, report)
-    check_fits(opened.needs, opened.context_tokens_max, memory_bytes)
-    return opened.read(report)
 
 
 def _download(settings: ModelConfig, split: Split, report: Report) -> ModelSource:

@@ -82,12 +82,11 @@ def split_array(
     """
     size = array.shape[axis]
     step = (1,) * len(array.shape)
-    parts = []
-    for low, high in itertools.pairwise([0, *boundaries, size]):
-        start = tuple(low if i == axis else 0 for i in range(len(array.shape)))
-        stop = tuple(high if i == axis else n for i, n in enumerate(array.shape))
-        parts.append(slice_array(array, start, stop, step))
-    return parts
+    origin = (0,) * len(array.shape)
+    return [
+        slice_array(array, _with(origin, axis, low), _with(array.shape, axis, high), step)
+        for low, high in itertools.pairwise([0, *boundaries, size])
+    ]
 
 
 def transpose(array: SlicedArray, axes: Sequence[int]) -> SlicedArray:
@@ -108,12 +107,11 @@ def concatenate(arrays: Sequence[SlicedArray], axis: int) -> SlicedArray:
     slices, at = [], 0
     for array in arrays:
         for part in array.slices:
-            start = (*part.start[:axis], part.start[axis] + at, *part.start[axis + 1 :])
+            start = _with(part.start, axis, part.start[axis] + at)
             slices.append(part._replace(start=start))
         at += array.shape[axis]
     first = arrays[0]
-    shape = (*first.shape[:axis], at, *first.shape[axis + 1 :])
-    return SlicedArray(shape, first.item_bytes, tuple(slices))
+    return SlicedArray(_with(first.shape, axis, at), first.item_bytes, tuple(slices))
 
 
 def broadcast(array: SlicedArray, shape: Shape) -> SlicedArray:
@@ -144,12 +142,10 @@ def expand_dims(array: SlicedArray, axes: Sequence[int]) -> SlicedArray:
     for axis in sorted(axes):
         shape = _insert(shape, axis, 1)
         slices = tuple(
-            TensorSlice(
-                part.tensor,
-                part.offset,
-                _insert(part.strides, axis, 0),
-                _insert(part.start, axis, 0),
-                _insert(part.shape, axis, 1),
+            part._replace(
+                strides=_insert(part.strides, axis, 0),
+                start=_insert(part.start, axis, 0),
+                shape=_insert(part.shape, axis, 1),
             )
             for part in slices
         )
@@ -190,24 +186,15 @@ def reinterpret(array: SlicedArray, item_bytes: int) -> SlicedArray | None:
     old = array.item_bytes
     if old == item_bytes:
         return array
-    if not array.shape:
-        return None
-    large, small = max(old, item_bytes), min(old, item_bytes)
-    factor = large // small
-    if large % small:
+    if not array.shape or max(old, item_bytes) % min(old, item_bytes):
         return None
     slices = []
     for part in array.slices:
-        start, count, stride = part.start[-1], part.shape[-1], part.strides[-1]
-        if stride != old and count > 1:
+        start, start_rest = divmod(part.start[-1] * old, item_bytes)
+        count, count_rest = divmod(part.shape[-1] * old, item_bytes)
+        is_adjacent = part.strides[-1] == old or part.shape[-1] == 1
+        if not is_adjacent or start_rest or count_rest:
             return None
-        if item_bytes > old and (start % factor or count % factor):
-            return None
-        start, count = (
-            (start // factor, count // factor)
-            if item_bytes > old
-            else (start * factor, count * factor)
-        )
         slices.append(
             part._replace(
                 strides=(*part.strides[:-1], item_bytes),
@@ -231,6 +218,11 @@ class _Box(NamedTuple):
 def row_major_strides(shape: Shape, item_bytes: int) -> Shape:
     """Return the strides of a contiguous row-major array, in bytes, by axis."""
     return tuple(item_bytes * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _with(values: Shape, axis: int, value: int) -> Shape:
+    """Return the values with another one at an axis."""
+    return (*values[:axis], value, *values[axis + 1 :])
 
 
 def _insert(values: Shape, axis: int, value: int) -> Shape:
@@ -332,25 +324,14 @@ def _unflatten(start: int, count: int, stride: int, sizes: list[int]) -> Iterato
     at, end = start, start + count
     while at < end:
         row, column = divmod(at, inner)
-        if column == 0 and end - at >= inner:
-            rows = (end - at) // inner
-            rest = next(_unflatten(0, inner, stride, sizes[1:]))
-            taken = rows * inner
-        else:
-            rows, taken = 1, min(end - at, inner - column)
-            for box in _unflatten(column, taken, stride, sizes[1:]):
-                yield _Box(
-                    (at - start) * stride + box.offset,
-                    (stride * inner, *box.strides),
-                    (row, *box.start),
-                    (1, *box.shape),
-                )
-            at += taken
-            continue
-        yield _Box(
-            (at - start) * stride,
-            (stride * inner, *rest.strides),
-            (row, *rest.start),
-            (rows, *rest.shape),
-        )
-        at += taken
+        # Several whole rows form one box; a part of a row is divided further.
+        rows = max(1, (end - at) // inner) if column == 0 else 1
+        in_row = min(end - at, inner - column)
+        for box in _unflatten(column, in_row, stride, sizes[1:]):
+            yield _Box(
+                (at - start) * stride + box.offset,
+                (stride * inner, *box.strides),
+                (row, *box.start),
+                (rows, *box.shape),
+            )
+        at += rows * in_row

@@ -90,15 +90,13 @@ def _place_sum(
 ) -> str:
     """Place the sum over ranks where it is cheapest and certainly correct; return the place."""
     inner: nn.Module = experts
-    for depth, block in enumerate(ancestors):
+    for block in ancestors[:2]:
         can_sum = hasattr(block, "sharding_group") and _only_sums(type(block))
         can_sum = can_sum and _is_supported(block, inner, experts)
         if can_sum and _divide_shared(block, inner, weights, collectives):
             block.sharding_group = collectives.group
             return "in the block"
         inner = block
-        if depth == 1:
-            break
     parent = ancestors[0] if ancestors else None
     if (
         parent is not None
@@ -111,11 +109,6 @@ def _place_sum(
         return "behind the block"
     _sum_output(experts, collectives)
     return "behind the experts"
-
-
-def _is_from_mlx_lm(block: nn.Module) -> bool:
-    """Tell whether a block is one of mlx-lm's, all of which are tested, and not a model's own."""
-    return type(block).__module__.startswith("mlx_lm.models.")
 
 
 def _is_linear_after(block: nn.Module, experts: nn.Module) -> bool:
@@ -146,7 +139,8 @@ def _is_supported(block: nn.Module, inner: nn.Module, experts: nn.Module) -> boo
         matrices = [one for one in child.modules() if is_linear(one)]
         if any(len(one.weight) >= _width(experts) for one in matrices):
             return False
-    return _is_from_mlx_lm(block)
+    # All blocks of mlx-lm are tested, but not those in a model's own code.
+    return type(block).__module__.startswith("mlx_lm.models.")
 
 
 def _width(experts: nn.Module) -> int:
@@ -170,9 +164,8 @@ def _only_sums(block: type) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             given = [*node.args, *(keyword.value for keyword in node.keywords)]
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else None
-            name = node.func.id if isinstance(node.func, ast.Name) else name
-            if any(_plain_name(one) in groups for one in given) and name not in SUM_FUNCTIONS:
+            is_sum = _plain_name(node.func) in SUM_FUNCTIONS
+            if not is_sum and any(_plain_name(one) in groups for one in given):
                 return False
     return True
 

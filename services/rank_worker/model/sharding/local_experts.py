@@ -81,16 +81,12 @@ def keep_local(experts: nn.Module, first: int, stop: int) -> None:
         first: the first expert to keep.
         stop: the expert after the last one.
     """
-    for child in experts.children().values():
-        if is_switch(child):
-            for name, value in child.items():
-                if isinstance(value, mx.array):
-                    child[name] = value[first:stop]
-    expert_weights = sum(
-        child.input_dims * child.output_dims
-        for child in experts.children().values()
-        if is_switch(child)
-    )
+    switches = [child for child in experts.children().values() if is_switch(child)]
+    for switch in switches:
+        for name, value in switch.items():
+            if isinstance(value, mx.array):
+                switch[name] = value[first:stop]
+    expert_weights = sum(switch.input_dims * switch.output_dims for switch in switches)
     original = type(experts)
     local = LocalExperts(original, first, stop - first, expert_weights)
 
@@ -143,7 +139,7 @@ class LocalExperts:
         tokens = indices.size // self._experts_per_token
         is_plain = math.prod(x.shape[:-1]) == tokens
         if _MAY_WAIT.get() and is_plain and tokens >= self.device_wait_tokens:
-            return self._run_own(module, x, indices, first, count)
+            return self._run_own(module, x, indices)
         substitute = mx.array(0, mx.int32)
         if indices.size < self._count:
             # Any expert that is read anyway. With more assignments, expert 0 most likely is.
@@ -165,10 +161,9 @@ class LocalExperts:
             int(WAIT_FLOPS[device] / (2 * self._expert_weights * self._experts_per_token)) + 1,
         )
 
-    def _run_own(
-        self, module: nn.Module, x: mx.array, indices: mx.array, first: mx.array, count: mx.array
-    ) -> mx.array:
+    def _run_own(self, module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
         """Run only this rank's assignments, sorted by expert; shapes as in `__call__`."""
+        first, count = self._bounds
         assignments, k = indices.size, indices.shape[-1]
         local, mapped = _map_to_local(indices.reshape(-1), first, count, count)
         by_expert = mx.argsort(mapped)

@@ -67,14 +67,11 @@ def _slice_rows(linear: nn.Module, start: int, stop: int) -> None:
 
 
 def _slice_columns(linear: nn.Module, start: int, stop: int) -> None:
-    total = _columns(linear)
+    total = int(linear.weight.shape[-1])
+    if isinstance(linear, nn.QuantizedLinear):
+        total = total * 32 // int(linear.bits)
     for name in ("weight", "scales", "biases"):
         if linear.get(name) is not None:
             # Packed weights and scales have fewer columns than the matrix.
             columns = linear[name].shape[-1]
             linear[name] = linear[name][:, start * columns // total : stop * columns // total]
-
-
-def _columns(linear: nn.Module) -> int:
-    columns = int(linear.weight.shape[-1])
-    return columns * 32 // int(linear.bits) if isinstance(linear, nn.QuantizedLinear) else columns
