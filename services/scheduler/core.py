@@ -256,13 +256,13 @@ class SchedulerCore:
     def _handle_block_report(
         self, peer: PeerId, message: BlocksRestored | BlocksSpilled, now_s: float
     ) -> None:
-        rank = self._world.rank_of(peer)
+        rank, cache = self._world.rank_of(peer), self._batch.cache
         if rank is None or message.epoch != self._world.epoch:
             self._counters["stale_receipts_total"] += 1
-        elif isinstance(message, BlocksRestored):
-            self._batch.cache.handle_restored(rank, message)
-        else:
-            self._batch.cache.handle_spilled(rank, self._world.host_of(peer), message, now_s)
+        elif cache.state.is_on and isinstance(message, BlocksRestored):
+            cache.restorer.handle_restored(rank, message)
+        elif cache.state.is_on and isinstance(message, BlocksSpilled):
+            cache.spiller.handle_spilled(rank, self._world.host_of(peer), message, now_s)
 
     def _refit_requests(self) -> None:
         """Fail requests that no longer fit, because the new epoch may hold fewer tokens."""
@@ -340,7 +340,7 @@ class SchedulerCore:
 
     def _stop_if_drained(self, now_s: float) -> None:
         unfinished = len(self._requests)
-        is_writing = self._batch.cache.is_spilling or len(self._pipeline.in_flight) > 0
+        is_writing = self._batch.cache.spiller.is_busy or len(self._pipeline.in_flight) > 0
         if not self._drain.may_stop(now_s, open_requests=unfinished, is_writing=is_writing):
             return
         self._fail_all("stopping", "The server has stopped before this request finished.")

@@ -83,7 +83,7 @@ class StepPipeline:
             for sequence in step.first_admitted:
                 self._requests.report_admitted(sequence)
         self._batch.look_ahead(now_s)
-        for restore in self._batch.cache.take_restores():
+        for restore in self._batch.cache.restorer.take_outbox():
             self._actions.append(SendToRanks(self._world.peers, restore, self._world.epoch))
 
     def receive(self, peer: PeerId, receipt: StepFinished, now_s: float) -> str | None:

@@ -208,9 +208,9 @@ def test_cache_state_is_clean_after_random_requests(
     clients.check_results()
     assert len([end for end in world.ends.values() if _is_abort(end)]) > requests / 4
     cache = world.core._batch.cache
-    assert len(cache._state.pins) == 0
-    assert len(cache._restorer._open) == 0
-    assert not cache._spiller.is_busy
+    assert len(cache.state.pins) == 0
+    assert len(cache.restorer._open) == 0
+    assert not cache.spiller.is_busy
     assert not any(rank.rows or rank.open_restores for rank in world.ranks.values())
     world.compare_blocks()
     assert all(rank.resident_bytes <= 30_000 for rank in world.ranks.values())

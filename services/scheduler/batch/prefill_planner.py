@@ -12,7 +12,6 @@ from services.scheduler.batch.running_sequences import RunningSequences
 from services.scheduler.batch.step_timing import StepTiming
 from services.scheduler.cache.kv_rows import Rows
 from services.scheduler.cache.manager import BlockCache
-from services.scheduler.cache.restorer import RestoreDecision
 from services.scheduler.requests.sequence import Sequence
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from shared.configuration.settings import SchedulerConfig
@@ -82,13 +81,9 @@ class PrefillPlanner:
         self, sequence: Sequence, timing: StepTiming, now_s: float, *, may_evict: bool
     ) -> bool:
         """Request the restore that a sequence needs; return True when it can be admitted."""
-        lookup = self._cache.look_up(sequence.blocks, now_s)
-        decision = lookup.decision
-        if decision is RestoreDecision.REQUEST:
-            decision = self._cache.request_restore(
-                sequence.blocks, lookup, now_s, timing.prefill_token_ms, may_evict=may_evict
-            )
-        return decision is RestoreDecision.ADMIT
+        return self._cache.admission.prepare(
+            sequence.blocks, now_s, timing.prefill_token_ms, may_evict=may_evict
+        )
 
     def _next_position(self) -> int:
         """Return the position in its prompt of the next token to prefill."""
@@ -151,7 +146,7 @@ class PrefillPlanner:
         self._waiting.remove(sequence)
         if sequence.blocks.cached is None:
             plan.first_admitted.append(sequence)
-        reuse = self._cache.admit(sequence.blocks)
+        reuse = self._cache.admission.admit(sequence.blocks)
         sequence.planned_tokens = reuse.tokens
         plan.admitted.append(
             AdmittedSequence(

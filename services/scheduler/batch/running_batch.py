@@ -81,7 +81,7 @@ class RunningBatch:
         self.timing = StepTiming(self._decode_stall_ms)
         self._deadlines = StepDeadlines(self.timing)
         self._speculation.begin_epoch(can_roll_back=can_roll_back)
-        return self.cache.start_epoch(form, epoch)
+        return self.cache.state.start_epoch(form, epoch)
 
     def requeue_running(self) -> None:
         """Move all running sequences to the waiting queue because their epoch has ended."""
@@ -125,7 +125,7 @@ class RunningBatch:
         """Return the counters of preemptions, cache and drafts since start, by name."""
         return {
             "preemptions_total": float(self.preemptions),
-            **self.cache.report_counters(),
+            **self.cache.state.counters,
             **self._speculation.report_counters(),
         }
 
@@ -144,7 +144,7 @@ class RunningBatch:
             now_s: the time in seconds; a restore whose deadline has passed by then is no longer
                 awaited.
         """
-        self.cache.expire_restores(now_s)
+        self.cache.restorer.expire(now_s)
         self._prefill.look_ahead(self.timing, now_s, may_evict=False)
         self._speculation.look_ahead(self._running)
 
@@ -242,7 +242,7 @@ class RunningBatch:
         """Keep the blocks that plans in flight complete for running sequences."""
         due = [one for one in self._running if one.planned_tokens >= one.blocks.next_boundary]
         due = [one for one in due if one.computed_tokens >= one.blocks.next_boundary]
-        if (due or self._running.has_departed) and self.cache.is_memory_low:
+        if (due or self._running.has_departed) and self.cache.state.is_memory_low:
             self.rows.trim(slots=self.rows.rows_needed(), tokens=self._running.row_tokens_needed())
         for sequence in due:
             self.cache.keep(sequence.blocks, sequence.computed_tokens)

@@ -12,7 +12,7 @@ from services.scheduler.cache.cache_state import CacheState
 from services.scheduler.cache.index.hashes import Chain, root_hash
 from services.scheduler.cache.index.prefix_match import Match, find_match
 from services.scheduler.cache.index.sequence_blocks import UNREACHABLE_TOKENS, SequenceBlocks
-from services.scheduler.cache.restorer import RestoreDecision, Restorer
+from services.scheduler.cache.restorer import Restorer
 from shared import limits
 from shared.messages import CachedPrefix
 
@@ -34,15 +34,6 @@ class Reuse:
     """The blocks in order; the last one may be used in part."""
     checkpoint: bytes | None = None
     """Hash of the checkpoint at `tokens`; None where rows need none."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefixLookup:
-    """Result of a lookup: whether a waiting sequence is admitted, waits, or needs a restore."""
-
-    decision: RestoreDecision
-    match: Match | None = None
-    """Set when the decision is REQUEST."""
 
 
 class PendingBlocks:
@@ -74,12 +65,13 @@ class PendingBlocks:
                 blocks.pending.append((end, entry_hash))
         self.version += 1
 
-    def release(self, blocks: SequenceBlocks, until_tokens: int) -> None:
+    def release(self, blocks: SequenceBlocks, until_tokens: int = UNREACHABLE_TOKENS) -> None:
         """Remove the entries that a sequence owns and that its row contains at a length.
 
         Args:
             blocks: the record of the sequence.
-            until_tokens: that length in tokens; entries with a later end stay.
+            until_tokens: that length in tokens; entries with a later end stay. By default all are
+                removed, because the sequence will compute no more.
         """
         while blocks.pending and blocks.pending[0][0] <= until_tokens:
             _, entry_hash = blocks.pending.popleft()
@@ -103,70 +95,53 @@ class Admission:
     def __init__(self, state: CacheState, restorer: Restorer) -> None:
         self._state = state
         self._restorer = restorer
-        self._pending = PendingBlocks()
+        self.pending = PendingBlocks()
 
-    def look_up(self, blocks: SequenceBlocks, now_s: float) -> PrefixLookup:
-        """Decide whether a waiting sequence can be admitted, waits, or needs a restore.
-
-        It changes no block and sends nothing; only `blocks` remembers the result.
-
-        Args:
-            blocks: the record of the waiting sequence.
-            now_s: the scheduler's time in seconds. It ends a wait for other restores to finish,
-                which is limited (`Restorer.must_queue`).
-
-        Returns:
-            ADMIT: with the blocks that are resident. WAIT: until a restore, or another sequence
-            that computes the same blocks, has made progress. REQUEST: call `request_restore` with
-            the match that is returned too.
-        """
-        if blocks.epoch != self._state.epoch:
-            self._reset(blocks)
-        if blocks.restore_id is not None:
-            return PrefixLookup(RestoreDecision.WAIT)
-        if blocks.awaited_hash is not None:
-            if self._is_coming(blocks.awaited_hash):
-                return PrefixLookup(RestoreDecision.WAIT)
-            blocks.awaited_hash = None
-        if self._restorer.must_queue(blocks, now_s):
-            return PrefixLookup(RestoreDecision.WAIT)
-        if blocks.ready_at_versions == self._versions:
-            return PrefixLookup(RestoreDecision.ADMIT)
-        match = self._match(blocks)
-        blocks.resident_tokens = match.tokens
-        blocks.awaited_hash = self._find_awaited(blocks, match)
-        if blocks.awaited_hash is not None:
-            return PrefixLookup(RestoreDecision.WAIT)
-        return PrefixLookup(RestoreDecision.REQUEST, match)
-
-    def request_restore(
+    def prepare(
         self,
         blocks: SequenceBlocks,
-        match: Match,
         now_s: float,
         token_ms: Callable[[int], float],
         *,
         may_evict: bool,
-    ) -> RestoreDecision:
-        """Request a restore of the blocks after a match when it saves time.
+    ) -> bool:
+        """Look up a waiting sequence's blocks, and request stored ones if that saves time.
 
         Args:
-            blocks: the record of the waiting sequence, whose lookup returned REQUEST.
-            match: the match of that lookup.
-            now_s: the scheduler's time in seconds, from which the restore's deadline counts.
+            blocks: the record of the waiting sequence.
+            now_s: the scheduler's time in seconds, from which a restore's deadline counts.
             token_ms: returns the predicted milliseconds to compute the token at a position of a
                 prompt.
             may_evict: a plan is being built, so blocks can be evicted to make room.
 
         Returns:
-            WAIT when the sequence waits for a restore or must ask again later, else ADMIT.
+            True if the sequence can be admitted now, with the blocks that are resident. False if it
+            waits for a restore, or for another sequence that computes the same blocks.
         """
+        if not self._state.is_on:
+            return True
+        if blocks.epoch != self._state.epoch:
+            self._reset(blocks)
+        if blocks.restore_id is not None:
+            return False
+        if blocks.awaited_hash is not None and self._is_coming(blocks.awaited_hash):
+            return False
+        blocks.awaited_hash = None
+        if self._restorer.must_queue(blocks, now_s):
+            return False
+        if blocks.ready_at_versions == self._versions:
+            return True
+        match = self._match(blocks)
+        blocks.resident_tokens = match.tokens
+        blocks.awaited_hash = self._find_awaited(blocks, match)
+        if blocks.awaited_hash is not None:
+            return False
         if match.path:
             self._state.index.touch(match.path[-1], match.checkpoint)
-        decision = self._restorer.request(blocks, match, now_s, token_ms, may_evict=may_evict)
-        if decision is RestoreDecision.ADMIT:
-            blocks.ready_at_versions = self._versions
-        return decision
+        if self._restorer.request(blocks, match, now_s, token_ms, may_evict=may_evict):
+            return False
+        blocks.ready_at_versions = self._versions
+        return True
 
     def admit(self, blocks: SequenceBlocks) -> Reuse:
         """Admit a sequence with the plan being built; return what its row reuses.
@@ -174,6 +149,10 @@ class Admission:
         The blocks it reuses cannot be evicted by that plan. Other sequences with the same prefix
         can wait for the blocks that it will compute.
         """
+        if not self._state.is_on:
+            blocks.cached = blocks.cached or CachedPrefix(miss="off")
+            self._state.counters["cache_miss_tokens_off_total"] += len(blocks.tokens)
+            return Reuse()
         match = self._match(blocks)
         tokens = match.tokens
         if (
@@ -182,12 +161,12 @@ class Admission:
             and 2 * tokens < len(blocks.tokens)
         ):
             tokens = 0
-        self._state.release(("waiting", blocks.sequence_id))
+        self._state.pins.release(("waiting", blocks.sequence_id))
         reuse = Reuse()
         if tokens:
             last, checkpoint = match.path[-1], match.checkpoint
             held = [last.block] if checkpoint is None else [last.block, checkpoint]
-            self._state.hold(("plan", blocks.sequence_id), *held)
+            self._state.pins.hold(("plan", blocks.sequence_id), *held)
             self._state.index.touch(last, checkpoint)
             if checkpoint is not None:
                 # Another sequence uses it now, so its owner may not supersede it.
@@ -198,32 +177,12 @@ class Admission:
         self._report(blocks, match, tokens)
         return reuse
 
-    def release_pending(
-        self, blocks: SequenceBlocks, until_tokens: int = UNREACHABLE_TOKENS
-    ) -> None:
-        """Stop other sequences from waiting for blocks of a running one.
-
-        Args:
-            blocks: the record of the running sequence.
-            until_tokens: its row length in tokens, which contains these blocks; by default all
-                blocks, because it will compute no more.
-        """
-        self._pending.release(blocks, until_tokens)
-
-    def end_epoch(self) -> None:
-        """Forget the blocks that running sequences would have computed."""
-        self._pending.clear()
-
-    def check_invariants(self, running: list[SequenceBlocks]) -> None:
-        """Assert that only running sequences have pending blocks."""
-        self._pending.check_invariants(running)
-
     @property
     def _versions(self) -> tuple[int, int]:
-        return self._state.index.version, self._pending.version
+        return self._state.index.version, self.pending.version
 
     def _is_coming(self, entry_hash: bytes) -> bool:
-        return entry_hash in self._pending or entry_hash in self._restorer
+        return entry_hash in self.pending or entry_hash in self._restorer
 
     def _reset(self, blocks: SequenceBlocks) -> None:
         block_format, chain = self._state.block_format, blocks.chain
@@ -269,14 +228,14 @@ class Admission:
         else:
             if block_format.checkpoint_bytes <= block_format.bytes_max:
                 lengths = [
-                    blocks.system_tokens,
+                    blocks.request.system_tokens,
                     *blocks.request.cache_boundaries,
                     len(blocks.tokens),
                 ]
                 stops = {min(length, len(blocks.tokens)) // size * size for length in lengths}
                 blocks.snapshot_stops.extend(sorted(stop for stop in stops if stop > tokens))
             wanted = [(end, hashes[end // size - 1]) for end in blocks.snapshot_stops]
-        self._pending.add(blocks, wanted)
+        self.pending.add(blocks, wanted)
 
     def _report(self, blocks: SequenceBlocks, match: Match, tokens: int) -> None:
         """Count the reused tokens, and describe a first admission to the client."""

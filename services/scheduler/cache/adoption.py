@@ -38,7 +38,7 @@ def adopt_blocks(state: CacheState, restore: RestoreOrder) -> int:
         continues = first < last == nodes[0].start
         restore.blocks.restored_range = first if continues else nodes[0].start, nodes[-1].end
         held = [nodes[-1].block] if checkpoint is None else [nodes[-1].block, checkpoint]
-        state.hold(("waiting", restore.blocks.sequence_id), *held)
+        state.pins.hold(("waiting", restore.blocks.sequence_id), *held)
     return len(nodes)
 
 
@@ -79,9 +79,9 @@ def learn_stored(state: CacheState, restore: RestoreOrder) -> None:
 
 def _is_unchanged(state: CacheState, restore: RestoreOrder, nodes: list[Node]) -> bool:
     """Return True when no block of a restore was computed or evicted since it was requested."""
-    entries: list[tuple[Entry, bool]] = []
-    for node, item in zip(nodes, restore.items, strict=False):
-        entries.append((node.block, item.block is None))
+    entries = [
+        (node.block, item.block is None) for node, item in zip(nodes, restore.items, strict=False)
+    ]
     if state.block_format.needs_checkpoints:
         entries.append((_checkpoint(state, nodes[-1]), False))
     parent = nodes[0].parent

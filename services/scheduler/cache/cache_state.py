@@ -11,7 +11,7 @@ from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.index.block_index import BlockIndex, Entry
 from services.scheduler.cache.index.eviction import choose_victims
 from services.scheduler.cache.kv_rows import Rows
-from services.scheduler.cache.pins import BlockPins, Holder
+from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken
 from shared.messages import AdoptedRestore, KeptBlock, KeptCheckpoint, SpillOrder
 
@@ -61,48 +61,6 @@ class PlannedBlockOrders:
             or self.spill is not None
         )
 
-    def evict(self, entry_hash: bytes) -> None:
-        """Order the eviction of a block or checkpoint."""
-        self.evicted[entry_hash] = None
-
-    def keep_block(self, kept: KeptBlock) -> None:
-        """Order ranks to copy a block from a row, or cancel an eviction of it in the same plan.
-
-        Args:
-            kept: the order, with sequence, tokens and hash.
-        """
-        if not self._cancel_eviction(kept.hash):
-            self.keep_blocks.append(kept)
-
-    def keep_checkpoint(self, kept: KeptCheckpoint) -> None:
-        """Order ranks to keep a snapshot, or cancel the checkpoint's eviction in the same plan.
-
-        Args:
-            kept: the order, with sequence, row length and hash.
-        """
-        if not self._cancel_eviction(kept.hash):
-            self.keep_checkpoints.append(kept)
-
-    def take(self) -> "PlannedBlockOrders":
-        """Return the collected orders and start an empty collection."""
-        if not self:
-            return _NO_ORDERS
-        taken = dataclasses.replace(self)
-        self.keep_blocks, self.keep_checkpoints, self.adopted = [], [], []
-        self.spill, self.evicted = None, {}
-        return taken
-
-    def _cancel_eviction(self, entry_hash: bytes) -> bool:
-        """Remove an eviction; ranks evict after they keep, so both would remove the block."""
-        if entry_hash not in self.evicted:
-            return False
-        del self.evicted[entry_hash]
-        return True
-
-
-_NO_ORDERS = PlannedBlockOrders()
-"""Shared by all plans without block orders. Read-only."""
-
 
 class CacheState:
     """Which blocks are resident, who needs them, and what the next plan orders about them.
@@ -122,7 +80,8 @@ class CacheState:
         self.index = BlockIndex()
         self.pins = BlockPins()
         self.orders = PlannedBlockOrders()
-        self.counters: defaultdict[str, float] = defaultdict(float)
+        self.counters = defaultdict(float, cache_blocks_evicted_total=0.0)
+        """Counts of blocks, tokens, bytes and milliseconds since start, by name of the metric."""
         if is_enabled:
             self.counters.update(dict.fromkeys(COUNTERS, 0.0))
         self.epoch = 0
@@ -133,8 +92,7 @@ class CacheState:
         self._format: BlockFormat | None = None
         self._namespace = ""
         self._rows = rows
-        self._evicted_blocks = 0
-        rows.share_with(self)
+        rows.others = self
 
     # --- epochs ------------------------------------------------------------------------------
 
@@ -175,7 +133,7 @@ class CacheState:
         The index keeps the tokens of all blocks, and which are stored on SSD, for the next epoch.
         """
         self.pins.clear()
-        self.orders.take()
+        self.orders = PlannedBlockOrders()
         self.index.end_epoch()
         self.reserved_bytes = 0
         self._format = None
@@ -252,47 +210,30 @@ class CacheState:
         for entry in entries:
             self.pins.release_entry(entry)
             self.index.set_resident(entry, resident=False)
-            self.orders.evict(entry.hash)
-        self._evicted_blocks += len(entries)
+            self.orders.evicted[entry.hash] = None
+        self.counters["cache_blocks_evicted_total"] += len(entries)
 
     # --- residents ---------------------------------------------------------------------------
 
-    def hold(self, holder: Holder, *entries: Entry) -> None:
-        """Protect entries from eviction until the holder releases them.
+    def keep(self, entry: Entry, kept: KeptBlock | KeptCheckpoint) -> None:
+        """Order ranks to keep a block or checkpoint of a row, and mark it as resident.
 
-        They replace all entries that this holder has protected before.
-
-        Args:
-            holder: a restore, waiting sequence or plan, as its kind and id.
-            entries: the resident blocks and checkpoints that it needs.
-        """
-        self.pins.hold(holder, *entries)
-
-    def release(self, holder: Holder) -> None:
-        """End the protection of all entries that `holder` has protected with `hold`."""
-        self.pins.release(holder)
-
-    def keep_block(self, entry: Entry, kept: KeptBlock) -> None:
-        """Order that ranks copy a block from a row, and mark it as resident.
+        An eviction of it in the same plan is cancelled instead: ranks evict after they keep, so
+        both orders together would remove it.
 
         Args:
-            entry: the block.
+            entry: the block or checkpoint.
             kept: the order.
         """
-        self.orders.keep_block(kept)
+        if entry.hash in self.orders.evicted:
+            del self.orders.evicted[entry.hash]
+        elif isinstance(kept, KeptBlock):
+            self.orders.keep_blocks.append(kept)
+        else:
+            self.orders.keep_checkpoints.append(kept)
         self.index.set_resident(entry, resident=True)
-        self.counters["cache_blocks_kept_total"] += 1
-
-    def keep_checkpoint(self, entry: Entry, kept: KeptCheckpoint) -> None:
-        """Order that ranks keep a snapshot of a row's state, and mark the checkpoint as resident.
-
-        Args:
-            entry: the checkpoint.
-            kept: the order.
-        """
-        self.orders.keep_checkpoint(kept)
-        self.index.set_resident(entry, resident=True)
-        self.counters["cache_checkpoints_kept_total"] += 1
+        kind = "checkpoints" if entry.is_checkpoint else "blocks"
+        self.counters[f"cache_{kind}_kept_total"] += 1
 
     def adopt(self, entries: list[Entry]) -> None:
         """Mark restored entries as resident; the caller orders ranks to adopt them."""
@@ -305,15 +246,11 @@ class CacheState:
 
         Entries that were protected from eviction only for this plan are released.
         """
-        if self.is_on:
-            self.pins.release_plan()
-        return self.orders.take()
+        self.pins.release_plan()
+        taken, self.orders = self.orders, PlannedBlockOrders()
+        return taken
 
     # --- reports -----------------------------------------------------------------------------
-
-    def report_counters(self) -> dict[str, float]:
-        """Return counters of blocks, tokens, bytes and milliseconds since start, by name."""
-        return {**self.counters, "cache_blocks_evicted_total": float(self._evicted_blocks)}
 
     def report_gauges(self) -> dict[str, float]:
         """Return the number of resident and known blocks, and bytes per rank, by gauge name."""

@@ -48,7 +48,7 @@ class Keeper:
             checkpoint.owner = 0
             self._spiller.offer(checkpoint)
         self._state.index.touch(last)
-        self._state.release(("plan", blocks.sequence_id))
+        self._state.pins.release(("plan", blocks.sequence_id))
         blocks.next_boundary = (whole_blocks + 1) * block_format.block_tokens
 
     def _keep_whole(self, blocks: SequenceBlocks, whole_blocks: int, *, ends: bool) -> list[Node]:
@@ -67,7 +67,7 @@ class Keeper:
             if node is None:
                 break
             node.is_known = True
-            if node.end <= blocks.system_tokens:
+            if node.end <= blocks.request.system_tokens:
                 index.set_system(node)
             # Two running sequences that keep again what the other one evicted would copy their
             # rows with every plan.
@@ -102,7 +102,7 @@ class Keeper:
         """Keep one block whose parent is resident; return False without memory for it."""
         assert node.parent is not None
         if node.parent.parent is not None:
-            self._state.hold(("plan", blocks.sequence_id), node.parent.block)
+            self._state.pins.hold(("plan", blocks.sequence_id), node.parent.block)
         if not self._state.make_room(node.block.size_bytes, system=node.is_system):
             return False
         kept = KeptBlock(
@@ -111,7 +111,7 @@ class Keeper:
             length=node.end - node.start,
             hash=node.hash,
         )
-        self._state.keep_block(node.block, kept)
+        self._state.keep(node.block, kept)
         self._replace_tails(node)
         return True
 
@@ -138,13 +138,13 @@ class Keeper:
         if blocks.is_decode_snapshot:
             self._evict_superseded(blocks, checkpoint)
         if not checkpoint.is_resident:
-            self._state.hold(("plan", blocks.sequence_id), path[-1].block)
+            self._state.pins.hold(("plan", blocks.sequence_id), path[-1].block)
             if not self._state.make_room(checkpoint.size_bytes, system=node.is_system):
                 return
             kept = KeptCheckpoint(
                 sequence_id=blocks.sequence_id, position=position, hash=checkpoint.hash
             )
-            self._state.keep_checkpoint(checkpoint, kept)
+            self._state.keep(checkpoint, kept)
             checkpoint.owner = blocks.sequence_id if blocks.is_decode_snapshot else 0
         blocks.snapshot_tokens = 0
         if blocks.is_decode_snapshot:

@@ -110,14 +110,11 @@ class Rows:
         self.row_tokens = 0
         self._slots_max = slots_max
         self._tokens_step = tokens_step
-        self._budget = RowBudget(0, 1, 0)
-        self._holders: dict[Slot, SequenceId] = {}
-        self._others: SharedMemory | None = None
-
-    @property
-    def budget(self) -> RowBudget:
+        self.budget = RowBudget(0, 1, 0)
         """Memory that rows and blocks may use on each rank in this epoch, and the size of a row."""
-        return self._budget
+        self.others: SharedMemory | None = None
+        """The resident blocks and checkpoints, which give memory back when rows grow."""
+        self._holders: dict[Slot, SequenceId] = {}
 
     @property
     def tokens_max(self) -> int:
@@ -125,9 +122,9 @@ class Rows:
 
         It is 0 before the first epoch and when tokens take no KV memory.
         """
-        if self._budget.row_bytes_per_token == 0:
+        if self.budget.row_bytes_per_token == 0:
             return 0
-        return self._budget.bytes_max // self._budget.row_bytes_per_token
+        return self.budget.bytes_max // self.budget.row_bytes_per_token
 
     @property
     def bytes_left(self) -> int:
@@ -149,21 +146,13 @@ class Rows:
         """Whether a slot below a used one is free."""
         return self.rows_needed() > self.slots_used
 
-    def share_with(self, others: SharedMemory) -> None:
-        """Set the other user of the KV memory, which must give it back when rows grow.
-
-        Args:
-            others: the resident blocks and checkpoints.
-        """
-        self._others = others
-
     def start(self, budget: RowBudget) -> None:
         """Start an epoch without rows and with all slots free.
 
         Args:
             budget: memory that rows and blocks may use on each rank, and the size of a row.
         """
-        self._budget = budget
+        self.budget = budget
         self._holders.clear()
         self.row_count = 0
         self.row_tokens = 0
@@ -173,7 +162,7 @@ class Rows:
 
         It is rounded down to whole steps in which rows grow.
         """
-        longest = self._budget.longest_row()
+        longest = self.budget.longest_row()
         return longest - longest % self._tokens_step if longest > self._tokens_step else longest
 
     def resize(self, *, slots: int, tokens: int) -> bool:
@@ -222,8 +211,8 @@ class Rows:
         """
         row_count = min(self.row_count, self._generous_slots(slots + slots // 2, tokens))
         row_tokens = min(self.row_tokens, self._generous_tokens(max(1, tokens)))
-        wanted = self._budget.row_bytes(row_count, row_tokens)
-        if 2 * wanted <= self._budget.row_bytes(self.row_count, self.row_tokens):
+        wanted = self.budget.row_bytes(row_count, row_tokens)
+        if 2 * wanted <= self.budget.row_bytes(self.row_count, self.row_tokens):
             self.row_count, self.row_tokens = row_count, row_tokens
 
     def assign_slot(self, sequence_id: SequenceId) -> Slot:
@@ -288,10 +277,10 @@ class Rows:
             raise InvariantBroken(f"slots held {self._holders}, sequences say {held}")
         if self.rows_needed() > self.row_count:
             raise InvariantBroken(f"slot beyond {self.row_count} rows: {self._holders}")
-        others = self._others.held_bytes if self._others else 0
+        others = self.others.held_bytes if self.others else 0
         if self.row_count and self.bytes_left < others:
             raise InvariantBroken(
-                f"{self.row_count} x {self.row_tokens} and {others} bytes exceed {self._budget}"
+                f"{self.row_count} x {self.row_tokens} and {others} bytes exceed {self.budget}"
             )
 
     def _shapes(
@@ -311,12 +300,12 @@ class Rows:
 
     def _fits(self, row_count: int, row_tokens: int, *, may_evict: bool) -> bool:
         left = self._left(row_count, row_tokens)
-        if left < 0 or self._others is None:
+        if left < 0 or self.others is None:
             return left >= 0
-        return self._others.held_bytes <= left or (may_evict and self._others.shrink_to(left))
+        return self.others.held_bytes <= left or (may_evict and self.others.shrink_to(left))
 
     def _left(self, row_count: int, row_tokens: int) -> int:
-        return self._budget.bytes_max - self._budget.row_bytes(row_count, row_tokens)
+        return self.budget.bytes_max - self.budget.row_bytes(row_count, row_tokens)
 
     def _round(self, tokens: int) -> int:
         return -(-tokens // self._tokens_step) * self._tokens_step

@@ -6,7 +6,6 @@ tokens would take; a later answer is discarded.
 """
 
 from collections.abc import Callable
-from enum import Enum
 
 from services.scheduler.cache.adoption import adopt_blocks, learn_stored
 from services.scheduler.cache.cache_state import CacheState
@@ -31,17 +30,6 @@ _GRACE_S = 0.05
 """Time for an answer that a rank sent just before its deadline."""
 _WORTHWHILE_MS = 5.0
 """Blocks that are computed faster than this are not restored."""
-
-
-class RestoreDecision(Enum):
-    """Whether a waiting sequence is admitted, or first gets blocks that are not resident."""
-
-    ADMIT = "admit"
-    """It can be admitted with the resident blocks."""
-    REQUEST = "request"
-    """More blocks may be stored: call `request_restore`."""
-    WAIT = "wait"
-    """It waits for blocks."""
 
 
 class Restorer:
@@ -82,7 +70,7 @@ class Restorer:
         token_ms: Callable[[int], float],
         *,
         may_evict: bool,
-    ) -> RestoreDecision:
+    ) -> bool:
         """Request the blocks after a match if reading them is faster than computing them.
 
         Args:
@@ -94,8 +82,8 @@ class Restorer:
             may_evict: a plan is being built, so blocks can be evicted to make room.
 
         Returns:
-            WAIT when a restore was requested, or can be later (restores must finish or blocks be
-            evicted first), else ADMIT.
+            True if the sequence must wait: a restore was requested, or can be later (restores must
+            finish or blocks be evicted first).
         """
         if (
             not self._config.ssd
@@ -103,30 +91,29 @@ class Restorer:
             or blocks.restores_requested >= _RESTORES_PER_SEQUENCE_MAX
             or blocks.restore_miss == "slow"
         ):
-            return RestoreDecision.ADMIT
+            return False
         if self._is_stuck:
             blocks.restore_miss = "slow"
-            return RestoreDecision.ADMIT
+            return False
         nodes = self._find_restorable(blocks, match)
         missing = min(nodes[-1].end, len(blocks.tokens) - 1) - match.tokens if nodes else 0
         if missing < self._state.block_format.block_tokens:
-            return RestoreDecision.ADMIT
+            return False
         predicted_ms = missing * token_ms(match.tokens + missing // 2)
         if 0.0 < predicted_ms < _WORTHWHILE_MS:
-            return RestoreDecision.ADMIT
+            return False
         deadline_s = _UNPREDICTED_DEADLINE_S
         if predicted_ms:
             deadline_s = min(max(predicted_ms / 1_000.0, _DEADLINE_MIN_S), _DEADLINE_MAX_S)
         if len(self._open) >= RESTORES_MAX:
             blocks.queue_until_s = blocks.queue_until_s or now_s + deadline_s
-            must_queue = self.must_queue(blocks, now_s)
-            return RestoreDecision.WAIT if must_queue else RestoreDecision.ADMIT
+            return self.must_queue(blocks, now_s)
         restore = self._make(blocks, nodes, now_s, deadline_s)
         if not self._fit_into_memory(restore, may_evict=may_evict):
-            self._state.release(("restore", restore.restore_id))
-            return RestoreDecision.ADMIT if may_evict else RestoreDecision.WAIT
+            self._state.pins.release(("restore", restore.restore_id))
+            return not may_evict
         self._send(restore)
-        return RestoreDecision.WAIT
+        return True
 
     def must_queue(self, blocks: SequenceBlocks, now_s: float) -> bool:
         """Tell whether a sequence still waits for its turn, because too many restores are open.
@@ -228,9 +215,7 @@ class Restorer:
 
     def take_outbox(self) -> list[RestoreBlocks]:
         """Return the restores to be sent to all ranks; a later call does not return them again."""
-        taken = self._outbox
-        if taken:
-            self._outbox = []
+        taken, self._outbox = self._outbox, []
         return taken
 
     def end_epoch(self) -> None:
@@ -304,7 +289,7 @@ class Restorer:
             is_retry=is_retry,
         )
         anchor = restore.anchor
-        self._state.hold(("restore", restore.restore_id), *([anchor] if anchor else []))
+        self._state.pins.hold(("restore", restore.restore_id), *([anchor] if anchor else []))
         return restore
 
     def _fit_into_memory(self, restore: RestoreOrder, *, may_evict: bool) -> bool:
@@ -354,7 +339,7 @@ class Restorer:
         if retry.reserved_bytes <= self._state.free_bytes:
             self._send(retry)
         else:
-            self._state.release(("restore", retry.restore_id))
+            self._state.pins.release(("restore", retry.restore_id))
 
     def _release_memory(self, restore: RestoreOrder) -> None:
         self._state.reserved_bytes -= restore.reserved_bytes
@@ -363,7 +348,7 @@ class Restorer:
     def _free(self, restore: RestoreOrder) -> None:
         """Release a restore's memory and references, and let no other sequence wait for it."""
         self._release_memory(restore)
-        self._state.release(("restore", restore.restore_id))
+        self._state.pins.release(("restore", restore.restore_id))
         for node in restore.nodes:
             if self._reading.get(node.hash) == restore.restore_id:
                 del self._reading[node.hash]

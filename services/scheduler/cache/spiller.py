@@ -74,7 +74,7 @@ class Spiller:
         if not self._config.ssd or entry.is_stored or entry.is_spilling:
             return
         self._queue[entry] = None
-        if len(self._queue) > 2 * len(self._state.index.recency) + _UNSENT_SPARE:
+        if len(self._queue) > 2 * sum(map(len, self._state.index.recency)) + _UNSENT_SPARE:
             # The stores are off, so the queue is not emptied by `order_spills`.
             for evicted in [one for one in self._queue if not one.is_resident]:
                 self._lose(evicted)
@@ -103,11 +103,14 @@ class Spiller:
             self._in_progress_bytes += entry.size_bytes
             hashes.append(entry.hash)
         if hashes:
-            evict_first = self._choose_evict_first() if self._are_stores_full else []
+            evict_first: list[Entry] = []
+            if self._are_stores_full:
+                evict_first = least_valuable_stored(self._state.index, _EVICT_FIRST_MAX)
+                self._evict_first = deque(evict_first)
             self._state.orders.spill = SpillOrder(
                 namespace=self._state.block_format.namespace,
                 hashes=hashes,
-                evict_first=evict_first,
+                evict_first=[entry.hash for entry in evict_first],
             )
 
     def handle_spilled(self, rank: int, host: str, message: BlocksSpilled, now_s: float) -> None:
@@ -179,11 +182,6 @@ class Spiller:
         del self._queue[entry]
         if not entry.is_stored:
             self._state.counters["cache_blocks_spill_lost_total"] += 1
-
-    def _choose_evict_first(self) -> list[bytes]:
-        entries = least_valuable_stored(self._state.index, _EVICT_FIRST_MAX)
-        self._evict_first = deque(entries)
-        return [entry.hash for entry in entries]
 
     def _update_store(self, rank: int, host: str, message: BlocksSpilled) -> None:
         """Infer from a store's size which entries it has evicted."""

@@ -55,8 +55,8 @@ def leftovers(core: SchedulerCore) -> list[str]:
         "waiting": len(core._waiting),
         "running": len(core._batch),
         "plans in flight": len(core._pipeline.in_flight),
-        "pins": len(cache._state.pins),
-        "restores": len(cache._restorer._open),
+        "pins": len(cache.state.pins),
+        "restores": len(cache.restorer._open),
         "slots": core._batch.rows.slots_used,
     }
     return [f"scheduler: {count} {what}" for what, count in counts.items() if count]
@@ -64,7 +64,7 @@ def leftovers(core: SchedulerCore) -> list[str]:
 
 def rank_leftovers(core: SchedulerCore, name: str, rank: ReferenceRank) -> list[str]:
     """Return state of an idle rank that differs from the block index (I9)."""
-    index = core._batch.cache._state.index
+    index = core._batch.cache.state.index
     resident = {entry.hash for node in index for entry in node.entries if entry.is_resident}
     left = []
     if rank.rows:

@@ -9,8 +9,7 @@ import bisect
 import dataclasses
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Iterator
 
 from services.scheduler.cache.index.hashes import TOKEN_BYTES, checkpoint_hash
 from shared.errors import InvariantBroken
@@ -21,49 +20,6 @@ NODES_MAX = 65_536
 _TRIM_NODES_EXAMINED = 512
 _TRIM_NODES_MAX = 64
 """Of the oldest nodes: how many are searched for ghosts, and most ghosts that are forgotten."""
-
-T = TypeVar("T", bound=Hashable)
-
-
-class Recency(Generic[T]):
-    """The eviction order: ordinary items first, then the late ones, each from least recently used.
-
-    The argument `last` of every method names the class: False for ordinary items, True for those
-    that are evicted after all ordinary ones, such as blocks of system prompts.
-    """
-
-    def __init__(self) -> None:
-        self._classes: tuple[OrderedDict[T, None], OrderedDict[T, None]]
-        self._classes = (OrderedDict(), OrderedDict())
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return len(self._classes[0]) + len(self._classes[1])
-
-    def __contains__(self, item: T) -> bool:
-        """Return True when either class has the item."""
-        return item in self._classes[0] or item in self._classes[1]
-
-    def of_class(self, *, last: bool) -> Iterator[T]:
-        """Iterate over one class (`last`: see `Recency`), least recently used first."""
-        return iter(self._classes[last])
-
-    def add(self, item: T, *, last: bool) -> None:
-        """Add a new item to a class (`last`: see `Recency`) as its most recently used one."""
-        self._classes[last][item] = None
-
-    def remove(self, item: T, *, last: bool) -> None:
-        """Remove an item from the class that it was added to (`last`: see `Recency`)."""
-        del self._classes[last][item]
-
-    def touch(self, item: T, *, last: bool) -> None:
-        """Make an item the most recently used one of its class (`last`: see `Recency`)."""
-        self._classes[last].move_to_end(item)
-
-    def clear(self) -> None:
-        """Remove all items."""
-        self._classes[0].clear()
-        self._classes[1].clear()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -143,7 +99,10 @@ class BlockIndex:
     """All known blocks by hash, and the order in which they and their checkpoints were used."""
 
     def __init__(self, nodes_max: int = NODES_MAX) -> None:
-        self.recency: Recency[Entry] = Recency()
+        self.recency: tuple[OrderedDict[Entry, None], OrderedDict[Entry, None]]
+        self.recency = (OrderedDict(), OrderedDict())
+        """Resident entries of ordinary blocks, and of blocks of system prompts, which are evicted
+        after all others; each from least recently used, the first to be evicted."""
         self.version = 0
         """Changes with every change of the resident entries."""
         self.resident_bytes = 0
@@ -251,9 +210,9 @@ class BlockIndex:
             self.resident_blocks += sign
         if resident:
             node.is_known = True
-            self.recency.add(entry, last=node.is_system)
+            self.recency[node.is_system][entry] = None
         else:
-            self.recency.remove(entry, last=node.is_system)
+            del self.recency[node.is_system][entry]
 
     def set_system(self, node: Node) -> None:
         """Mark a block as part of a system prompt, so that it is evicted after all other blocks."""
@@ -263,8 +222,8 @@ class BlockIndex:
         for entry in node.entries:
             if entry.is_resident:
                 self.system_bytes += entry.size_bytes
-                self.recency.remove(entry, last=False)
-                self.recency.add(entry, last=True)
+                del self.recency[False][entry]
+                self.recency[True][entry] = None
 
     def touch(self, node: Node, checkpoint: Entry | None = None) -> None:
         """Make a block, all blocks before it and its checkpoint the most recently used.
@@ -277,12 +236,12 @@ class BlockIndex:
             checkpoint: the checkpoint at its end; None: leave it where it is.
         """
         if checkpoint is not None and checkpoint.is_resident:
-            self.recency.touch(checkpoint, last=node.is_system)
+            self.recency[node.is_system].move_to_end(checkpoint)
         at: Node | None = node
         while at is not None and at.parent is not None:
             self._known.move_to_end(at)
             if at.block.is_resident:
-                self.recency.touch(at.block, last=at.is_system)
+                self.recency[at.is_system].move_to_end(at.block)
             at = at.parent
 
     def forget(self, node: Node) -> None:
@@ -312,7 +271,8 @@ class BlockIndex:
 
     def clear(self) -> None:
         """Forget all blocks, because their namespace is no longer used."""
-        self.recency.clear()
+        for entries in self.recency:
+            entries.clear()
         self._nodes.clear()
         self._roots.clear()
         self._known.clear()
@@ -321,8 +281,7 @@ class BlockIndex:
 
     def all_entries(self) -> list[Entry]:
         """Return all known blocks and checkpoints."""
-        checkpoints = [one for one in [node.checkpoint for node in self._known] if one is not None]
-        return [node.block for node in self._known] + checkpoints
+        return [entry for node in self._known for entry in node.entries]
 
     def check_invariants(self) -> None:
         """Compare the links between blocks, the sums and the orders of use with all blocks (I9).
@@ -338,10 +297,9 @@ class BlockIndex:
             self.resident_bytes == sum(one.size_bytes for one in held),
             self.system_bytes == sum(one.size_bytes for one in system),
             self.resident_blocks == len(blocks),
-            self._is_in_order(last=False),
-            self._is_in_order(last=True),
-            len(self.recency) == len(held),
-            all(one in self.recency for one in held),
+            self._is_in_order(system=False),
+            self._is_in_order(system=True),
+            {*self.recency[False], *self.recency[True]} == set(held),
             all(one.node.block.is_resident for one in held),
             all(one.node.parent is not None and one.node.parent.is_resident for one in held),
         )
@@ -366,15 +324,15 @@ class BlockIndex:
             if not in_order or not is_theirs or resident != node.resident_children:
                 raise InvariantBroken(f"block {node.hash.hex()} contradicts its children")
 
-    def _is_in_order(self, *, last: bool) -> bool:
-        """Return True when every entry of a class is evicted before its parent."""
-        places = {one: place for place, one in enumerate(self.recency.of_class(last=last))}
+    def _is_in_order(self, *, system: bool) -> bool:
+        """Return True when every entry is evicted before its parent, of system prompts or not."""
+        places = {one: place for place, one in enumerate(self.recency[system])}
         for one, place in places.items():
             parent = one.node.parent
             after = one.node.block if one.is_checkpoint else parent.block if parent else None
             if after in places and places[after] < place:
                 return False
-        return all(one.node.is_system is last for one in places)
+        return all(one.node.is_system is system for one in places)
 
     def _trim(self, spared: Node) -> None:
         oldest = list(itertools.islice(self._known, _TRIM_NODES_EXAMINED))

@@ -24,11 +24,10 @@ def choose_victims(
         The victims in eviction order; None when there are not enough.
     """
     search = _VictimSearch(force=force)
-    if search.collect(index, size_bytes, last=False):
-        return search.found
-    if system and search.collect(index, size_bytes, last=True):
-        return search.found
-    return None
+    is_enough = search.collect(index, size_bytes, system=False) or (
+        system and search.collect(index, size_bytes, system=True)
+    )
+    return search.found if is_enough else None
 
 
 def least_valuable_stored(index: BlockIndex, count: int) -> list[Entry]:
@@ -47,7 +46,7 @@ def least_valuable_stored(index: BlockIndex, count: int) -> list[Entry]:
 
 
 class _VictimSearch:
-    """A search for victims through one recency class after the other."""
+    """A search for victims among ordinary blocks, then among those of system prompts."""
 
     def __init__(self, *, force: bool) -> None:
         self.found: list[Entry] = []
@@ -56,9 +55,9 @@ class _VictimSearch:
         self._victims: set[Entry] = set()
         self._evicted_children: dict[Node, int] = {}
 
-    def collect(self, index: BlockIndex, size_bytes: int, *, last: bool) -> bool:
-        """Collect victims of one class; return True when they free `size_bytes`."""
-        for entry in index.recency.of_class(last=last):
+    def collect(self, index: BlockIndex, size_bytes: int, *, system: bool) -> bool:
+        """Collect victims, of system prompts or not; return True when they free `size_bytes`."""
+        for entry in index.recency[system]:
             if self._freed_bytes >= size_bytes:
                 return True
             if self._stays(entry):

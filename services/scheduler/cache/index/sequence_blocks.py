@@ -63,11 +63,6 @@ class SequenceBlocks:
     decode_checkpoint: Entry | None = None
     """Its latest checkpoint that was taken while decoding."""
 
-    @property
-    def system_tokens(self) -> int:
-        """Length of its system prompt in tokens."""
-        return self.request.system_tokens
-
     def reset(self, epoch: int, chain: Chain) -> None:
         """Reset the record of a sequence that starts to wait: nothing of earlier admissions stays.
 

@@ -5,6 +5,7 @@ from services.scheduler.cache.index.block_index import BlockIndex, Entry
 from services.scheduler.cache.index.eviction import choose_victims, least_valuable_stored
 from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.pins import BlockPins
+from shared.messages import KeptBlock
 from tests.unit.scheduler.cache.index_builder import find_prefix, keep_blocks, keep_checkpoint
 
 BLOCK_BYTES = 160
@@ -22,7 +23,7 @@ def eviction_order(index: BlockIndex, *, force: bool = False) -> list[Entry]:
         found, size_bytes = victims, sum(one.size_bytes for one in victims) + 1
 
 
-def test_least_recently_used_is_evicted_first() -> None:
+def test_least_recently_used_kv_block_is_evicted_first() -> None:
     """A use of a block counts for all blocks before it too."""
     index = BlockIndex()
     first = keep_blocks(index, [1] * 32)
@@ -37,14 +38,14 @@ def test_least_recently_used_is_evicted_first() -> None:
     ]
 
 
-def test_children_are_evicted_before_parents() -> None:
+def test_kv_block_is_evicted_only_after_blocks_that_follow_it() -> None:
     """No block is evicted while a block that follows it stays."""
     index = BlockIndex()
     nodes = keep_blocks(index, [1] * 80)
     assert eviction_order(index) == [node.block for node in reversed(nodes)]
 
 
-def test_system_prompts_are_evicted_last() -> None:
+def test_kv_blocks_of_system_prompts_are_evicted_last() -> None:
     """The oldest block of a system prompt outlives the newest other block."""
     index = BlockIndex()
     system = keep_blocks(index, [1] * 40, system=35)
@@ -54,7 +55,7 @@ def test_system_prompts_are_evicted_last() -> None:
     assert choose_victims(index, 2 * BLOCK_BYTES, system=False) is None
 
 
-def test_checkpoint_is_evicted_before_its_block() -> None:
+def test_state_checkpoint_is_evicted_before_its_kv_block() -> None:
     """A checkpoint is useless without its block."""
     index = BlockIndex()
     nodes = keep_blocks(index, [1] * 32)
@@ -62,8 +63,9 @@ def test_checkpoint_is_evicted_before_its_block() -> None:
     assert eviction_order(index) == [nodes[1].block, state, nodes[0].block]
 
 
-def test_referenced_blocks_are_not_evicted() -> None:
-    """A referenced block and all blocks before it stay; rows may take it unless a plan needs it."""
+def test_kv_blocks_in_use_are_evicted_only_by_force() -> None:
+    """Blocks used by a restore, and all blocks before them, are evicted only by force; blocks used
+    by a plan are never evicted."""
     index = BlockIndex()
     nodes, other = keep_blocks(index, [1] * 48), keep_blocks(index, [2] * 16)
     pins = BlockPins()
@@ -78,8 +80,9 @@ def test_referenced_blocks_are_not_evicted() -> None:
     pins.check_invariants([entry for node in index for entry in node.entries])
 
 
-def test_spilling_block_is_not_evicted() -> None:
-    """Evicting a block before it is written would free nothing."""
+def test_kv_block_being_written_to_ssd_is_evicted_only_by_force() -> None:
+    """A block that is being written to SSD is evicted only by force, because that would free no
+    memory."""
     index = BlockIndex()
     node = keep_blocks(index, [1] * 16)[0]
     node.block.is_spilling = True
@@ -87,7 +90,7 @@ def test_spilling_block_is_not_evicted() -> None:
     assert eviction_order(index, force=True) == [node.block]
 
 
-def test_stores_drop_oldest_leaves_first() -> None:
+def test_store_drops_oldest_kv_blocks_first_and_no_system_prompt() -> None:
     """Stores use the same order; blocks of system prompts are not named."""
     index = BlockIndex()
     old, new = keep_blocks(index, [1] * 32), keep_blocks(index, [2] * 32)
@@ -108,7 +111,7 @@ def make_cache_state(
     return memory, memory.index, rows, memory.orders
 
 
-def test_room_is_free_memory_then_oldest_blocks() -> None:
+def test_new_kv_block_uses_free_memory_before_evicting_oldest_blocks() -> None:
     """Room is free memory below the bound, then the oldest blocks; no more is evicted than
     needed."""
     memory, index, _, orders = make_cache_state(1_000, 3 * BLOCK_BYTES)
@@ -121,7 +124,7 @@ def test_room_is_free_memory_then_oldest_blocks() -> None:
     assert len(orders.evicted) == 1, "an impossible request evicts nothing"
 
 
-def test_system_prompts_are_protected_up_to_half() -> None:
+def test_system_prompt_blocks_over_half_of_cache_can_be_evicted() -> None:
     """System prompts give way to another one, and to any block once they hold over half."""
     memory, index, _, orders = make_cache_state(1_000, 4 * BLOCK_BYTES)
     keep_blocks(index, [1] * 32, system=32)
@@ -134,7 +137,7 @@ def test_system_prompts_are_protected_up_to_half() -> None:
     assert memory.make_room(2 * BLOCK_BYTES, system=True)
 
 
-def test_growing_rows_evict_blocks() -> None:
+def test_growing_kv_rows_evict_no_more_blocks_than_needed() -> None:
     """Growing rows evict blocks in eviction order, and no more than needed."""
     memory, index, rows, orders = make_cache_state(64, 640)
     nodes = keep_blocks(index, [1] * 48)
@@ -148,7 +151,7 @@ def test_growing_rows_evict_blocks() -> None:
     assert not rows.resize(slots=2, tokens=64)
 
 
-def test_rows_do_not_evict_blocks_of_current_plan() -> None:
+def test_kv_rows_do_not_grow_into_blocks_of_current_plan() -> None:
     """Rows that would need blocks of the same plan do not grow, and nothing is evicted."""
     memory, index, rows, orders = make_cache_state(64, 640)
     nodes = keep_blocks(index, [1] * 48)
@@ -158,7 +161,7 @@ def test_rows_do_not_evict_blocks_of_current_plan() -> None:
     assert find_prefix(index, [1] * 60).tokens == 48
 
 
-def test_rows_shrink_when_half_unused() -> None:
+def test_kv_rows_shrink_only_when_at_least_half_is_unused() -> None:
     """Rows shrink for blocks when at least half of them is unused, and keep a reserve."""
     _, _, rows, _ = make_cache_state(4_000, 5_000)
     assert rows.resize(slots=8, tokens=200)
@@ -172,11 +175,12 @@ def test_rows_shrink_when_half_unused() -> None:
     assert (rows.row_count, rows.row_tokens) == (4, 16)
 
 
-def test_keep_cancels_eviction_of_same_block() -> None:
+def test_keeping_and_evicting_one_block_in_one_plan_cancel_out() -> None:
     """An eviction and a keep of one block in one plan cancel out."""
     memory, index, _, orders = make_cache_state(1_000, 5_000)
     node = keep_blocks(index, [1] * 16)[0]
     memory.evict([node.block])
     assert list(orders.evicted) == [node.hash]
-    assert orders._cancel_eviction(node.hash)
+    memory.keep(node.block, KeptBlock(sequence_id=1, start=0, length=16, hash=node.hash))
+    assert node.is_resident
     assert not orders

@@ -36,7 +36,9 @@ def checkpoint_positions(world: InMemoryWorld) -> list[int]:
     return [one.position for plan in world.plans for one in plan.keep_checkpoints]
 
 
-def test_checkpoints_are_kept_at_announced_boundaries(make_world: MakeWorld) -> None:
+def test_prefill_keeps_checkpoints_at_boundaries_announced_by_request(
+    make_world: MakeWorld,
+) -> None:
     """Checkpoints are kept at the last block boundary of the system prompt, of each announced
     boundary and of the prompt.
 
@@ -51,7 +53,7 @@ def test_checkpoints_are_kept_at_announced_boundaries(make_world: MakeWorld) -> 
         assert len(before.checkpoints) == len(plan.keep_checkpoints)
 
 
-def test_next_turn_reuses_all_whole_blocks(make_world: MakeWorld) -> None:
+def test_next_turn_of_conversation_reuses_all_its_whole_blocks(make_world: MakeWorld) -> None:
     """A conversation reuses all of its whole blocks, including answers."""
     world = make_stateful_world(make_world)
     prompt = list(PROMPT)
@@ -63,7 +65,9 @@ def test_next_turn_reuses_all_whole_blocks(make_world: MakeWorld) -> None:
         assert world.cached[f"turn {turn}"].miss == ""
 
 
-def test_changed_history_is_reused_up_to_boundary(make_world: MakeWorld) -> None:
+def test_prompt_with_changed_history_reuses_last_checkpoint_before_change(
+    make_world: MakeWorld,
+) -> None:
     """A prompt with changed history reuses the last checkpoint before the change."""
     world = make_stateful_world(make_world)
     run_request(world, "a", PROMPT, 30, cache_boundaries=[70])
@@ -72,7 +76,7 @@ def test_changed_history_is_reused_up_to_boundary(make_world: MakeWorld) -> None
     assert cached == CachedPrefix(memory_tokens=64, diverged_at=75, miss="diverged")
 
 
-def test_decode_checkpoints_replace_each_other(make_world: MakeWorld) -> None:
+def test_long_answer_leaves_one_checkpoint_at_its_end(make_world: MakeWorld) -> None:
     """A long answer leaves one checkpoint at its end instead of one per block."""
     world = make_stateful_world(make_world)
     run_request(world, "a", PROMPT[:20], 200)
@@ -81,7 +85,9 @@ def test_decode_checkpoints_replace_each_other(make_world: MakeWorld) -> None:
     assert sorted(block.end for block in resident) == [16, 208]
 
 
-def test_reused_checkpoint_is_not_replaced(make_world: MakeWorld) -> None:
+def test_checkpoint_reused_by_other_request_stays_when_owner_continues(
+    make_world: MakeWorld,
+) -> None:
     """A checkpoint that another request has reused stays when its owner continues."""
     world = make_stateful_world(make_world)
     world.submit("a", PROMPT[:20], 60)
@@ -95,7 +101,7 @@ def test_reused_checkpoint_is_not_replaced(make_world: MakeWorld) -> None:
     assert {16, used, 64} <= {block.end for block in resident}
 
 
-def test_requests_with_same_system_prompt_wait_for_its_checkpoint(make_world: MakeWorld) -> None:
+def test_requests_sharing_system_prompt_wait_for_its_checkpoint_only(make_world: MakeWorld) -> None:
     """Requests that share a system prompt wait for its checkpoint and not for the whole prompt."""
     world = make_stateful_world(make_world, step_tokens_max=32)
     system = [7 * number % 1_000 for number in range(200)]
@@ -111,7 +117,7 @@ def test_requests_with_same_system_prompt_wait_for_its_checkpoint(make_world: Ma
     assert started[2] < len(world.plans) // 3
 
 
-def test_checkpoints_above_memory_bound_are_not_taken(make_world: MakeWorld) -> None:
+def test_no_checkpoint_is_taken_when_memory_cannot_hold_one(make_world: MakeWorld) -> None:
     """When memory cannot hold one checkpoint, prefill is not cut for any."""
     world = make_stateful_world(make_world, cache={"resident_bytes_max": 250})
     run_request(world, "a", PROMPT, 30, system_tokens=40, cache_boundaries=[60])
@@ -120,7 +126,9 @@ def test_checkpoints_above_memory_bound_are_not_taken(make_world: MakeWorld) -> 
     assert len([plan for plan in world.plans if plan.prefill_chunks]) == 2
 
 
-def test_old_checkpoints_are_evicted_before_blocks(make_world: MakeWorld) -> None:
+def test_checkpoint_inside_conversation_is_evicted_before_blocks_around_it(
+    make_world: MakeWorld,
+) -> None:
     """A checkpoint inside a conversation is evicted before the blocks around it."""
     world = make_stateful_world(make_world, cache={"resident_bytes_max": 2_400})
     run_request(world, "a", PROMPT, 1, cache_boundaries=[40, 70])
@@ -133,7 +141,9 @@ def test_old_checkpoints_are_evicted_before_blocks(make_world: MakeWorld) -> Non
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_longest_prefix_with_checkpoint_is_restored(make_world: MakeWorld, ranks: int) -> None:
+def test_longest_prefix_with_stored_checkpoint_is_restored_after_restart(
+    make_world: MakeWorld, ranks: int
+) -> None:
     """After a restart the longest prefix with a checkpoint is restored; only that checkpoint is
     read."""
     disks: Disks = {}
@@ -149,7 +159,9 @@ def test_longest_prefix_with_checkpoint_is_restored(make_world: MakeWorld, ranks
     assert [block.end for block in blocks if block.state][:1] == [128]
 
 
-def test_second_restore_names_common_checkpoint(make_world: MakeWorld) -> None:
+def test_ranks_restoring_different_checkpoints_get_second_order_for_common_one(
+    make_world: MakeWorld,
+) -> None:
     """When ranks read different checkpoints, a second order names a common one."""
     disks: Disks = {}
     world = make_stateful_world(make_world, disks=disks, ranks=2, cache={"ssd": True})
@@ -168,7 +180,9 @@ def test_second_restore_names_common_checkpoint(make_world: MakeWorld) -> None:
     assert run_request(world, "c", PROMPT) == 96
 
 
-def test_restore_looks_anew_when_blocks_were_evicted_meanwhile(make_world: MakeWorld) -> None:
+def test_prefix_is_looked_up_again_when_evicted_before_second_restore(
+    make_world: MakeWorld,
+) -> None:
     """When the blocks before a second order were evicted, the prefix is looked up again."""
     disks: Disks = {}
     world = make_stateful_world(make_world, disks=disks, ranks=2, cache={"ssd": True})
@@ -184,7 +198,7 @@ def test_restore_looks_anew_when_blocks_were_evicted_meanwhile(make_world: MakeW
     world.submit("c", PROMPT, 5)
     world.step()
     # As growing rows do.
-    assert world.core._batch.cache._state.shrink_to(0)
+    assert world.core._batch.cache.state.shrink_to(0)
     world.now_s += 0.03
     world.settle()
     # The third order begins at the start of the text, without blocks known to be missing.
@@ -193,7 +207,7 @@ def test_restore_looks_anew_when_blocks_were_evicted_meanwhile(make_world: MakeW
     assert world.cached["c"].stored_tokens == 80
 
 
-def test_only_evicted_checkpoint_is_restored(make_world: MakeWorld) -> None:
+def test_restore_reads_only_checkpoint_when_its_blocks_are_in_memory(make_world: MakeWorld) -> None:
     """When only the checkpoint was evicted, only the checkpoint is read."""
     world = make_stateful_world(make_world, cache={"ssd": True, "resident_bytes_max": 2_400})
     run_request(world, "a", PROMPT, 1, cache_boundaries=[40, 70])
@@ -204,7 +218,7 @@ def test_only_evicted_checkpoint_is_restored(make_world: MakeWorld) -> None:
     assert [item.block for item in world.restores[0].items[:2]] == [None, None]
 
 
-def test_new_epoch_restores_checkpoints(make_world: MakeWorld) -> None:
+def test_new_epoch_resumes_sequences_at_last_stored_checkpoint(make_world: MakeWorld) -> None:
     """A new epoch resumes unfinished sequences at their last stored checkpoint."""
     world = make_stateful_world(make_world, cache={"ssd": True})
     world.submit("a", PROMPT, 120)

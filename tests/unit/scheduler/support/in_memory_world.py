@@ -246,7 +246,7 @@ class InMemoryWorld:
 
     def compare_blocks(self) -> None:
         """Check that idle ranks hold exactly the blocks of the index (I9)."""
-        index = self.core._batch.cache._state.index
+        index = self.core._batch.cache.state.index
         entries = [entry for node in index for entry in node.entries]
         resident = {entry.hash for entry in entries if entry.is_resident}
         for peer, rank in self.ranks.items():
