@@ -33,7 +33,7 @@ def finished(world: InMemoryWorld, request_id: str) -> RequestFinished:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_request_gets_own_tokens_in_order(
+def test_each_request_gets_its_own_tokens_in_order(
     make_world: MakeWorld, ranks: int, plans_in_flight: int
 ) -> None:
     """Each request gets exactly its own tokens, in order, beside other requests."""
@@ -81,7 +81,7 @@ def test_no_token_is_sent_before_all_receipts_agree(make_world: MakeWorld) -> No
     world.settle()
 
 
-def test_different_digests_end_epoch_and_save_evidence(make_world: MakeWorld) -> None:
+def test_different_receipt_digests_end_epoch_and_save_evidence(make_world: MakeWorld) -> None:
     """After unequal digests no token of the step is sent, all ranks leave, and the request
     continues in the next epoch."""
     world = make_world(ranks=2)
@@ -103,7 +103,7 @@ def test_different_digests_end_epoch_and_save_evidence(make_world: MakeWorld) ->
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_streams_continue_after_lost_rank(make_world: MakeWorld, ranks: int) -> None:
+def test_streams_continue_without_gap_after_lost_rank(make_world: MakeWorld, ranks: int) -> None:
     """After a rank is lost at any step and restarted, every stream continues without gap or
     repeat."""
     for lost_after in range(12):
@@ -152,7 +152,7 @@ def test_permanent_rank_failure_fails_all_requests(make_world: MakeWorld) -> Non
     assert refused.cause == "not_ready"
 
 
-def test_abort_ends_request_once_at_any_step(make_world: MakeWorld) -> None:
+def test_abort_at_any_step_ends_request_exactly_once(make_world: MakeWorld) -> None:
     """An abort in queue, prefill, decode or after the end ends the request once; other requests are
     untouched."""
     for aborted_after in range(8):
@@ -172,7 +172,7 @@ def test_abort_ends_request_once_at_any_step(make_world: MakeWorld) -> None:
         assert not any(rank.rows for rank in world.ranks.values()), "every row is given back"
 
 
-def test_lost_gateway_ends_its_requests_without_message(make_world: MakeWorld) -> None:
+def test_requests_of_lost_gateway_end_without_message_to_it(make_world: MakeWorld) -> None:
     """Requests of a lost gateway end and their rows are freed. The gateway is told nothing: after a
     restart under the same name it would take the message for its resubmitted request."""
     world = make_world()
@@ -185,7 +185,7 @@ def test_lost_gateway_ends_its_requests_without_message(make_world: MakeWorld) -
     assert not any(rank.rows for rank in world.ranks.values())
 
 
-def test_preempted_sequence_finishes_with_same_tokens(make_world: MakeWorld) -> None:
+def test_preempted_sequence_gets_tokens_of_uninterrupted_run(make_world: MakeWorld) -> None:
     """When rows do not fit, the youngest sequence returns to the queue and finishes later with the
     same tokens."""
     world = make_world(kv_tokens=1_024, kv_row_growth_tokens=64)
@@ -203,7 +203,7 @@ def test_preempted_sequence_finishes_with_same_tokens(make_world: MakeWorld) -> 
 
 @pytest.mark.parametrize("method", ["off", "ngram"])
 @pytest.mark.parametrize("stays", [0, 3])
-def test_rows_of_finished_requests_are_not_grown(
+def test_finished_rows_are_dropped_before_long_row_grows(
     make_world: MakeWorld, stays: int, method: str
 ) -> None:
     """Three of four short requests end; the fourth moves to a lower slot, and the long request gets
@@ -226,7 +226,7 @@ def test_rows_of_finished_requests_are_not_grown(
         assert world.tokens[f"r{i}"] == completion(prompts[f"r{i}"], length)
 
 
-def test_higher_priority_is_admitted_first(make_world: MakeWorld) -> None:
+def test_request_of_higher_priority_is_admitted_first(make_world: MakeWorld) -> None:
     """A request of higher priority is admitted before earlier ones; equal priorities keep their
     order."""
     world = make_world(running_sequences_max=1)
@@ -238,7 +238,9 @@ def test_higher_priority_is_admitted_first(make_world: MakeWorld) -> None:
     assert list(world.ends) == ["running", "urgent", "first", "second"]
 
 
-def test_repeated_submit_changes_nothing_and_generated_resumes(make_world: MakeWorld) -> None:
+def test_repeated_submit_changes_nothing_but_resumes_generated_tokens(
+    make_world: MakeWorld,
+) -> None:
     """A repeated submit changes nothing; one with `generated` continues at that position."""
     world = make_world()
     whole = completion([9, 8], 10)
@@ -250,7 +252,7 @@ def test_repeated_submit_changes_nothing_and_generated_resumes(make_world: MakeW
     assert finished(world, "a").completion_tokens == 10
 
 
-def test_resumed_complete_request_gets_end_without_tokens(make_world: MakeWorld) -> None:
+def test_resubmitted_complete_request_gets_end_without_tokens(make_world: MakeWorld) -> None:
     """A gateway that resubmits after the last token gets the end and no further token."""
     world = make_world()
     whole = completion([9, 8], 3)
@@ -280,7 +282,9 @@ class RefusedRequest:
         RefusedRequest("too_long", [1], {"generated": [1, 2, 3, 4, 5, 6]}),
     ],
 )
-def test_request_that_never_fits_is_rejected(make_world: MakeWorld, case: RefusedRequest) -> None:
+def test_request_that_can_never_fit_memory_is_rejected(
+    make_world: MakeWorld, case: RefusedRequest
+) -> None:
     """A request that can never fit is rejected with the numbers before anything is computed."""
     world = make_world(context=100)
     world.submit("a", case.prompt, 5, **case.options)
@@ -291,7 +295,7 @@ def test_request_that_never_fits_is_rejected(make_world: MakeWorld, case: Refuse
     assert not world.plans
 
 
-def test_completion_ends_at_context_length(make_world: MakeWorld) -> None:
+def test_completion_finishes_with_reason_length_at_context_end(make_world: MakeWorld) -> None:
     """A completion ends with finish reason `length` where the context ends."""
     world = make_world(context=50)
     world.submit("a", [1] * 40, 100)
@@ -300,7 +304,7 @@ def test_completion_ends_at_context_length(make_world: MakeWorld) -> None:
     assert finished(world, "a").finish_reason == "length"
 
 
-def test_full_queue_rejects_with_retry_time(make_world: MakeWorld) -> None:
+def test_full_queue_rejects_request_with_retry_time(make_world: MakeWorld) -> None:
     """Requests beyond the queue's limit are refused with a retry time from 1 to 120 s."""
     world = make_world(running_sequences_max=1, waiting_requests_max=2)
     for index in range(5):
@@ -332,7 +336,7 @@ def test_retry_time_grows_with_request_duration(make_world: MakeWorld) -> None:
     assert times[1] > 5.0
 
 
-def test_request_fails_at_its_deadline(make_world: MakeWorld) -> None:
+def test_unfinished_request_fails_at_its_deadline(make_world: MakeWorld) -> None:
     """A request that is not finished before its deadline fails, waiting or running."""
     world = make_world(running_sequences_max=1)
     world.submit("a", [1], 5_000, deadline_s=5.0)
@@ -363,8 +367,8 @@ def test_drain_finishes_running_and_refuses_new_requests(make_world: MakeWorld) 
     assert world.exit_code == 0
 
 
-def test_second_drain_request_fails_running_requests(make_world: MakeWorld) -> None:
-    """A second signal fails running requests, and the exit code is 69."""
+def test_second_stop_signal_fails_running_requests(make_world: MakeWorld) -> None:
+    """A second stop signal fails running requests, and the exit code is 69."""
     world = make_world()
     world.submit("a", [1], 5_000)
     world.step()
@@ -377,7 +381,7 @@ def test_second_drain_request_fails_running_requests(make_world: MakeWorld) -> N
     assert world.exit_code == 69
 
 
-def test_receipt_of_unknown_rank_or_epoch_is_ignored(make_world: MakeWorld) -> None:
+def test_step_receipt_of_unknown_rank_or_epoch_is_ignored(make_world: MakeWorld) -> None:
     """A receipt of an unknown peer or another epoch changes nothing."""
     world = make_world()
     world.submit("a", [1, 2], 5)

@@ -308,7 +308,9 @@ _ACTIONS += ["lost", "gateway", "time", "time"]
 
 @settings(max_examples=cases(20, 100), suppress_health_check=list(HealthCheck))
 @given(data=st.data(), ends=st.integers(0, 9))
-def test_core_survives_any_message_at_any_time(data: st.DataObject, ends: int) -> None:
+def test_core_raises_nothing_and_keeps_invariants_under_any_messages(
+    data: st.DataObject, ends: int
+) -> None:
     """After any sequence of messages nothing is raised, no invariant is broken and every answer is
     valid."""
     world = HostileWorld(data.draw)

@@ -151,7 +151,7 @@ def _request_ends(peer: Peer) -> list[object]:
     return [one for one in peer.received if isinstance(one, kinds)]
 
 
-def test_hand_over_keeps_requests_for_gateways(
+def test_sigusr1_ends_ranks_but_no_gateway_request(
     connect: Connect, scheduler: subprocess.Popen[bytes]
 ) -> None:
     """After SIGUSR1 ranks leave, gateways receive no end of a request, and the exit code is 0."""
@@ -164,7 +164,9 @@ def test_hand_over_keeps_requests_for_gateways(
     assert _request_ends(gateway) == []
 
 
-def test_wait_for_announced_request_ends_without_tick(connect: Connect, folder: Path) -> None:
+def test_request_gets_plan_before_tick_when_announced_one_is_missing(
+    connect: Connect, folder: Path
+) -> None:
     """When no announced request follows and the next tick is far away, the waiting request still
     gets its plan."""
     settings = {"LOCKSTEP_PATHS_RUN_DIR": str(folder), "LOCKSTEP_WORLD_SIZE": "1"}
@@ -179,7 +181,7 @@ def test_wait_for_announced_request_ends_without_tick(connect: Connect, folder: 
             process.kill()
 
 
-def test_second_signal_fails_requests_with_exit_code(
+def test_second_sigterm_fails_requests_and_exits_with_69(
     connect: Connect, scheduler: subprocess.Popen[bytes]
 ) -> None:
     """SIGTERM lets a request continue; a second one fails it with a reason, and the exit code is
@@ -202,7 +204,7 @@ def test_second_signal_fails_requests_with_exit_code(
     ("content", "words"),
     [(None, "No such file"), (b"\xff\xfe", "codec"), (b"[[null]]", "2 rows of 2")],
 )
-def test_invalid_device_matrix_fails_at_start(
+def test_invalid_jaccl_device_file_fails_scheduler_at_start(
     folder: Path, content: bytes | None, words: str
 ) -> None:
     """An invalid file in world.jaccl_devices is reported before any rank connects."""
@@ -219,7 +221,7 @@ def test_invalid_device_matrix_fails_at_start(
         Shell(config_from_tree({"world": world, "paths": {"run_dir": str(folder)}}))
 
 
-def test_sigterm_without_requests_exits_zero(
+def test_sigterm_without_open_requests_exits_with_zero(
     connect: Connect, scheduler: subprocess.Popen[bytes]
 ) -> None:
     """SIGTERM without open requests exits with code 0."""

@@ -48,9 +48,9 @@ def peer(rank: int, epoch: int) -> PeerId:
     return PeerId(b"rank-%d-%d" % (rank, epoch))
 
 
-def test_budget_cut_applies_where_draft_rows_limit_memory() -> None:
-    """The cut reduces the budget when one rank is limited by draft rows and another by the
-    model."""
+def test_memory_failures_cut_kv_budget_of_ranks_limited_by_draft_rows() -> None:
+    """Each memory failure cuts the KV budget to four fifths when draft rows limit one rank and the
+    model's rows limit another."""
     speculation = {"method": "draft_model", "draft_model": "small"}
     core = SchedulerCore(config_from_tree({"world": {"size": 2}, "speculation": speculation}))
     core.handle(GatewayConnected(GATEWAY), 0.0)

@@ -4,7 +4,7 @@ from shared import limits
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
-def test_long_prefill_does_not_stop_decodes(make_world: MakeWorld) -> None:
+def test_every_plan_contains_decodes_while_long_prompt_is_prefilled(make_world: MakeWorld) -> None:
     """Chunks beside decodes respect `decode_stall_ms`, and every plan contains the decodes."""
     world = make_world(decode_stall_ms=50.0)
     world.submit("short", [1, 2], 500)
@@ -23,7 +23,7 @@ def test_long_prefill_does_not_stop_decodes(make_world: MakeWorld) -> None:
     assert all(plan.decodes for plan in mixed[1:-3])
 
 
-def test_forward_is_bounded_and_short_prompts_share_step(make_world: MakeWorld) -> None:
+def test_long_prompt_is_split_into_steps_and_short_prompts_share_one(make_world: MakeWorld) -> None:
     """A long prompt is read in bounded parts before later prompts; short prompts share a step, and
     a prompt that is slightly too long is not cut."""
     world = make_world(decode_stall_ms=60_000.0)

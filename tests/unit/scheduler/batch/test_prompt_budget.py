@@ -17,7 +17,7 @@ def _timing(costs: dict[int, float]) -> StepTiming:
     return timing
 
 
-def test_prompts_are_taken_until_budget_is_used() -> None:
+def test_step_takes_whole_prompts_until_last_one_is_cut_at_budget() -> None:
     """Whole prompts are taken while they fit; then one is cut, unless its part would be too
     short."""
     budget = PromptBudget(1_000, 0, StepTiming(150.0))
@@ -29,7 +29,7 @@ def test_prompts_are_taken_until_budget_is_used() -> None:
     assert budget.would_cut_scrap(900, 0)
 
 
-def test_short_remainder_exceeds_budget_by_an_eighth() -> None:
+def test_prompt_ending_within_an_eighth_over_budget_is_taken_whole() -> None:
     """A prompt may exceed the budget by an eighth once; further prompts share the remainder."""
     budget = PromptBudget(800, 0, StepTiming(150.0))
 
@@ -39,7 +39,7 @@ def test_short_remainder_exceeds_budget_by_an_eighth() -> None:
     assert budget.would_cut_scrap(1, 0)
 
 
-def test_prompt_is_cut_at_forward_limit() -> None:
+def test_prompt_above_forward_limit_is_cut_and_fills_step_alone() -> None:
     """A long prompt is cut at the forward limit, and no other prompt uses the rest of the step."""
     budget = PromptBudget(4 * limits.FORWARD_TOKENS_MAX, 0, StepTiming(150.0))
 
@@ -47,7 +47,7 @@ def test_prompt_is_cut_at_forward_limit() -> None:
     assert budget.would_cut_scrap(limits.FORWARD_TOKENS_MAX, 0)
 
 
-def test_stop_at_boundary_leaves_rest_of_forward_only() -> None:
+def test_prompt_stopped_at_cache_boundary_leaves_rest_of_forward_to_others() -> None:
     """A prompt that stops at a boundary leaves the rest of its forward to others, not of the whole
     step."""
     budget = PromptBudget(4 * limits.FORWARD_TOKENS_MAX, 0, StepTiming(150.0))
@@ -56,7 +56,7 @@ def test_stop_at_boundary_leaves_rest_of_forward_only() -> None:
     assert budget.take(FAR, 0, FAR) == limits.FORWARD_TOKENS_MAX - 1_000
 
 
-def test_deep_tokens_cost_more_of_the_budget() -> None:
+def test_step_reads_fewer_tokens_at_deep_prompt_positions() -> None:
     """Beside the start of a prompt, fewer tokens are read of a prompt at a deep position."""
     budget = PromptBudget(2_000, 0, _timing({0: 0.1, 30_000: 0.2}))
 
@@ -65,7 +65,7 @@ def test_deep_tokens_cost_more_of_the_budget() -> None:
     assert budget.would_cut_scrap(FAR, 0)
 
 
-def test_shallow_tokens_beside_deep_prompt_count_in_full() -> None:
+def test_prompt_start_beside_deep_prompt_never_exceeds_step_token_budget() -> None:
     """Beside a deep prompt no more tokens are read than the step allows."""
     budget = PromptBudget(2_000, 30_000, _timing({0: 0.1, 30_000: 0.2}))
 
@@ -74,7 +74,7 @@ def test_shallow_tokens_beside_deep_prompt_count_in_full() -> None:
 
 
 @pytest.mark.parametrize("tokens", [16, 17, 100, 8_192])
-def test_first_prompt_is_never_refused(tokens: int) -> None:
+def test_step_takes_first_prompt_however_expensive_its_tokens_are(tokens: int) -> None:
     """The first prompt of a step is never refused, however expensive its tokens are."""
     budget = PromptBudget(tokens, 0, _timing({0: 0.001, 100_000: 100.0}))
 

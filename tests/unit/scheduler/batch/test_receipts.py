@@ -10,7 +10,7 @@ from tests.unit.scheduler.support.rank_failures import query_status, restart_ran
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
-def test_repeated_receipt_is_ignored_and_counted(make_world: MakeWorld) -> None:
+def test_repeated_step_receipt_changes_no_token_and_is_counted(make_world: MakeWorld) -> None:
     """A repeated receipt, at once or after the step has finished, changes nothing."""
     world = make_world(ranks=2)
     world.submit("a", [1, 2, 3], 5)
@@ -54,7 +54,9 @@ WRONG_RECEIPTS = (
 
 
 @pytest.mark.parametrize("name", WRONG_RECEIPTS)
-def test_wrong_receipt_ends_epoch_without_tokens(make_world: MakeWorld, name: str) -> None:
+def test_contradictory_step_receipt_ends_epoch_and_releases_no_token(
+    make_world: MakeWorld, name: str
+) -> None:
     """A receipt that cannot be correct releases no token and ends the epoch; the request continues
     in the next one."""
     world = make_world(ranks=2)

@@ -34,7 +34,7 @@ def new_deadlines() -> tuple[StepTiming, StepDeadlines, Callable[[StepWork, floa
     return timing, deadlines, record
 
 
-def test_deadline_is_ten_times_prediction_within_bounds() -> None:
+def test_step_deadline_is_ten_times_predicted_duration_within_bounds() -> None:
     """A known step gets ten times its predicted time, within bounds."""
     _, deadlines, record = new_deadlines()
     record(step_work(decodes=1), 10.0)
@@ -58,7 +58,7 @@ def test_deadline_is_ten_times_prediction_within_bounds() -> None:
     ],
     ids=["first", "batch", "prefill", "large", "deep", "rows"],
 )
-def test_first_step_of_a_kind_gets_longest_deadline(first: StepWork) -> None:
+def test_unmeasured_kind_of_step_gets_longest_deadline(first: StepWork) -> None:
     """The first step of a kind may compile kernels for seconds; the second one is predicted."""
     _, deadlines, record = new_deadlines()
     if first != step_work(decodes=1):
@@ -76,7 +76,7 @@ def test_first_step_of_a_kind_gets_longest_deadline(first: StepWork) -> None:
 @pytest.mark.parametrize("token_ms", [0.01, 0.1, 3.0])
 @pytest.mark.parametrize("depth_ms", [0.0, 0.00001, 0.0003])
 @pytest.mark.parametrize("decoding", [True, False])
-def test_deadline_holds_when_machine_slows_fourfold(
+def test_prefill_four_times_slower_than_measured_misses_no_step_deadline(
     token_ms: float, depth_ms: float, decoding: bool
 ) -> None:
     """Deadlines learnt on an idle machine hold when a long prompt is prefilled four times slower.
@@ -109,7 +109,7 @@ def test_deadline_holds_when_machine_slows_fourfold(
         assert 4.0 * 0.02 * count < deadline_s
 
 
-def test_second_plan_deadline_starts_after_first_step(make_world: MakeWorld) -> None:
+def test_deadline_of_second_plan_starts_when_first_step_finishes(make_world: MakeWorld) -> None:
     """The deadline of the second plan in flight begins when the first is done, not when it was
     sent."""
     world = make_world()
@@ -127,7 +127,7 @@ def test_second_plan_deadline_starts_after_first_step(make_world: MakeWorld) -> 
     assert world.tokens["a"] == completion([1, 2, 3], 10)
 
 
-def test_stuck_known_step_misses_shortest_deadline(make_world: MakeWorld) -> None:
+def test_stuck_step_of_measured_kind_misses_shortest_deadline(make_world: MakeWorld) -> None:
     """After a kind of step has run, a stuck one is noticed within the shortest deadline."""
     world = make_world()
     world.submit("a", [1, 2, 3], 200)
@@ -141,7 +141,7 @@ def test_stuck_known_step_misses_shortest_deadline(make_world: MakeWorld) -> Non
     world.settle()
 
 
-def test_receipts_that_arrived_while_scheduler_was_suspended_count_as_in_time(
+def test_receipts_that_arrive_while_scheduler_is_suspended_meet_their_deadlines(
     make_world: MakeWorld,
 ) -> None:
     """After SIGSTOP of the scheduler its clock jumps; receipts that waited are in time."""
@@ -167,7 +167,7 @@ def test_receipts_that_arrived_while_scheduler_was_suspended_count_as_in_time(
     assert world.tokens["a"] == completion([1, 2, 3], 30)
 
 
-def test_receipt_before_clock_jump_is_noticed_keeps_epoch(make_world: MakeWorld) -> None:
+def test_epoch_continues_when_receipt_is_handled_before_clock_jump(make_world: MakeWorld) -> None:
     """When receipts are handled before the jumped clock, the new plan's deadline begins anew."""
     world = make_world()
     world.submit("a", [1, 2, 3], 30)
@@ -183,7 +183,7 @@ def test_receipt_before_clock_jump_is_noticed_keeps_epoch(make_world: MakeWorld)
     assert world.tokens["a"] == completion([1, 2, 3], 30)
 
 
-def test_stuck_rank_is_noticed_after_clock_jump(make_world: MakeWorld) -> None:
+def test_stuck_rank_misses_full_deadline_counted_from_clock_jump(make_world: MakeWorld) -> None:
     """A clock jump delays a deadline and does not cancel it."""
     world = make_world()
     world.submit("a", [1, 2, 3], 3)
@@ -198,7 +198,7 @@ def test_stuck_rank_is_noticed_after_clock_jump(make_world: MakeWorld) -> None:
     world.settle()
 
 
-def test_clock_jump_extends_loading_deadline(make_world: MakeWorld) -> None:
+def test_joining_ranks_get_full_deadline_again_after_clock_jump(make_world: MakeWorld) -> None:
     """Ranks that join while the scheduler is stopped get their whole time to join."""
     world = make_world(ranks=2, init_deadline_s=10.0)
     world.tell(TimePassed())
@@ -247,7 +247,7 @@ def test_waiting_request_fails_at_queue_deadline(make_world: MakeWorld) -> None:
     assert world.tokens["runs"] == completion([1], 30)
 
 
-def test_queue_deadline_spares_requests_that_ran(make_world: MakeWorld) -> None:
+def test_queue_deadline_fails_no_request_that_has_already_run(make_world: MakeWorld) -> None:
     """An hour of loading after a lost rank fails no request that has already run."""
     world = make_world(ranks=2, queue_deadline_s=600.0)
     world.submit("ran", [1], 30, deadline_s=9_000.0)
@@ -269,7 +269,7 @@ def test_queue_deadline_spares_requests_that_ran(make_world: MakeWorld) -> None:
     assert world.tokens["resumed"] == whole
 
 
-def test_queue_deadline_spares_preempted_sequences(make_world: MakeWorld) -> None:
+def test_queue_deadline_fails_no_preempted_sequence(make_world: MakeWorld) -> None:
     """A preempted sequence has had a slot, so the queue deadline does not apply."""
     world = make_world(kv_tokens=512, kv_row_growth_tokens=64, queue_deadline_s=1.0)
     for index in range(3):
@@ -282,7 +282,9 @@ def test_queue_deadline_spares_preempted_sequences(make_world: MakeWorld) -> Non
     assert world.core._batch.preemptions > 0
 
 
-def test_request_deadline_below_queue_deadline_holds(make_world: MakeWorld) -> None:
+def test_request_fails_at_own_deadline_when_shorter_than_queue_deadline(
+    make_world: MakeWorld,
+) -> None:
     """A request whose own deadline is shorter than the queue's fails at its own."""
     world = make_world(running_sequences_max=1, queue_deadline_s=60.0)
     world.submit("a", [1], 5_000)

@@ -18,7 +18,7 @@ def run_chunks(
     return sizes
 
 
-def test_chunks_grow_to_allowed_stall() -> None:
+def test_prefill_chunks_grow_at_most_twofold_up_to_decode_stall_limit() -> None:
     """Chunks approach decode_stall_ms from below and at most double."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
@@ -28,7 +28,7 @@ def test_chunks_grow_to_allowed_stall() -> None:
     assert 1_250 <= sizes[-1] <= 1_350, "0.9 of the allowed stall"
 
 
-def test_slow_model_gets_small_chunks_at_once() -> None:
+def test_one_slow_prefill_chunk_makes_next_chunk_small() -> None:
     """One slow chunk is enough to make the next one small."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
@@ -36,7 +36,7 @@ def test_slow_model_gets_small_chunks_at_once() -> None:
     assert timing.chunk_tokens(decoding=True) == 16
 
 
-def test_slower_chunk_shrinks_next_chunk() -> None:
+def test_next_prefill_chunk_shrinks_when_token_cost_rises() -> None:
     """A token costs more deep in a prompt than at its start: the next chunk already reflects it."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
@@ -45,7 +45,7 @@ def test_slower_chunk_shrinks_next_chunk() -> None:
     assert timing.chunk_tokens(decoding=True) < 0.35 * before
 
 
-def test_chunks_recover_after_busy_machine() -> None:
+def test_prefill_chunks_return_to_earlier_size_after_slow_steps() -> None:
     """Some slow steps leave no small chunks behind, with a fixed cost per forward or without."""
     for fixed_ms, token_ms in ((5.0, 0.28), (60.0, 0.02)):
         timing = StepTiming(decode_stall_ms=150.0)
@@ -56,7 +56,7 @@ def test_chunks_recover_after_busy_machine() -> None:
         assert run_chunks(timing, token_ms, True, fixed_ms, 16)[-1] >= 0.9 * before
 
 
-def test_chunks_grow_despite_fixed_cost_per_forward() -> None:
+def test_prefill_chunks_grow_when_fixed_cost_per_forward_dominates() -> None:
     """Where 16 tokens take as long as 256, chunks grow until they use the allowed time."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
@@ -72,7 +72,7 @@ def test_chunks_grow_despite_fixed_cost_per_forward() -> None:
     assert max(80.0 + 0.02 * size for size in sizes) <= 150.0
 
 
-def test_single_slow_chunk_is_ignored_and_repeated_one_counts() -> None:
+def test_only_second_slow_chunk_in_a_row_shrinks_next_chunk() -> None:
     """One chunk that takes seconds may compile a kernel and is ignored; the second one counts."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
@@ -85,14 +85,14 @@ def test_single_slow_chunk_is_ignored_and_repeated_one_counts() -> None:
     assert timing.chunk_tokens(decoding=True) < 0.1 * before, "two slow chunks in a row count"
 
 
-def test_long_chunks_are_multiples_of_64() -> None:
+def test_long_prefill_chunks_are_multiples_of_64_tokens() -> None:
     """Chunks that are not short are multiples of 64 tokens."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
     assert all(size % 64 == 0 for size in run_chunks(timing, token_ms=0.1234, decoding=True))
 
 
-def test_deep_chunks_keep_stall_limit() -> None:
+def test_chunks_deep_in_long_prompt_keep_decode_stall_limit() -> None:
     """Chunks deep in a long prompt, whose tokens cost more, delay decodes no longer."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 1, 5.0)
@@ -113,13 +113,13 @@ def test_deep_chunks_keep_stall_limit() -> None:
     )
 
 
-def test_chunks_without_decodes_take_up_to_a_second() -> None:
+def test_prefill_chunk_may_last_a_second_when_no_sequence_decodes() -> None:
     """Without decodes to delay, a chunk may take about a second."""
     timing = StepTiming(decode_stall_ms=150.0)
     assert 900 <= run_chunks(timing, token_ms=1.0, decoding=False)[-1] <= 1_000
 
 
-def test_decode_time_scales_with_rows() -> None:
+def test_decode_time_of_unmeasured_row_count_scales_from_nearest_measured_one() -> None:
     """The time of an unmeasured number of rows is scaled from the nearest measured one."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 10.0)

@@ -26,7 +26,7 @@ def hash_chain(tokens: list[int], salt: str = "", namespace: str = NAMESPACE) ->
     return chain
 
 
-def test_hashes_are_equal_in_other_processes() -> None:
+def test_block_hashes_are_equal_in_processes_with_other_hash_seeds() -> None:
     """Another process with another hash seed computes the same hashes."""
     code = (
         "from services.scheduler.cache.index.hashes import *;"
@@ -48,13 +48,13 @@ def test_hashes_are_equal_in_other_processes() -> None:
     assert seen == {f"{here.hex()} {checkpoint_hash(here).hex()}\n"}
 
 
-def test_hash_format_is_unchanged() -> None:
-    """Blocks on disk stay readable: other hashes would need another format version."""
+def test_block_hashes_equal_frozen_values() -> None:
+    """Block hashes equal frozen values: other hashes would make stored blocks unreadable."""
     assert NAMESPACE == "a53c765d1a8845aeb75026af8e4f105d16e3709069d88ebec31a263a433f0d0a"
     assert hash_chain([7] * 16).hashes[0].hex()[:16] == "3bedd446aca37661"
 
 
-def test_namespace_depends_on_every_part() -> None:
+def test_block_namespace_differs_when_model_layout_or_block_size_differs() -> None:
     """Another model, layout, split, number of ranks or block size gives another namespace."""
     namespaces = [
         NAMESPACE,
@@ -69,14 +69,14 @@ def test_namespace_depends_on_every_part() -> None:
     assert all(len(one) == 64 and int(one, 16) for one in namespaces)
 
 
-def test_salts_share_no_hash() -> None:
+def test_different_cache_salts_have_no_block_hash_in_common() -> None:
     """Two tenants have no block hash in common, for salts with any characters."""
     salts = ["", "a", "b", "ab", "a\0b", "/../x", "\ud800", "x" * 256]
     names = [set(hash_chain(list(range(64)), salt).hashes) for salt in salts]
     assert all(not (one & other) for one, other in itertools.combinations(names, 2))
 
 
-def test_blocks_and_checkpoints_have_different_hashes() -> None:
+def test_checkpoint_hash_differs_from_every_block_hash() -> None:
     """No block has the hash of a checkpoint or of a block of another length."""
     parent = root_hash(NAMESPACE, "")
     names = {block_hash(parent, pack([0] * length)) for length in range(1, 40)}
@@ -87,7 +87,9 @@ def test_blocks_and_checkpoints_have_different_hashes() -> None:
     st.lists(st.integers(0, 3), min_size=1, max_size=80),
     st.lists(st.integers(0, 3), min_size=1, max_size=80),
 )
-def test_hashes_are_equal_exactly_up_to_first_difference(one: list[int], other: list[int]) -> None:
+def test_block_hashes_of_sequences_agree_exactly_before_first_differing_token(
+    one: list[int], other: list[int]
+) -> None:
     """Two sequences share a block's hash if and only if they share all tokens up to its end."""
     for number, (first, second) in enumerate(
         zip(hash_chain(one).hashes, hash_chain(other).hashes, strict=False)

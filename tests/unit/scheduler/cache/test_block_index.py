@@ -116,7 +116,7 @@ TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=cases(30, 150), stateful_step_count=40)
 
 
-def test_evicted_entries_are_bounded() -> None:
+def test_block_index_keeps_bounded_number_of_evicted_entries() -> None:
     """Ten thousand texts leave no more evicted entries than the bound."""
     index = BlockIndex(nodes_max=100)
     for number in range(10_000):
@@ -127,7 +127,7 @@ def test_evicted_entries_are_bounded() -> None:
     assert find_prefix(index, [0] * 40).shared_tokens == 0
 
 
-def test_full_index_adds_no_block() -> None:
+def test_full_block_index_adds_no_block_and_keeps_all() -> None:
     """When every entry is resident, a new block is not added and no block is lost."""
     index = BlockIndex(nodes_max=3)
     keep_blocks(index, [1] * 48)
@@ -137,7 +137,7 @@ def test_full_index_adds_no_block() -> None:
     assert find_prefix(index, [1] * 49).tokens == 48
 
 
-def test_block_with_other_tokens_is_not_found() -> None:
+def test_block_with_equal_hash_but_other_tokens_is_not_found() -> None:
     """A block with the right hash and other tokens is not found."""
     index = BlockIndex()
     node = keep_blocks(index, [5] * 16)[0]
@@ -180,7 +180,9 @@ def _miscount_children(parent: Node, other: Node) -> None:
         _miscount_children,
     ],
 )
-def test_invariant_check_finds_wrong_links(break_links: Callable[[Node, Node], None]) -> None:
+def test_block_index_check_fails_when_tree_links_contradict(
+    break_links: Callable[[Node, Node], None],
+) -> None:
     """A tree whose links contradict each other fails the check."""
     index = BlockIndex()
     first, left = keep_blocks(index, [1] * 16 + [2] * 16)
@@ -193,7 +195,7 @@ def test_invariant_check_finds_wrong_links(break_links: Callable[[Node, Node], N
         index.check_invariants()
 
 
-def test_invariant_check_finds_lost_reference() -> None:
+def test_block_index_check_fails_when_pinned_block_lacks_reference() -> None:
     """A pinned block without a reference count fails the check."""
     index, pins = BlockIndex(), BlockPins()
     (node,) = keep_blocks(index, [1] * 16)

@@ -19,7 +19,7 @@ def make_rows(tokens: int = 10_000, slots: int = 8, step: int = 64) -> Rows:
     return rows
 
 
-def test_arrays_that_are_large_enough_keep_shape() -> None:
+def test_kv_arrays_keep_shape_while_sequences_fit_in_them() -> None:
     """Sequences that join and grow within the arrays change no shape, so nothing is copied."""
     rows = make_rows()
     assert rows.resize(slots=3, tokens=100)
@@ -28,7 +28,7 @@ def test_arrays_that_are_large_enough_keep_shape() -> None:
     assert (rows.row_count, rows.row_tokens) == shape
 
 
-def test_row_growth_is_geometric() -> None:
+def test_kv_row_growing_token_by_token_is_copied_few_times() -> None:
     """A row that grows token by token is copied a bounded number of times."""
     rows = make_rows(tokens=1_000_000)
     shapes = set()
@@ -38,7 +38,7 @@ def test_row_growth_is_geometric() -> None:
     assert len(shapes) < 60
 
 
-def test_long_row_drops_idle_rows() -> None:
+def test_long_sequence_arriving_alone_gets_one_kv_row() -> None:
     """A long text that comes alone gets one row instead of all idle ones."""
     rows = make_rows(tokens=1_000_000)
     assert rows.resize(slots=3, tokens=200)
@@ -47,7 +47,7 @@ def test_long_row_drops_idle_rows() -> None:
     assert (rows.row_count, rows.row_tokens >= 100_000) == (1, True)
 
 
-def test_growing_row_keeps_rows_of_changing_neighbours() -> None:
+def test_growing_kv_row_keeps_rows_of_short_requests_beside_it() -> None:
     """A row that grows keeps the rows of short requests that come and go."""
     rows = make_rows(tokens=4_000_000)
     shapes = set()
@@ -58,7 +58,7 @@ def test_growing_row_keeps_rows_of_changing_neighbours() -> None:
     assert len(shapes) < 20
 
 
-def test_rows_shrink_only_for_lack_of_budget() -> None:
+def test_long_unused_kv_rows_shrink_only_when_budget_is_needed() -> None:
     """Long unused rows are given up for more rows, and not earlier."""
     rows = make_rows(tokens=4_096)
     assert rows.resize(slots=1, tokens=3_000)
@@ -68,7 +68,7 @@ def test_rows_shrink_only_for_lack_of_budget() -> None:
     assert 100 <= rows.row_tokens <= 512
 
 
-def test_resize_beyond_budget_is_refused() -> None:
+def test_kv_row_resize_beyond_memory_budget_is_refused() -> None:
     """A size that does not fit is refused and leaves the arrays unchanged."""
     rows = make_rows(tokens=1_000)
     assert rows.resize(slots=2, tokens=400)
@@ -77,14 +77,14 @@ def test_resize_beyond_budget_is_refused() -> None:
     assert (rows.row_count, rows.row_tokens) == shape
 
 
-def test_longest_accepted_sequence_fits_alone() -> None:
+def test_longest_accepted_sequence_fits_kv_budget_alone() -> None:
     """The longest sequence that is accepted can always run alone."""
     rows = make_rows(tokens=1_000)
     assert rows.longest_sequence_tokens() == 960
     assert rows.resize(slots=1, tokens=rows.longest_sequence_tokens())
 
 
-def test_slot_is_released_by_its_holder_only() -> None:
+def test_release_of_slot_by_sequence_not_holding_it_raises() -> None:
     """A release by another sequence breaks an invariant."""
     rows = make_rows()
     rows.resize(slots=1, tokens=1)
@@ -99,7 +99,9 @@ def test_slot_is_released_by_its_holder_only() -> None:
     ),
     st.integers(64, 5_000),
 )
-def test_free_and_held_slots_are_all_slots(steps: list[tuple[str, int]], tokens: int) -> None:
+def test_every_slot_is_free_or_held_after_any_operations(
+    steps: list[tuple[str, int]], tokens: int
+) -> None:
     """Free plus held slots are all slots after any sequence of operations (I9)."""
     rows = make_rows(tokens=tokens)
     held: dict[Slot, SequenceId] = {}
@@ -130,7 +132,7 @@ def rank_ready(budget: int, per_token: int, per_row: int = 0, drafts: int = 0) -
     )
 
 
-def test_equal_shards_use_smallest_memory() -> None:
+def test_kv_budget_follows_smallest_memory_when_shards_are_equal() -> None:
     """Ranks with equal shards and unequal memory get the smallest budget."""
     assert smallest_budget([rank_ready(900, 10, 3, 5), rank_ready(800, 10, 3, 5)]) == RowBudget(
         800, 10, 3, 5
@@ -138,7 +140,7 @@ def test_equal_shards_use_smallest_memory() -> None:
     assert smallest_budget([rank_ready(900, 0), rank_ready(800, 0)]) == RowBudget(800, 0, 0)
 
 
-def test_small_shard_does_not_reduce_budget() -> None:
+def test_rank_with_small_shard_does_not_reduce_kv_budget() -> None:
     """A rank with a small shard and little memory does not limit the others."""
     budget = smallest_budget([rank_ready(1_000, 10), rank_ready(90, 1)])
     assert budget.longest_row() == 90
@@ -160,7 +162,7 @@ def test_small_shard_does_not_reduce_budget() -> None:
     st.integers(1, 8),
     st.floats(0.0, 1.0),
 )
-def test_rows_and_blocks_within_budget_fit_every_rank(
+def test_kv_rows_and_blocks_within_budget_fit_every_rank(
     reports: list[RankReady], rows: int, share: float
 ) -> None:
     """Rows, draft rows and blocks within the budget fit on every rank, however unequal the shards

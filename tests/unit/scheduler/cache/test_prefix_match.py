@@ -24,7 +24,7 @@ TEXT = list(range(100, 150))
         (TEXT[:1], 0, None),
     ],
 )
-def test_match_is_longest_known_prefix_without_last_token(
+def test_prompt_matches_longest_known_prefix_without_its_last_token(
     prompt: list[int], tokens: int, diverged_at: int | None
 ) -> None:
     """All leading tokens of a known sequence are reused, except the prompt's last token."""
@@ -34,7 +34,7 @@ def test_match_is_longest_known_prefix_without_last_token(
     assert (found.tokens, found.diverged_at) == (tokens, diverged_at)
 
 
-def test_longest_of_many_continuations_is_found() -> None:
+def test_prompt_matches_longest_of_1000_known_continuations() -> None:
     """Of 1,000 continuations the one with the longest common prefix is found."""
     index = BlockIndex()
     for number in range(1_000):
@@ -46,7 +46,7 @@ def test_longest_of_many_continuations_is_found() -> None:
         assert find_prefix(index, [*range(16), *digits[:2], 50]).tokens == 18
 
 
-def test_evicted_blocks_are_known_but_not_reused() -> None:
+def test_prefix_match_reports_evicted_blocks_without_reusing_them() -> None:
     """An evicted entry shows that a prefix was known and where it is gone."""
     index = BlockIndex()
     nodes = keep_blocks(index, TEXT)
@@ -56,8 +56,9 @@ def test_evicted_blocks_are_known_but_not_reused() -> None:
     assert (found.tokens, found.whole_blocks, found.shared_tokens) == (16, 1, 50)
 
 
-def test_match_with_state_ends_at_checkpoint() -> None:
-    """Rows with state that cannot be cut reuse a prefix only up to a block with a checkpoint."""
+def test_prefix_match_of_recurrent_model_ends_at_checkpoint() -> None:
+    """A model whose rows have recurrent state reuses a prefix only up to a block with a
+    checkpoint."""
     index = BlockIndex()
     nodes = keep_blocks(index, TEXT, tail=False)
     assert find_prefix(index, [*TEXT, 1], states=True).tokens == 0
@@ -69,7 +70,7 @@ def test_match_with_state_ends_at_checkpoint() -> None:
     assert find_prefix(index, [*TEXT[:40], 1], states=True).tokens == 16
 
 
-def test_match_never_crosses_salts() -> None:
+def test_prompt_matches_no_block_of_other_cache_salt() -> None:
     """In 1,000 tries with another salt no token is found."""
     index = BlockIndex()
     for number in range(20):

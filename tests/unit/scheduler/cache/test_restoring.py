@@ -21,7 +21,9 @@ from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_whole_blocks_are_restored_after_restart(make_world: MakeWorld, ranks: int) -> None:
+def test_whole_blocks_of_prompt_are_restored_from_ssd_after_restart(
+    make_world: MakeWorld, ranks: int
+) -> None:
     """After a restart of all processes, all whole blocks of a prompt come from SSD."""
     disks = fill_disks(make_world, ranks=ranks)
     assert all(len(disk) == 7 for disk in disks.values()), "119 tokens are seven whole blocks"
@@ -34,7 +36,7 @@ def test_whole_blocks_are_restored_after_restart(make_world: MakeWorld, ranks: i
     assert len(world.restores) == 1
 
 
-def test_restore_delays_only_its_own_request(make_world: MakeWorld) -> None:
+def test_restore_from_ssd_delays_only_its_own_request(make_world: MakeWorld) -> None:
     """While a disk reads, running requests continue and later requests pass the waiting one."""
     world = restart_world(make_world, fill_disks(make_world))
     long = [7 * number % 1_000 for number in range(800)]
@@ -55,7 +57,7 @@ def test_restore_delays_only_its_own_request(make_world: MakeWorld) -> None:
     assert world.cached["a"].stored_tokens == 799
 
 
-def test_restored_prefix_is_minimum_over_ranks(make_world: MakeWorld) -> None:
+def test_restored_prefix_ends_at_block_unreadable_by_one_rank(make_world: MakeWorld) -> None:
     """A block that one rank cannot read ends the prefix on all ranks, and the miss names the
     cause."""
     disks = fill_disks(make_world, ranks=2)
@@ -72,7 +74,7 @@ def test_restored_prefix_is_minimum_over_ranks(make_world: MakeWorld) -> None:
     assert victim[0] in disks[1], "the computed block is stored again"
 
 
-def test_late_restore_is_miss(make_world: MakeWorld) -> None:
+def test_restore_slower_than_prefill_counts_as_cache_miss(make_world: MakeWorld) -> None:
     """A restore that takes longer than computing counts as a miss, and its late answer is
     dropped."""
     world = restart_world(make_world, fill_disks(make_world))
@@ -90,7 +92,7 @@ def test_late_restore_is_miss(make_world: MakeWorld) -> None:
     assert not any(adopted.count for plan in world.plans for adopted in plan.adopted)
 
 
-def test_request_restores_only_once_after_late_answer(make_world: MakeWorld) -> None:
+def test_request_starts_no_second_restore_after_late_partial_answer(make_world: MakeWorld) -> None:
     """After a late, partial answer the same request starts no second restore."""
     world = restart_world(make_world, fill_disks(make_world))
 
@@ -104,7 +106,9 @@ def test_request_restores_only_once_after_late_answer(make_world: MakeWorld) -> 
     assert world.cached["a"] == CachedPrefix(stored_tokens=32, miss="slow")
 
 
-def test_preempted_sequence_finds_restored_blocks_in_memory(make_world: MakeWorld) -> None:
+def test_returning_preempted_sequence_finds_restored_blocks_in_memory(
+    make_world: MakeWorld,
+) -> None:
     """A preempted sequence that returns finds its blocks in memory instead of SSD."""
     disks: Disks = {}
     world = restart_world(make_world, disks)
@@ -122,7 +126,7 @@ def test_preempted_sequence_finds_restored_blocks_in_memory(make_world: MakeWorl
     assert seen["cache_hit_tokens_memory_total"] > 200
 
 
-def test_restore_deadline_is_prefill_time(make_world: MakeWorld) -> None:
+def test_restore_deadline_equals_predicted_prefill_time(make_world: MakeWorld) -> None:
     """A restore may take as long as the prefill, at least 0.05 s; very short prefixes are not
     restored.
 
@@ -139,7 +143,7 @@ def test_restore_deadline_is_prefill_time(make_world: MakeWorld) -> None:
     assert len(world.restores) == count
 
 
-def test_restore_deadline_is_bounded_for_absurd_step_times(make_world: MakeWorld) -> None:
+def test_restore_deadline_stays_valid_when_receipt_reports_years(make_world: MakeWorld) -> None:
     """After a receipt that reports years for a step, the next restore order still has a valid
     deadline."""
     world = restart_world(make_world, {})
@@ -149,7 +153,7 @@ def test_restore_deadline_is_bounded_for_absurd_step_times(make_world: MakeWorld
     assert world.restores[-1].deadline_s == 120.0
 
 
-def test_known_absent_prefix_is_not_restored_again(make_world: MakeWorld) -> None:
+def test_prefix_absent_from_store_is_requested_only_once(make_world: MakeWorld) -> None:
     """An unknown prefix is requested once; afterwards the index knows that it is not stored."""
     world = make_world(cache={"ssd": True, "resident_bytes_max": 2_000})
     world.accepts_spill = lambda rank, name: False
@@ -163,7 +167,7 @@ def test_known_absent_prefix_is_not_restored_again(make_world: MakeWorld) -> Non
     assert len(world.restores) == count
 
 
-def test_requests_with_same_prefix_share_one_restore(make_world: MakeWorld) -> None:
+def test_requests_with_equal_stored_prefix_share_one_restore(make_world: MakeWorld) -> None:
     """Four requests with one stored prefix cause one restore."""
     world = restart_world(make_world, fill_disks(make_world))
     world.restore_answer = lambda rank, order: (0.5, rank.restore(order))
@@ -178,8 +182,11 @@ def test_requests_with_same_prefix_share_one_restore(make_world: MakeWorld) -> N
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_restore_of_aborted_request_is_adopted(make_world: MakeWorld, when: str) -> None:
-    """The blocks are adopted for the next request, and no reference remains."""
+def test_blocks_restored_for_aborted_request_are_reused_by_next_request(
+    make_world: MakeWorld, when: str
+) -> None:
+    """Blocks restored for an aborted request are adopted for the next request, and no reference
+    remains."""
     world = restart_world(make_world, fill_disks(make_world))
     world.restore_answer = lambda rank, order: (0.5, rank.restore(order))
     world.submit("a", PROMPT, 5)
@@ -202,7 +209,9 @@ def restart_with_stored_prompts(make_world: MakeWorld) -> tuple[InMemoryWorld, l
     return restart_world(make_world, disks), texts
 
 
-def test_unanswered_restore_stops_delaying_at_deadline(make_world: MakeWorld) -> None:
+def test_requests_sharing_unanswered_restore_continue_at_its_deadline(
+    make_world: MakeWorld,
+) -> None:
     """Requests that share an unanswered restore continue at its deadline, and the rank gets no
     further restore."""
     world = restart_world(make_world, fill_disks(make_world))
@@ -223,7 +232,7 @@ def test_unanswered_restore_stops_delaying_at_deadline(make_world: MakeWorld) ->
     assert len(world.restores) == 2
 
 
-def test_at_most_eight_restores_are_open(make_world: MakeWorld) -> None:
+def test_scheduler_has_at_most_eight_open_restores(make_world: MakeWorld) -> None:
     """At most eight restores are open; other requests wait for their turn."""
     world, texts = restart_with_stored_prompts(make_world)
     open_max = 0
@@ -242,7 +251,9 @@ def test_at_most_eight_restores_are_open(make_world: MakeWorld) -> None:
     assert all(world.tokens[f"r{n}"] == completion(text, 3) for n, text in enumerate(texts))
 
 
-def test_wait_for_restore_turn_is_bounded(make_world: MakeWorld) -> None:
+def test_request_waits_behind_hanging_restores_no_longer_than_prefill(
+    make_world: MakeWorld,
+) -> None:
     """Restores that hang delay other requests no longer than computing would take."""
     world, texts = restart_with_stored_prompts(make_world)
     world.restore_answer = lambda rank, order: (100.0, rank.restore(order))
@@ -257,7 +268,7 @@ def test_wait_for_restore_turn_is_bounded(make_world: MakeWorld) -> None:
     world.settle()
 
 
-def test_store_that_is_off_is_tried_again_after_10_s(make_world: MakeWorld) -> None:
+def test_store_answering_off_gets_no_restore_for_10_s(make_world: MakeWorld) -> None:
     """After an answer `off` no restore is ordered for 10 s."""
     world = restart_world(make_world, {})
     world.restore_answer = lambda rank, order: (0.0, rank.answer(order, 0, "off"))
@@ -270,7 +281,7 @@ def test_store_that_is_off_is_tried_again_after_10_s(make_world: MakeWorld) -> N
     assert len(world.restores) == 2
 
 
-def test_unrequested_answers_change_nothing(make_world: MakeWorld) -> None:
+def test_unrequested_store_answers_are_ignored_and_counted(make_world: MakeWorld) -> None:
     """Answers of unknown restores and blocks, repeated or of another epoch, are ignored and
     counted."""
     world = restart_world(make_world, {})

@@ -30,7 +30,7 @@ def test_repeated_prompt_computes_only_last_token(make_world: MakeWorld, ranks: 
     assert world.cached["b"] == CachedPrefix(memory_tokens=99)
 
 
-def test_conversation_reuses_answers(make_world: MakeWorld) -> None:
+def test_next_turn_reuses_all_earlier_tokens_except_last_generated(make_world: MakeWorld) -> None:
     """Each turn reuses all tokens before it except the last generated one."""
     world = make_world()
     prompt = list(PROMPT)
@@ -43,7 +43,7 @@ def test_conversation_reuses_answers(make_world: MakeWorld) -> None:
         assert world.cached[f"turn {turn}"].miss == ""
 
 
-def test_changed_history_is_reused_up_to_change(make_world: MakeWorld) -> None:
+def test_prompt_with_changed_history_reuses_tokens_before_change(make_world: MakeWorld) -> None:
     """A turn that drops part of the last answer reuses the tokens up to the first change."""
     world = make_world()
     run_request(world, "a", PROMPT, 30)
@@ -53,7 +53,7 @@ def test_changed_history_is_reused_up_to_change(make_world: MakeWorld) -> None:
     assert world.cached["b"] == CachedPrefix(memory_tokens=107, diverged_at=107, miss="diverged")
 
 
-def test_computed_stop_token_is_reused(make_world: MakeWorld) -> None:
+def test_next_turn_reuses_stop_token_computed_in_advance(make_world: MakeWorld) -> None:
     """The plan in flight has computed the stop token already, so the next turn reuses it."""
     world = make_world()
     answer = completion(PROMPT, 20)
@@ -73,7 +73,9 @@ def test_simultaneous_requests_compute_shared_prompt_once(make_world: MakeWorld)
     assert all(world.tokens[f"c{number}"] == completion(PROMPT, 6) for number in range(8))
 
 
-def test_unrelated_request_passes_waiting_one(make_world: MakeWorld) -> None:
+def test_unrelated_request_starts_before_request_waiting_for_shared_blocks(
+    make_world: MakeWorld,
+) -> None:
     """While a request waits for the blocks of a long prompt, an unrelated one behind it starts."""
     world = make_world(step_tokens_max=64)
     long = [7 * number % 1_000 for number in range(1_500)]
@@ -90,7 +92,9 @@ def test_unrelated_request_passes_waiting_one(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("steps", range(8))
-def test_abort_of_computing_request_ends_wait_for_blocks(make_world: MakeWorld, steps: int) -> None:
+def test_waiting_requests_continue_when_request_computing_their_prefix_is_aborted(
+    make_world: MakeWorld, steps: int
+) -> None:
     """After the computing request is aborted, waiting ones continue and reuse its blocks."""
     world = make_world(step_tokens_max=64)
     long = [7 * number % 1_000 for number in range(700)]
@@ -105,7 +109,7 @@ def test_abort_of_computing_request_ends_wait_for_blocks(make_world: MakeWorld, 
     assert prefilled_tokens(world.plans) <= 700 + 3 * 16 + 64
 
 
-def test_system_prompt_outlives_other_traffic(make_world: MakeWorld) -> None:
+def test_blocks_within_system_tokens_are_evicted_last(make_world: MakeWorld) -> None:
     """Blocks within `system_tokens` are evicted last."""
     world = make_world(cache={"resident_bytes_max": 2_000})
     run_request(world, "a", PROMPT, system_tokens=90)
@@ -115,7 +119,7 @@ def test_system_prompt_outlives_other_traffic(make_world: MakeWorld) -> None:
     assert world.cached["b"].miss == "evicted" or world.cached["b"].miss == "diverged"
 
 
-def test_miss_names_eviction_as_cause(make_world: MakeWorld) -> None:
+def test_known_prefix_gone_from_memory_counts_as_evicted_miss(make_world: MakeWorld) -> None:
     """A known prefix that is gone from memory is a miss by eviction."""
     world = make_world(cache={"resident_bytes_max": 2_000})
     run_request(world, "a", PROMPT)
@@ -125,7 +129,7 @@ def test_miss_names_eviction_as_cause(make_world: MakeWorld) -> None:
     assert world.cached["b"].miss == "evicted"
 
 
-def test_tenants_share_no_blocks(make_world: MakeWorld) -> None:
+def test_request_with_other_salt_reuses_no_cached_token(make_world: MakeWorld) -> None:
     """In 1,000 tries with another salt no token of a known prefix is reused or reported."""
     world = make_world(kv_tokens=200_000)
     run_request(world, "mine", PROMPT, cache_salt="mine")
@@ -139,7 +143,7 @@ def test_tenants_share_no_blocks(make_world: MakeWorld) -> None:
     assert run_request(world, "mine again", PROMPT, cache_salt="mine") == 99
 
 
-def test_preempted_sequence_reuses_its_blocks(make_world: MakeWorld) -> None:
+def test_returning_preempted_sequence_reuses_its_own_blocks(make_world: MakeWorld) -> None:
     """A preempted sequence resumes from its blocks as far as rows leave memory."""
     world = make_world(kv_tokens=900, kv_row_growth_tokens=16)
     for number in range(2):
@@ -153,7 +157,7 @@ def test_preempted_sequence_reuses_its_blocks(make_world: MakeWorld) -> None:
         assert world.cached[f"r{number}"].memory_tokens == 0, "the prefix of its first admission"
 
 
-def test_new_epoch_has_no_resident_blocks(make_world: MakeWorld) -> None:
+def test_new_epoch_knows_earlier_texts_but_has_no_resident_blocks(make_world: MakeWorld) -> None:
     """Restarted ranks hold no blocks; the index still knows the texts."""
     world = make_world()
     run_request(world, "a", PROMPT)
@@ -165,7 +169,7 @@ def test_new_epoch_has_no_resident_blocks(make_world: MakeWorld) -> None:
     assert not [line for line in world.log_lines if line.event == "blocks_of_another_namespace"]
 
 
-def test_other_model_clears_index(make_world: MakeWorld) -> None:
+def test_epoch_with_other_model_clears_block_index(make_world: MakeWorld) -> None:
     """An epoch with another block namespace clears the index and logs it once."""
     world = make_world()
     run_request(world, "a", PROMPT)
@@ -178,7 +182,7 @@ def test_other_model_clears_index(make_world: MakeWorld) -> None:
     assert len(changes) == 1
 
 
-def test_other_draft_model_keeps_block_namespace(make_world: MakeWorld) -> None:
+def test_epoch_with_other_draft_model_keeps_block_namespace(make_world: MakeWorld) -> None:
     """Blocks hold nothing of the draft model, so their namespace stays."""
     world = make_world(hardware=RankSetup(fingerprint="f"))
     run_request(world, "a", PROMPT)
@@ -190,7 +194,7 @@ def test_other_draft_model_keeps_block_namespace(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("off", ["setting", "ranks"])
-def test_plans_have_no_block_orders_without_cache(make_world: MakeWorld, off: str) -> None:
+def test_plans_keep_and_evict_no_blocks_when_cache_is_off(make_world: MakeWorld, off: str) -> None:
     """With the cache off, or ranks that cannot keep blocks, no plan keeps or evicts blocks."""
     world = make_world(
         cache={"enabled": off != "setting"},
@@ -202,7 +206,9 @@ def test_plans_have_no_block_orders_without_cache(make_world: MakeWorld, off: st
     assert not any(plan.keep_blocks or plan.evict_blocks for plan in world.plans)
 
 
-def test_block_longer_than_context_is_configuration_failure(make_world: MakeWorld) -> None:
+def test_block_size_above_context_length_ends_world_as_configuration_failure(
+    make_world: MakeWorld,
+) -> None:
     """A block size above the context ends the world with the setting and its possible values.
 
     Restarted ranks change nothing: an operator must change the setting.
@@ -219,7 +225,7 @@ def test_block_longer_than_context_is_configuration_failure(make_world: MakeWorl
     assert not world.ranks
 
 
-def test_blocks_are_kept_in_plan_after_chunk(make_world: MakeWorld) -> None:
+def test_prompt_blocks_are_kept_in_plan_after_each_chunk(make_world: MakeWorld) -> None:
     """The blocks of a long prompt are kept in the plan after each chunk."""
     world = make_world(step_tokens_max=64)
     long = [7 * number % 1_000 for number in range(600)]
@@ -232,7 +238,7 @@ def test_blocks_are_kept_in_plan_after_chunk(make_world: MakeWorld) -> None:
             assert end in kept
 
 
-def test_resident_blocks_are_not_kept_again(make_world: MakeWorld) -> None:
+def test_repeated_prompt_keeps_no_already_resident_block_again(make_world: MakeWorld) -> None:
     """A repeated prompt adds no block except its own end."""
     world = make_world()
     for number in range(5):
@@ -241,7 +247,7 @@ def test_resident_blocks_are_not_kept_again(make_world: MakeWorld) -> None:
     assert len(kept) == len(set(kept)) == 7 + 1
 
 
-def test_longer_partial_block_replaces_shorter_one(make_world: MakeWorld) -> None:
+def test_longer_partial_block_replaces_shorter_one_with_equal_tokens(make_world: MakeWorld) -> None:
     """The partial block at a turn's end is dropped when the next turn has the same tokens and
     more."""
     world = make_world()
@@ -252,7 +258,7 @@ def test_longer_partial_block_replaces_shorter_one(make_world: MakeWorld) -> Non
     assert resident == 98 * 10, "no token twice"
 
 
-def test_idle_world_sends_no_plans(make_world: MakeWorld) -> None:
+def test_world_sends_one_plan_after_last_request_then_none(make_world: MakeWorld) -> None:
     """One plan without work keeps and drops the rest; then no plan follows."""
     world = make_world()
     run_request(world, "a", PROMPT)
@@ -268,7 +274,7 @@ def test_idle_world_sends_no_plans(make_world: MakeWorld) -> None:
     assert len(world.plans) == count
 
 
-def test_admission_is_reported_before_first_token(make_world: MakeWorld) -> None:
+def test_gateway_learns_cached_token_count_before_first_token(make_world: MakeWorld) -> None:
     """The gateway learns the cached prefix once per request, and again with the end."""
     world = make_world()
     run_request(world, "a", PROMPT)
@@ -281,7 +287,9 @@ def test_admission_is_reported_before_first_token(make_world: MakeWorld) -> None
     assert end.cached == world.cached["b"]
 
 
-def test_cached_tokens_do_not_exceed_prompt(make_world: MakeWorld) -> None:
+def test_resumed_request_reports_no_more_cached_tokens_than_prompt_tokens(
+    make_world: MakeWorld,
+) -> None:
     """A resumed request also reuses its generated tokens, which do not count as prompt."""
     world = make_world()
     whole = completion(PROMPT[:20], 60)
@@ -293,7 +301,7 @@ def test_cached_tokens_do_not_exceed_prompt(make_world: MakeWorld) -> None:
     assert world.cached["b"].memory_tokens == 20
 
 
-def test_unused_large_rows_give_way_to_blocks(make_world: MakeWorld) -> None:
+def test_large_unused_kv_rows_shrink_to_free_memory_for_blocks(make_world: MakeWorld) -> None:
     """Unused rows of the size of all memory shrink, so that the cache gets memory."""
     world = make_world(kv_tokens=2_000, kv_row_growth_tokens=64)
     world.submit("long", [5] * 1_700, 100)
@@ -303,7 +311,7 @@ def test_unused_large_rows_give_way_to_blocks(make_world: MakeWorld) -> None:
     assert world.plans[-1].row_tokens < 1_000
 
 
-def test_cache_counters_add_up(make_world: MakeWorld) -> None:
+def test_cache_hits_and_misses_add_up_to_prompt_tokens(make_world: MakeWorld) -> None:
     """Hits by tier and misses by cause add up to all prompt tokens; gauges match the counters."""
     world = make_world()
     for number in range(4):

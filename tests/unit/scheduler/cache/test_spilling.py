@@ -12,7 +12,7 @@ from tests.unit.scheduler.cache.cache_requests import (
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
-def test_refusing_store_is_probed_with_one_block(make_world: MakeWorld) -> None:
+def test_store_that_refuses_blocks_gets_one_after_10_s(make_world: MakeWorld) -> None:
     """A store that refuses gets no block for 10 s and then one; when it accepts that, all
     follow."""
     world = restart_world(make_world, {})
@@ -35,7 +35,7 @@ def test_refusing_store_is_probed_with_one_block(make_world: MakeWorld) -> None:
     assert read_metrics(world)["cache_blocks_spilled_total"] >= 6
 
 
-def test_block_is_stored_only_when_all_ranks_wrote_it(make_world: MakeWorld) -> None:
+def test_block_counts_as_stored_only_when_all_ranks_wrote_it(make_world: MakeWorld) -> None:
     """A write that one rank has lost makes the block unknown to SSD on all ranks."""
     world = restart_world(make_world, {}, ranks=2)
     world.accepts_spill = lambda rank, name: rank.rank == 0
@@ -46,7 +46,7 @@ def test_block_is_stored_only_when_all_ranks_wrote_it(make_world: MakeWorld) -> 
 
 
 @pytest.mark.proof
-def test_open_spills_stay_within_byte_limit(make_world: MakeWorld) -> None:
+def test_blocks_being_written_to_ssd_stay_within_spill_bytes_max(make_world: MakeWorld) -> None:
     """At most `spill_bytes_max` bytes are being written; every block is spilled once."""
     world = make_world(
         kv_tokens=10**6, context=300_000, cache={"ssd": True, "spill_bytes_max": 2**20}
@@ -67,7 +67,7 @@ def test_open_spills_stay_within_byte_limit(make_world: MakeWorld) -> None:
     assert read_metrics(world)["cache_blocks_spilled_total"] == 150_000 // 16
 
 
-def test_full_store_is_told_least_valuable_blocks(make_world: MakeWorld) -> None:
+def test_store_that_evicted_is_told_least_valuable_blocks(make_world: MakeWorld) -> None:
     """After a store has evicted, orders name the least valuable blocks, children first."""
     world = restart_world(make_world, {})
     run_request(world, "old", [1] * 40)
@@ -83,7 +83,7 @@ def test_full_store_is_told_least_valuable_blocks(make_world: MakeWorld) -> None
     assert named[:2] == [before[1], before[0]]
 
 
-def test_no_spill_or_restore_without_ssd(make_world: MakeWorld) -> None:
+def test_no_block_is_spilled_or_restored_when_ssd_is_off(make_world: MakeWorld) -> None:
     """With `cache.ssd` off, blocks exist in memory only."""
     world = make_world(cache={"ssd": False})
     run_request(world, "a", PROMPT)
@@ -92,7 +92,7 @@ def test_no_spill_or_restore_without_ssd(make_world: MakeWorld) -> None:
     assert not any(plan.spill for plan in world.plans)
 
 
-def test_stop_waits_for_open_spills(make_world: MakeWorld) -> None:
+def test_scheduler_stops_only_after_last_blocks_are_on_ssd(make_world: MakeWorld) -> None:
     """The blocks of the last request are on SSD before the scheduler stops."""
     world = restart_world(make_world, {})
     world.submit("a", PROMPT, 5)
@@ -107,7 +107,7 @@ def test_stop_waits_for_open_spills(make_world: MakeWorld) -> None:
     assert len(world.hardware.disks[0]) == 6
 
 
-def test_hanging_store_delays_stop_5_s_at_most(make_world: MakeWorld) -> None:
+def test_hanging_store_delays_scheduler_stop_5_s_at_most(make_world: MakeWorld) -> None:
     """After 5 s without requests the scheduler stops, written or not."""
     world = restart_world(make_world, {})
     world.submit("a", PROMPT, 5)

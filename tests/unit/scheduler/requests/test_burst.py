@@ -14,7 +14,7 @@ def _admitted(world: InMemoryWorld) -> list[int]:
     return [len(plan.admitted) for plan in world.plans if plan.prefill_chunks]
 
 
-def test_announced_requests_share_one_plan(make_world: MakeWorld) -> None:
+def test_plan_is_built_when_last_announced_request_arrives(make_world: MakeWorld) -> None:
     """The plan is built as soon as the last announced request arrives."""
     world = make_world()
     for name in ("a", "b"):
@@ -29,7 +29,7 @@ def test_announced_requests_share_one_plan(make_world: MakeWorld) -> None:
     )
 
 
-def test_missing_announced_request_delays_others_8_ms(make_world: MakeWorld) -> None:
+def test_announced_request_that_never_arrives_delays_others_8_ms(make_world: MakeWorld) -> None:
     """When an announced request does not arrive, the others start within 8 ms."""
     world = make_world()
     world.submit("a", [1, 2, 3], 5, more_requests_expected=True)
@@ -42,7 +42,7 @@ def test_missing_announced_request_delays_others_8_ms(make_world: MakeWorld) -> 
     world.settle()
 
 
-def test_first_request_waits_at_most_25_ms(make_world: MakeWorld) -> None:
+def test_repeated_announcements_delay_first_request_at_most_25_ms(make_world: MakeWorld) -> None:
     """Repeated announcements delay the first request by at most about 25 ms."""
     world = make_world()
     began_s = world.now_s
@@ -55,7 +55,9 @@ def test_first_request_waits_at_most_25_ms(make_world: MakeWorld) -> None:
     world.settle()
 
 
-def test_request_does_not_wait_beside_running_sequences(make_world: MakeWorld) -> None:
+def test_request_starts_without_awaiting_announced_ones_while_others_run(
+    make_world: MakeWorld,
+) -> None:
     """A free row in the next plan is used at once: the device is busy anyway."""
     world = make_world()
     world.submit("a", [1, 2, 3], 50)
@@ -69,7 +71,7 @@ def test_request_does_not_wait_beside_running_sequences(make_world: MakeWorld) -
 
 
 @pytest.mark.parametrize(("pause_s", "shared"), [(0.004, [2, 2]), (0.06, [2, 1, 1])])
-def test_requests_that_ended_together_share_next_plan(
+def test_clients_whose_requests_ended_together_share_next_plan(
     make_world: MakeWorld, pause_s: float, shared: list[int]
 ) -> None:
     """The first client to return waits for the second, unless both were away for long."""
@@ -84,7 +86,7 @@ def test_requests_that_ended_together_share_next_plan(
     assert _admitted(world) == shared
 
 
-def test_absent_client_is_waited_for_once(make_world: MakeWorld) -> None:
+def test_client_that_does_not_return_is_awaited_only_once(make_world: MakeWorld) -> None:
     """When one of two clients does not return, the other one waits only the first time."""
     world = make_world()
     world.submit("a", [1, 2, 3], 5, more_requests_expected=True)
@@ -101,7 +103,9 @@ def test_absent_client_is_waited_for_once(make_world: MakeWorld) -> None:
     world.settle()
 
 
-def test_stop_string_counts_as_end_and_abort_does_not(make_world: MakeWorld) -> None:
+def test_returning_client_waits_for_second_after_stop_string_not_abort(
+    make_world: MakeWorld,
+) -> None:
     """After stop strings the first client to return waits for the second; after aborts it does
     not."""
     for reason, waits in (("stop", True), ("abort", False)):
@@ -117,7 +121,7 @@ def test_stop_string_counts_as_end_and_abort_does_not(make_world: MakeWorld) -> 
         world.settle()
 
 
-def test_refused_request_announces_no_other(make_world: MakeWorld) -> None:
+def test_refused_request_makes_scheduler_wait_for_no_others(make_world: MakeWorld) -> None:
     """A refused request does not make the scheduler wait for others."""
     world = make_world()
     world.submit("a", [1] * 10_000, 5, more_requests_expected=True)
@@ -125,7 +129,7 @@ def test_refused_request_announces_no_other(make_world: MakeWorld) -> None:
     assert world.core.wake_at_s is None
 
 
-def test_single_client_never_waits(make_world: MakeWorld) -> None:
+def test_requests_of_single_client_are_never_delayed(make_world: MakeWorld) -> None:
     """A client that sends one request after the other never waits."""
     world = make_world()
     for number in range(5):
@@ -134,7 +138,7 @@ def test_single_client_never_waits(make_world: MakeWorld) -> None:
         world.settle()
 
 
-def test_joint_prefill_is_bounded_by_half_second() -> None:
+def test_prompts_sharing_step_take_half_second_of_prefill_at_most() -> None:
     """Prompts that share a step take half a second of prefill together at most."""
     timing = StepTiming(150.0)
     assert timing.joint_tokens_max() == float("inf")
@@ -142,7 +146,7 @@ def test_joint_prefill_is_bounded_by_half_second() -> None:
     assert timing.joint_tokens_max() == pytest.approx(1_000)
 
 
-def test_long_prompts_get_separate_steps(make_world: MakeWorld) -> None:
+def test_prompts_exceeding_half_second_together_get_separate_steps(make_world: MakeWorld) -> None:
     """Prompts that together take more than half a second get a step each."""
     world = make_world()
     world.submit("first", list(range(1, 65)), 2)

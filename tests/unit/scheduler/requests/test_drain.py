@@ -35,7 +35,7 @@ def last_status(world: InMemoryWorld) -> StatusReported:
     return world.status
 
 
-def test_operator_drain_refuses_requests_until_withdrawn(make_world: MakeWorld) -> None:
+def test_operator_drain_refuses_new_requests_until_withdrawn(make_world: MakeWorld) -> None:
     """New requests are refused and readiness is off at once; open requests finish; the process
     stays."""
     world = make_world()
@@ -78,7 +78,9 @@ def test_drain_is_reported_to_operator_and_gateways(make_world: MakeWorld) -> No
 
 
 @pytest.mark.parametrize("peer", [b"gateway-1", b"status-2", b"rank-3", b"operators-4", b""])
-def test_drain_order_of_other_peer_is_refused(make_world: MakeWorld, peer: bytes) -> None:
+def test_drain_order_from_peer_other_than_operator_is_refused(
+    make_world: MakeWorld, peer: bytes
+) -> None:
     """An order from another identity is refused and logged, and changes nothing."""
     world = make_world()
     order_drain(world, is_on=True, peer=PeerId(peer))
@@ -90,7 +92,7 @@ def test_drain_order_of_other_peer_is_refused(make_world: MakeWorld, peer: bytes
     assert world.tokens["a"] == completion([1], 2)
 
 
-def test_drained_scheduler_accepts_resumed_requests(make_world: MakeWorld) -> None:
+def test_draining_scheduler_accepts_requests_resumed_by_gateway(make_world: MakeWorld) -> None:
     """A gateway that lost its link resubmits running requests; a drain does not refuse them."""
     world = make_world()
     order_drain(world, is_on=True)
@@ -102,7 +104,9 @@ def test_drained_scheduler_accepts_resumed_requests(make_world: MakeWorld) -> No
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_repeated_submit_is_not_refused_while_draining(make_world: MakeWorld, stops: bool) -> None:
+def test_repeated_submit_of_open_request_is_not_refused_while_draining(
+    make_world: MakeWorld, stops: bool
+) -> None:
     """An open request ends once, however often its gateway submits it."""
     world = make_world()
     world.submit("a", [1], 5)
@@ -117,7 +121,7 @@ def test_repeated_submit_is_not_refused_while_draining(make_world: MakeWorld, st
     assert world.tokens["a"] == completion([1], 5)
 
 
-def test_sigterm_persists_after_operator_drain_ends(make_world: MakeWorld) -> None:
+def test_scheduler_still_stops_on_sigterm_when_operator_drain_ends(make_world: MakeWorld) -> None:
     """The end of an operator's drain does not cancel SIGTERM."""
     world = make_world()
     world.submit("a", [1], 5)
@@ -130,7 +134,7 @@ def test_sigterm_persists_after_operator_drain_ends(make_world: MakeWorld) -> No
     assert world.tokens["a"] == completion([1], 5)
 
 
-def test_requests_fail_when_drain_time_is_over(make_world: MakeWorld) -> None:
+def test_running_requests_fail_when_drain_time_is_over(make_world: MakeWorld) -> None:
     """After drain_s running requests fail with a reason, and the exit code is not 0."""
     world = make_world(drain_s=10.0)
     world.submit("a", [1], 5_000)
@@ -148,7 +152,9 @@ def test_requests_fail_when_drain_time_is_over(make_world: MakeWorld) -> None:
 
 @pytest.mark.parametrize("orders", [1, 2])
 @pytest.mark.parametrize("state", ["ready", "loading", "gathering", "failed", "drained"])
-def test_stop_without_requests_exits_zero(make_world: MakeWorld, state: str, orders: int) -> None:
+def test_scheduler_stopped_without_open_requests_exits_with_zero(
+    make_world: MakeWorld, state: str, orders: int
+) -> None:
     """Without open requests the exit code is 0 in every state and for repeated signals."""
     world = make_world(ranks=2, epochs_failed_max=1 if state == "failed" else 1_000)
     if state == "drained":
@@ -170,7 +176,7 @@ def test_stop_without_requests_exits_zero(make_world: MakeWorld, state: str, ord
     assert world.exit_code == 0
 
 
-def test_stopping_scheduler_begins_no_epoch(make_world: MakeWorld) -> None:
+def test_stopping_scheduler_begins_no_epoch_with_spare_process(make_world: MakeWorld) -> None:
     """A spare process is not ordered to join a world whose scheduler stops."""
     world = make_world()
     spare = world.start_rank(-1)
@@ -180,7 +186,7 @@ def test_stopping_scheduler_begins_no_epoch(make_world: MakeWorld) -> None:
     assert spare not in world.ranks
 
 
-def test_hand_over_ends_no_request(make_world: MakeWorld) -> None:
+def test_scheduler_hand_over_exits_at_once_and_ends_no_request(make_world: MakeWorld) -> None:
     """Ranks leave, the process exits with 0 at once, and every request stays with its gateway."""
     world = make_world(ranks=2)
     for name, prompt in (("a", [1, 2]), ("b", [3])):

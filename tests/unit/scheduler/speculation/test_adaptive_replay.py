@@ -40,7 +40,9 @@ def text_maker(
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_poor_drafts_lose_at_most_3_percent(device: str, method: Method, rows: int) -> None:
+def test_drafts_rejected_nine_times_in_ten_cost_at_most_3_percent(
+    device: str, method: Method, rows: int
+) -> None:
     """The first texts of a server, of which a model guesses a tenth, lose at most 3 %."""
     make = text_maker(
         method, 0.1, 1_500, lambda seed: ReplayedText(prose(seed, 600), prose(-seed - 1, 600))
@@ -52,7 +54,9 @@ def test_poor_drafts_lose_at_most_3_percent(device: str, method: Method, rows: i
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("device", ["gpu", "small_gpu", "mac", "demo_cpu"])
-def test_adaptive_gain_is_near_best_fixed_number(device: str, method: Method, rows: int) -> None:
+def test_adaptive_draft_count_gains_nine_tenths_of_best_fixed_count(
+    device: str, method: Method, rows: int
+) -> None:
     """The first texts of a server gain at least nine tenths of the best fixed number of drafts."""
     make = text_maker(method, 0.92, 1_000, copied_text)
     fixed = [
@@ -69,7 +73,9 @@ def test_adaptive_gain_is_near_best_fixed_number(device: str, method: Method, ro
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 @pytest.mark.parametrize("device", ["gpu", "mac", "small_gpu"])
-def test_drafts_follow_difficulty_of_text(device: str, method: Method, rows: int) -> None:
+def test_drafts_stop_on_hard_text_and_resume_on_easy_text(
+    device: str, method: Method, rows: int
+) -> None:
     """Drafts end while a text is hard, resume while it is easy, and end again."""
     hard, easy = 800, 2_000
 

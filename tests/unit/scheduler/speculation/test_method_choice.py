@@ -59,7 +59,7 @@ def make_prompt(number: int) -> list[int]:
     "world", [(server, adaptive, 0) for server in SERVER_METHODS for adaptive in (True, False)],
     indirect=True,
 )  # fmt: skip
-def test_request_gets_requested_method_or_none(
+def test_request_gets_drafts_of_requested_method_or_none(
     world: InMemoryWorld, requested: RequestedMethod
 ) -> None:
     """The drafts come from the requested method or are missing; the text is the same."""
@@ -78,7 +78,9 @@ def test_request_gets_requested_method_or_none(
     "world", [(server, adaptive, 2) for server in SERVER_METHODS for adaptive in (True, False)],
     indirect=True,
 )  # fmt: skip
-def test_no_drafts_above_sequence_limit(world: InMemoryWorld, requested: RequestedMethod) -> None:
+def test_no_row_gets_drafts_above_disable_above_sequences(
+    world: InMemoryWorld, requested: RequestedMethod
+) -> None:
     """Above `disable_above_sequences` no row gets drafts; a single request afterwards does."""
     for number in range(3):
         speculation = Speculation(method=requested)
@@ -99,7 +101,7 @@ def test_no_drafts_above_sequence_limit(world: InMemoryWorld, requested: Request
     "world", [(server, adaptive, 0) for server in SERVER_METHODS for adaptive in (True, False)],
     indirect=True,
 )  # fmt: skip
-def test_mixed_methods_in_one_batch(world: InMemoryWorld) -> None:
+def test_rows_with_different_draft_methods_share_batch_and_keep_texts(world: InMemoryWorld) -> None:
     """In a batch with all methods each text is right and each row has only its own method."""
     for requested in REQUESTED_METHODS:
         world.submit(requested, make_prompt(0), TOKENS, speculation=Speculation(method=requested))
@@ -120,7 +122,7 @@ def test_mixed_methods_in_one_batch(world: InMemoryWorld) -> None:
     assert reported, "no drafts were verified"
 
 
-def test_model_without_rollback_rejects_draft_requests() -> None:
+def test_server_of_model_without_rollback_rejects_requests_for_drafts() -> None:
     """Without configured drafts the server runs other requests; requests for drafts are rejected
     with the reason."""
     with world_factory() as make:

@@ -26,7 +26,7 @@ def position_gains(one: PositionAcceptance, count: int = 5) -> list[float]:
     return found
 
 
-def test_acceptance_rates_are_by_position() -> None:
+def test_draft_acceptance_rates_are_separate_for_each_position() -> None:
     """When only the first draft of each run is right, the second has a low chance."""
     one = PositionAcceptance(PositionRates())
     for _ in range(60):
@@ -36,7 +36,7 @@ def test_acceptance_rates_are_by_position() -> None:
     assert second < 0.15
 
 
-def test_positions_after_rejection_are_not_counted() -> None:
+def test_acceptance_rates_of_positions_after_rejected_draft_stay_unchanged() -> None:
     """Behind the first rejected draft, no rate changes."""
     common = PositionRates()
     before = list(common.by_class)
@@ -45,7 +45,7 @@ def test_positions_after_rejection_are_not_counted() -> None:
     assert common.by_class[1:] == before[1:]
 
 
-def test_new_sequence_starts_with_common_rates() -> None:
+def test_new_sequence_starts_with_acceptance_rates_of_earlier_sequences() -> None:
     """A draft model that guesses nothing is detected once and not by each sequence again."""
     common = PositionRates()
     for _ in range(10):
@@ -55,7 +55,7 @@ def test_new_sequence_starts_with_common_rates() -> None:
     assert position_gains(PositionAcceptance(common))[0] < 0.2
 
 
-def test_good_first_drafts_raise_later_positions() -> None:
+def test_accepted_first_drafts_raise_expected_acceptance_of_later_positions() -> None:
     """A sequence whose first drafts are better than others' gets longer runs at once."""
     common = PositionRates()
     for number in range(200):
@@ -67,8 +67,9 @@ def test_good_first_drafts_raise_later_positions() -> None:
     assert position_gains(one)[2] > 1.1 * before
 
 
-def test_fade_moves_rates_towards_common_rates() -> None:
-    """Before a probe the sequence's own past counts for half."""
+def test_fading_moves_acceptance_rate_of_sequence_towards_common_rate() -> None:
+    """Each fade, as before a trial of drafts, moves a sequence's acceptance rate towards the common
+    rate."""
     common = PositionRates()
     one = PositionAcceptance(common)
     for _ in range(20):
@@ -81,7 +82,7 @@ def test_fade_moves_rates_towards_common_rates() -> None:
     assert position_gains(one)[0] > low + 0.1
 
 
-def test_costs_are_separate_by_method() -> None:
+def test_step_costs_of_draft_methods_are_measured_separately() -> None:
     """The cost of n-gram drafts says nothing about a model's; plain steps are shared."""
     costs = StepCosts()
     record_steps(costs, DecodeWork(4, 1, 0), 10.0)
@@ -93,7 +94,7 @@ def test_costs_are_separate_by_method() -> None:
     assert model[5] == pytest.approx(30.0, rel=0.05)
 
 
-def test_one_measured_width_predicts_the_others() -> None:
+def test_measured_cost_of_one_draft_count_predicts_other_counts() -> None:
     """Each draft costs a forward, and so does the one that reads the last draft."""
     costs = StepCosts()
     record_steps(costs, DecodeWork(1, 1, 0), 10.0)
@@ -104,7 +105,7 @@ def test_one_measured_width_predicts_the_others() -> None:
     assert costs.draft_ms(1, "draft_model") == pytest.approx(2.0, rel=0.1)
 
 
-def test_idle_time_after_verification_does_not_depend_on_drafts() -> None:
+def test_idle_time_after_verification_costs_equally_for_any_draft_count() -> None:
     """With distant ranks the wait is a cost of any number of drafts."""
     costs = StepCosts()
     record_steps(costs, DecodeWork(1, 1, 0), 10.0)
@@ -118,7 +119,7 @@ def test_idle_time_after_verification_does_not_depend_on_drafts() -> None:
     assert periods[10] < 42.0
 
 
-def test_read_chunks_follow_measured_time() -> None:
+def test_draft_row_chunks_grow_twofold_at_most_within_stall_limit() -> None:
     """Chunks of a draft row at most double, shrink at once, and stay within the stall limit."""
     config = SchedulerConfig(decode_stall_ms=100.0, step_tokens_max=1_000)
     reading = ReadingCost(config)
@@ -137,7 +138,7 @@ def test_read_chunks_follow_measured_time() -> None:
     assert reading.tokens_max == limits.FORWARD_TOKENS_MAX, "a forward's budget holds"
 
 
-def test_short_read_chunk_does_not_enlarge_next() -> None:
+def test_short_last_chunk_of_prompt_does_not_enlarge_next_chunk() -> None:
     """The short rest of a prompt takes little time and does not make chunks grow."""
     reading = ReadingCost(SchedulerConfig())
     before = reading.tokens_max
@@ -145,7 +146,7 @@ def test_short_read_chunk_does_not_enlarge_next() -> None:
     assert reading.tokens_max == before
 
 
-def test_first_step_of_a_method_gets_longest_deadline() -> None:
+def test_first_step_of_each_draft_method_gets_longest_deadline() -> None:
     """It may compile kernels that n-gram verifications of that width have not compiled."""
     timing = StepTiming(100.0)
     timing.record_step(0, 2, 10.0)
@@ -160,7 +161,7 @@ def test_first_step_of_a_method_gets_longest_deadline() -> None:
         assert deadlines.deadline_s(follower) == most
 
 
-def test_draft_counters_are_by_method_and_position() -> None:
+def test_drafts_are_counted_separately_by_method_and_position() -> None:
     """Rows, and drafts by position, are counted for each method."""
     counters = DraftCounters()
     counters.verified("ngram", 2, 2)

@@ -54,7 +54,9 @@ def measure_model_speedup(
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("quality", [0.05, 0.3])
 @pytest.mark.parametrize("device", DEVICES)
-def test_failing_drafts_lose_at_most_3_percent(device: str, quality: float, rows: int) -> None:
+def test_bad_drafts_of_known_draft_model_cost_at_most_3_percent(
+    device: str, quality: float, rows: int
+) -> None:
     """Once a server knows its draft model, bad drafts cost at most 3 %."""
     assert (
         measure_model_speedup(DEVICES[device], texts(quality, rows), prompt=100, rounds=2)[0]
@@ -64,13 +66,13 @@ def test_failing_drafts_lose_at_most_3_percent(device: str, quality: float, rows
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("device", DEVICES)
-def test_first_requests_lose_at_most_10_percent(device: str, rows: int) -> None:
+def test_measuring_drafts_costs_first_requests_at_most_10_percent(device: str, rows: int) -> None:
     """The first requests of a server lose at most a tenth to measurements."""
     assert measure_model_speedup(DEVICES[device], texts(0.1, rows), prompt=100)[0] >= 0.9
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_slow_draft_model_is_not_used(rows: int) -> None:
+def test_draft_model_nearly_as_slow_as_target_is_not_used(rows: int) -> None:
     """A draft model that is nearly as slow as the model is not used, however good its drafts
     are."""
     ratio, replay = measure_model_speedup(SLOW_DRAFT_MODEL, texts(0.9, rows), rounds=2)
@@ -82,12 +84,12 @@ def test_slow_draft_model_is_not_used(rows: int) -> None:
     ("device", "rows", "least"),
     [("gpu", 1, 1.8), ("gpu", 8, 1.6), ("small_gpu", 1, 1.15), ("demo_cpu", 1, 1.2)],
 )
-def test_good_drafts_save_time(device: str, rows: int, least: float) -> None:
+def test_good_drafts_of_fast_draft_model_save_time(device: str, rows: int, least: float) -> None:
     """Where a draft forward is cheap, drafts gain from the first request on."""
     assert measure_model_speedup(DEVICES[device], texts(0.9, rows))[0] >= least
 
 
-def test_row_limit_is_learnt_from_measured_periods() -> None:
+def test_draft_model_is_used_for_one_row_but_not_32() -> None:
     """The same draft model is used for one row and not for many."""
     few, some = measure_model_speedup(DEMO_CPU, texts(0.9, 1), rounds=2)
     many, none = measure_model_speedup(DEMO_CPU, texts(0.9, 32), rounds=2)
@@ -106,7 +108,7 @@ def test_drafts_resume_when_text_becomes_easy() -> None:
     assert sum(map(bool, late)) > 80
 
 
-def test_draft_row_reads_prompt_before_drafts() -> None:
+def test_draft_row_reads_missing_prompt_before_proposing_drafts() -> None:
     """A draft row that lacks its prompt reads it before it proposes drafts."""
     ratio, replay = measure_model_speedup(GPU, texts(0.95, 1), prompt=2_000)
     assert ratio > 1.8
@@ -115,7 +117,7 @@ def test_draft_row_reads_prompt_before_drafts() -> None:
 
 
 @pytest.mark.parametrize(("left", "drafts"), [(2, 1), (3, 2), (6, 5), (9, 5)])
-def test_drafts_end_before_last_token(left: int, drafts: int) -> None:
+def test_drafts_leave_room_for_one_token_before_length_limit(left: int, drafts: int) -> None:
     """One token comes after the drafts, and none exceeds the longest length."""
     one = make_speculator("draft_model", adaptive=False)
     drafting = one.new_draft_state([], Speculation())

@@ -33,9 +33,11 @@ def make_world() -> Iterator[MakeWorld]:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_good_drafts_save_steps(make_world: MakeWorld, method: str) -> None:
-    """Good drafts give the same tokens in fewer steps; accepted drafts are reported by method and
-    request."""
+def test_good_drafts_give_undrafted_tokens_in_fewer_steps(
+    make_world: MakeWorld, method: str
+) -> None:
+    """Good drafts give the tokens of a run without drafts in fewer steps; accepted drafts are
+    reported by method and request."""
     world = make_world(method, hardware=RankSetup(draft_quality=0.9))
     world.submit("a", PROMPT, 300)
     world.settle()
@@ -51,7 +53,9 @@ def test_good_drafts_save_steps(make_world: MakeWorld, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_bad_drafts_are_rarely_proposed(make_world: MakeWorld, method: str) -> None:
+def test_always_rejected_drafts_are_proposed_in_few_steps(
+    make_world: MakeWorld, method: str
+) -> None:
     """Drafts that are never right are proposed in less than a tenth of the steps."""
     world = make_world(method, hardware=RankSetup(draft_quality=0.0))
     for number in range(4):
@@ -64,7 +68,7 @@ def test_bad_drafts_are_rarely_proposed(make_world: MakeWorld, method: str) -> N
     assert sum(one.accepted for one in status.drafts) == 0
 
 
-def test_eagle_reads_no_draft_chunks(make_world: MakeWorld) -> None:
+def test_plans_with_eagle_contain_no_draft_chunks(make_world: MakeWorld) -> None:
     """Only a draft model's rows read tokens."""
     world = make_world("eagle")
     world.submit("a", PROMPT, 40)
@@ -73,7 +77,7 @@ def test_eagle_reads_no_draft_chunks(make_world: MakeWorld) -> None:
     assert not any(plan.draft_chunks for plan in world.plans)
 
 
-def test_draft_rows_read_prompt_with_its_prefill(make_world: MakeWorld) -> None:
+def test_draft_rows_read_no_more_than_plan_prefills(make_world: MakeWorld) -> None:
     """Draft rows read at most the tokens that are prefilled in the same plan."""
     world = make_world(step_tokens_max=32)
     world.submit("a", list(range(300)), 40)
@@ -87,7 +91,7 @@ def test_draft_rows_read_prompt_with_its_prefill(make_world: MakeWorld) -> None:
     assert tokens == list(range(300))
 
 
-def test_draft_row_reads_reused_prefix_in_bounded_chunks(make_world: MakeWorld) -> None:
+def test_draft_row_reads_reused_prefix_in_chunks_of_bounded_length(make_world: MakeWorld) -> None:
     """A draft row reads a prefix from blocks later, a bounded number of tokens per step."""
     world = make_world(hardware=RankSetup(draft_quality=0.9), decode_stall_ms=1_000.0)
     prompt = [token % 900 for token in range(1_200)]
@@ -110,7 +114,7 @@ def test_draft_row_reads_reused_prefix_in_bounded_chunks(make_world: MakeWorld) 
     assert max(plan.draft_counts[0] for plan in world.plans[-20:] if plan.draft_counts) > 1
 
 
-def test_requests_without_model_drafts_get_no_draft_row(make_world: MakeWorld) -> None:
+def test_requests_without_draft_model_get_no_draft_row(make_world: MakeWorld) -> None:
     """Requests that decline, are too short, or use n-grams read nothing."""
     world = make_world()
     world.submit("off", PROMPT, 30, speculation=Speculation(method="off"))
@@ -121,7 +125,7 @@ def test_requests_without_model_drafts_get_no_draft_row(make_world: MakeWorld) -
     assert any(plan.drafts for plan in world.plans)
 
 
-def test_unsupported_method_gets_no_drafts(make_world: MakeWorld) -> None:
+def test_request_for_unconfigured_draft_method_gets_no_drafts(make_world: MakeWorld) -> None:
     """A server with a draft model proposes nothing when a request asks for eagle."""
     world = make_world()
     world.submit("a", PROMPT, 60, speculation=Speculation(method="eagle"))
@@ -129,7 +133,7 @@ def test_unsupported_method_gets_no_drafts(make_world: MakeWorld) -> None:
     assert not any(plan.draft_counts for plan in world.plans)
 
 
-def test_all_allowed_drafts_are_proposed_without_adapting() -> None:
+def test_every_decode_gets_all_allowed_drafts_when_adapting_is_off() -> None:
     """Without adapting every decode gets as many drafts as allowed."""
     with world_factory() as make:
         speculation = {
@@ -145,8 +149,9 @@ def test_all_allowed_drafts_are_proposed_without_adapting() -> None:
         assert {max(one) for one in counts if one} == {1, 2, 3}
 
 
-def test_draft_rows_count_in_kv_budget(make_world: MakeWorld) -> None:
-    """Rows take more bytes per token; blocks do not."""
+def test_kv_budget_counts_draft_rows_in_bytes_per_token(make_world: MakeWorld) -> None:
+    """Rows take the bytes of the model and of the draft model per token; blocks take only those of
+    the model."""
     tokens = 2_000
     world = make_world(kv_tokens=tokens)
     budget = world.core._batch.rows.budget
@@ -161,7 +166,9 @@ def test_draft_rows_count_in_kv_budget(make_world: MakeWorld) -> None:
     assert RowBudget(100, 10, 0, 3).longest_row() == 7
 
 
-def test_missing_draft_model_is_configuration_failure(make_world: MakeWorld) -> None:
+def test_rank_without_configured_draft_model_is_configuration_failure(
+    make_world: MakeWorld,
+) -> None:
     """The failure names the setting and both values, and no request is served."""
     world = make_world(hardware=RankSetup(has_drafts=False), ranks=2)
     status = query_status(world)
@@ -174,7 +181,7 @@ def test_missing_draft_model_is_configuration_failure(make_world: MakeWorld) -> 
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_model_without_rollback_is_configuration_failure(
+def test_drafting_for_model_without_rollback_is_configuration_failure(
     make_world: MakeWorld, method: str
 ) -> None:
     """A model that cannot be rolled back is refused for draft models and eagle."""
@@ -182,7 +189,7 @@ def test_model_without_rollback_is_configuration_failure(
     assert f"speculation.method is {method}" in query_status(world).reason
 
 
-def test_accepted_drafts_after_end_are_dropped(make_world: MakeWorld) -> None:
+def test_accepted_drafts_after_end_of_completion_are_not_sent(make_world: MakeWorld) -> None:
     """No token after a stop token or the last allowed token is sent."""
     world = make_world(hardware=RankSetup(draft_quality=0.95))
     whole = completion(PROMPT, 300)

@@ -57,7 +57,7 @@ def search_longest_match(tokens: list[int]) -> tuple[int, int]:
 
 
 @given(texts, st.integers(2, 5))
-def test_index_equals_full_search(tokens: list[int], size: int) -> None:
+def test_ngram_index_finds_same_positions_as_full_search(tokens: list[int], size: int) -> None:
     """Every earlier occurrence is found, the latest first, and no other position."""
     index = GramIndex(tokens, size)
     while index.add(7):
@@ -66,7 +66,9 @@ def test_index_equals_full_search(tokens: list[int], size: int) -> None:
 
 
 @given(texts, st.integers(2, 4))
-def test_index_is_exact_across_tables(tokens: list[int], size: int) -> None:
+def test_ngram_index_of_successive_hash_tables_finds_every_match(
+    tokens: list[int], size: int
+) -> None:
     """Successive hash tables of any size act as one index."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gram_index, "_BUCKETS_MIN", 2)
@@ -77,7 +79,9 @@ def test_index_is_exact_across_tables(tokens: list[int], size: int) -> None:
 
 
 @given(texts, st.integers(2, 3))
-def test_index_is_exact_when_all_hashes_are_equal(tokens: list[int], size: int) -> None:
+def test_ngram_index_finds_true_matches_when_all_hashes_are_equal(
+    tokens: list[int], size: int
+) -> None:
     """Equal hashes are resolved by comparing tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gram_index, "hash", lambda gram: 5, raising=False)
@@ -88,7 +92,7 @@ def test_index_is_exact_when_all_hashes_are_equal(tokens: list[int], size: int) 
 
 
 @given(texts)
-def test_proposal_follows_latest_longest_match(tokens: list[int]) -> None:
+def test_drafts_continue_longest_match_of_text_indexed_at_once(tokens: list[int]) -> None:
     """A text indexed at once is matched as a full search does."""
     proposer = index_text(tokens)
     source, matched = search_longest_match(tokens)
@@ -98,7 +102,7 @@ def test_proposal_follows_latest_longest_match(tokens: list[int]) -> None:
 
 
 @given(texts, st.lists(st.integers(0, 3), max_size=60), st.integers(0, 16))
-def test_proposals_continue_earlier_occurrences(
+def test_drafts_continue_earlier_occurrence_after_each_new_token(
     tokens: list[int], future_tokens: list[int], count: int
 ) -> None:
     """Token by token, a proposal continues an earlier occurrence of a match at least as long."""
@@ -120,8 +124,11 @@ def test_proposals_continue_earlier_occurrences(
 
 
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=20))
-def test_each_proposable_token_is_judged_once(tokens: list[int], steps: list[list[int]]) -> None:
-    """Each token that could have been proposed is judged once, whether it was proposed or not."""
+def test_each_generated_token_after_match_is_recorded_once_as_hit_or_miss(
+    tokens: list[int], steps: list[list[int]]
+) -> None:
+    """Each token that drafts could have proposed is recorded once as a hit or a miss, up to the
+    first miss of a step."""
     judged: list[tuple[int, bool]] = []
     proposer = index_text(tokens, judged)
     for step in steps:
@@ -137,26 +144,26 @@ def test_each_proposable_token_is_judged_once(tokens: list[int], steps: list[lis
         assert judged == expected
 
 
-def test_repeated_phrase_is_proposed_at_any_length() -> None:
+def test_repeated_short_phrase_gives_drafts_of_any_length() -> None:
     """Text that repeats a short phrase is proposed for any number of tokens."""
     proposer = index_text([9, 1, 2, 3, 1, 2, 3, 1, 2, 3])
     assert proposer.propose(8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_latest_of_equal_matches_is_used() -> None:
+def test_drafts_continue_latest_of_equally_long_matches() -> None:
     """Of equally long matches the latest continuation is proposed."""
     proposer = index_text([1, 2, 3, 4, 50, 1, 2, 3, 4, 60, 7, 1, 2, 3, 4])
     assert proposer.propose(2) == [60, 7]
 
 
-def test_longer_match_beats_later_match() -> None:
+def test_drafts_continue_longer_match_instead_of_later_shorter_one() -> None:
     """Later repetitions of a short phrase do not displace the copied passage."""
     first = [11, 12, 1, 2, 3, 4, 50, 51]
     proposer = index_text([*first, 13, 1, 2, 3, 4, 60, 61, 11, 12, 1, 2, 3, 4])
     assert proposer.propose(2) == [50, 51]
 
 
-def test_copy_keeps_its_source_position() -> None:
+def test_drafts_follow_copied_passage_past_line_that_occurs_often() -> None:
     """A line that occurs a hundred times does not move a copy to another place."""
     line = [1, 2, 3, 4, 5]
     prompt = [token for number in range(100) for token in (*line, 1_000 + number)]
@@ -173,14 +180,14 @@ def test_copy_keeps_its_source_position() -> None:
     assert proposer.propose(6) == [*line, 1_040]
 
 
-def test_text_without_repetition_has_no_proposals() -> None:
+def test_text_without_repetition_gets_no_drafts() -> None:
     """Text in which no pair of tokens repeats has no proposals."""
     assert index_text(list(range(500))).propose(5) == []
     assert index_text([]).propose(5) == []
     assert index_text([4, 4]).propose(5) == []
 
 
-def test_unindexed_token_prevents_proposals() -> None:
+def test_no_drafts_are_proposed_while_last_token_is_unindexed() -> None:
     """Between a new token and the next `extend` no draft is proposed: it would be for another
     position."""
     tokens = [1, 2, 3, 1, 2]
@@ -190,7 +197,7 @@ def test_unindexed_token_prevents_proposals() -> None:
     assert proposer.propose(1) == []
 
 
-def test_partly_indexed_prompt_proposes_from_indexed_part() -> None:
+def test_partly_indexed_prompt_gets_drafts_from_indexed_part_only() -> None:
     """A long prompt is indexed in slices; only the indexed part is searched."""
     tokens = [*range(2_000), 700, 701, 702, 703]
     proposer = NgramProposer(tokens, lambda matched, hit: None)
@@ -202,7 +209,7 @@ def test_partly_indexed_prompt_proposes_from_indexed_part() -> None:
     assert proposer.propose(2) == [704, 705]
 
 
-def test_reset_forgets_previous_text() -> None:
+def test_proposer_proposes_no_token_of_previous_text_after_reset() -> None:
     """After `reset` no token of the previous text is proposed."""
     proposer = index_text([1, 2, 3, 1, 2])
     proposer.reset([5, 6, 7, 1, 2])
@@ -210,7 +217,7 @@ def test_reset_forgets_previous_text() -> None:
     assert proposer.propose(3) == []
 
 
-def test_many_tokens_at_once_are_not_judged() -> None:
+def test_tokens_returning_together_count_as_neither_hit_nor_miss() -> None:
     """Tokens that return after a restart were not sampled one by one, so they are not judged."""
     judged: list[tuple[int, bool]] = []
     tokens = [1, 2, 3, 4] * 5
@@ -233,7 +240,7 @@ def worst_texts(count: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["random", "binary", "constant", "boilerplate"])
-def test_operations_per_token_do_not_grow_with_length(kind: str) -> None:
+def test_indexing_operations_per_token_do_not_grow_with_text_length(kind: str) -> None:
     """Operations per token are bounded and no more at 40,000 tokens than at 4,000."""
     cost = {}
     for count in (4_000, 40_000):
@@ -251,7 +258,7 @@ def test_operations_per_token_do_not_grow_with_length(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "binary", "constant", "boilerplate"])
-def test_work_per_slice_is_bounded(kind: str) -> None:
+def test_indexing_work_per_slice_of_long_prompt_is_bounded(kind: str) -> None:
     """No slice of a long prompt costs much more than its tokens, table growth included."""
     proposer = NgramProposer(worst_texts(40_000)[kind], lambda matched, hit: None)
     work = [0]
@@ -261,13 +268,13 @@ def test_work_per_slice_is_bounded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "binary", "constant", "boilerplate"])
-def test_index_memory_is_bounded(kind: str) -> None:
+def test_ngram_index_takes_no_more_memory_than_token_list(kind: str) -> None:
     """An index takes at most the memory of the token list (8 bytes, and the numbers)."""
     proposer = index_text(worst_texts(40_000)[kind])
     assert proposer.bytes_held < 32 * 40_000
 
 
-def test_index_memory_is_bounded_by_window() -> None:
+def test_text_longer_than_window_adds_no_ngram_index_memory() -> None:
     """A text longer than the window takes no more memory than the window."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gram_index, "WINDOW_TOKENS", 2_048)

@@ -90,14 +90,14 @@ def measure_ngram_speedup(
 @pytest.mark.proof
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("device", DEVICES)
-def test_prose_loses_at_most_3_percent(device: str, rows: int) -> None:
+def test_ngram_speculation_slows_prose_at_most_3_percent(device: str, rows: int) -> None:
     """On prose speculation costs at most 3 % on every device."""
     assert measure_ngram_speedup(DEVICES[device], plain_text, rows)[0] >= 0.97
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("device", DEVICES)
-def test_misleading_matches_lose_at_most_3_percent(device: str, rows: int) -> None:
+def test_ngram_matches_that_always_fail_cost_at_most_3_percent(device: str, rows: int) -> None:
     """Text whose matches always fail is detected."""
     assert measure_ngram_speedup(DEVICES[device], misleading_text, rows)[0] >= 0.97
 
@@ -106,7 +106,7 @@ def test_misleading_matches_lose_at_most_3_percent(device: str, rows: int) -> No
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("make", [copied_text, code_text, mixed_text])
 @pytest.mark.parametrize("device", ["cpu", "demo_cpu", "far", "noisy", "noisy_cpu"])
-def test_expensive_drafts_lose_at_most_3_percent(
+def test_drafts_too_expensive_to_gain_cost_at_most_3_percent(
     device: str, make: Callable[[int], ReplayedText], rows: int
 ) -> None:
     """Where drafts lose, that is detected within a few steps, also with noisy times."""
@@ -114,23 +114,23 @@ def test_expensive_drafts_lose_at_most_3_percent(
 
 
 @pytest.mark.parametrize(("rows", "least"), [(1, 1.8), (8, 1.8), (32, 1.5)])
-def test_copied_text_is_faster_on_memory_bound_gpu(rows: int, least: float) -> None:
+def test_ngram_drafts_speed_up_copied_text_on_memory_bound_gpu(rows: int, least: float) -> None:
     """Copied text comes up to 1.8 times as fast on a GPU."""
     assert measure_ngram_speedup(GPU, copied_text, rows)[0] >= least
 
 
-def test_code_is_faster_on_memory_bound_gpu() -> None:
+def test_ngram_drafts_speed_up_code_on_memory_bound_gpu() -> None:
     """Code that repeats its forms comes faster although its names differ."""
     assert measure_ngram_speedup(GPU, code_text, 1)[0] >= 1.4
     assert measure_ngram_speedup(GPU, code_text, 8)[0] >= 1.4
 
 
-def test_small_model_gains_despite_waiting_for_results() -> None:
+def test_ngram_drafts_speed_up_small_model_despite_waiting_for_results() -> None:
     """Waiting for results is weighed, and drafts still pay for copied texts."""
     assert measure_ngram_speedup(SMALL_GPU, copied_text, 1)[0] >= 1.2
 
 
-def test_drafts_stop_on_prose_and_resume_on_copy() -> None:
+def test_drafts_stop_on_prose_and_resume_on_copied_text() -> None:
     """Prose gets no drafts, a copy after it does within a few steps, and prose after that none."""
     ratio, replay = measure_ngram_speedup(GPU, mixed_text, 1)
     drafted = [place for place, drafts in enumerate(replay.decisions) if drafts]
@@ -139,7 +139,7 @@ def test_drafts_stop_on_prose_and_resume_on_copy() -> None:
     assert len([place for place in drafted if place > drafted[0] + 90]) < 10
 
 
-def test_row_limit_is_learnt_from_measured_periods() -> None:
+def test_ngram_drafts_are_verified_for_one_row_but_not_48() -> None:
     """The same device verifies drafts for few rows and not for many."""
     device = Device(fixed_ms=10.0, token_ms=1.5)
     few, some = measure_ngram_speedup(device, copied_text, 1)
@@ -150,7 +150,7 @@ def test_row_limit_is_learnt_from_measured_periods() -> None:
     assert none.drafted_share < 0.1
 
 
-def test_decisions_are_deterministic() -> None:
+def test_draft_decisions_are_equal_for_equal_texts_and_costs() -> None:
     """Decisions depend on texts and costs only."""
     first, second = (measure_ngram_speedup(GPU, code_text, 4)[1].decisions for _ in range(2))
     assert first == second

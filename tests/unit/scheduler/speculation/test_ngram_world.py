@@ -31,7 +31,7 @@ def _finish(world: InMemoryWorld, name: str) -> RequestFinished:
     return end
 
 
-def test_repeating_text_needs_fewer_steps(make_world: MakeWorld) -> None:
+def test_ngram_drafts_halve_steps_of_repeating_text(make_world: MakeWorld) -> None:
     """The same tokens come in half the steps, and the request's end counts accepted drafts."""
     world = make_world()
     world.submit("a", COPY, 400)
@@ -59,7 +59,7 @@ def test_text_without_repetition_gets_few_drafts(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("method", ["off", "draft_model"])
-def test_request_can_decline_drafts(make_world: MakeWorld, method: str) -> None:
+def test_request_with_method_off_gets_no_drafts(make_world: MakeWorld, method: str) -> None:
     """A request gets no drafts with method `off` or a method that the server does not have."""
     world = make_world()
     world.submit("a", COPY, 100, speculation=Speculation(method=method))  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_request_can_decline_drafts(make_world: MakeWorld, method: str) -> None:
     assert sum(one.proposed for one in query_status(world).drafts) == 0
 
 
-def test_accepted_drafts_after_end_are_dropped(make_world: MakeWorld) -> None:
+def test_accepted_drafts_after_end_of_completion_are_not_sent(make_world: MakeWorld) -> None:
     """No token after a stop token or the last allowed token is sent or counted."""
     world = make_world()
     whole = completion(COPY, 300)
@@ -86,7 +86,9 @@ def test_accepted_drafts_after_end_are_dropped(make_world: MakeWorld) -> None:
         assert _finish(world, f"ends-{length}").completion_tokens == length
 
 
-def test_model_without_rollback_is_configuration_failure(make_world: MakeWorld) -> None:
+def test_ngram_speculation_for_model_without_rollback_is_configuration_failure(
+    make_world: MakeWorld,
+) -> None:
     """The failure names the setting before any request is served."""
     world = make_world(hardware=RankSetup(can_roll_back=False))
 

@@ -45,7 +45,7 @@ def record_steps(
 # --- acceptance -----------------------------------------------------------------------------------
 
 
-def test_match_class_grows_with_match_length() -> None:
+def test_longer_ngram_match_never_gets_lower_acceptance_class() -> None:
     """Every match length has a class, which grows with the length."""
     classes = [class_of(matched) for matched in range(2, 100)]
     assert classes == sorted(classes)
@@ -53,7 +53,7 @@ def test_match_class_grows_with_match_length() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75])
-def test_acceptance_rate_follows_own_hits(share: float) -> None:
+def test_acceptance_rate_of_sequence_approaches_its_own_share_of_hits(share: float) -> None:
     """A sequence's rate approaches its own share of hits; new sequences begin near it."""
     common = AcceptanceRates()
     sequence_acceptance = SequenceAcceptance(common)
@@ -65,7 +65,7 @@ def test_acceptance_rate_follows_own_hits(share: float) -> None:
     )
 
 
-def test_own_misses_outweigh_hits_of_other_sequences() -> None:
+def test_acceptance_rate_falls_after_own_misses_despite_hits_of_others() -> None:
     """After a few misses a sequence's rate is low although other sequences accept all drafts."""
     common = AcceptanceRates()
     for _ in range(1_000):
@@ -77,7 +77,7 @@ def test_own_misses_outweigh_hits_of_other_sequences() -> None:
     assert sequence_acceptance.rates[3] < 0.35
 
 
-def test_gain_of_nth_draft_is_chance_of_whole_run() -> None:
+def test_gain_of_nth_draft_is_chance_that_first_n_are_accepted() -> None:
     """The n-th draft brings a token only when all drafts before it are right, unknown ones
     included."""
     gains = [0.0] * 4
@@ -90,7 +90,7 @@ def test_gain_of_nth_draft_is_chance_of_whole_run() -> None:
 # --- costs ----------------------------------------------------------------------------------------
 
 
-def test_costs_are_unknown_before_plain_step() -> None:
+def test_draft_costs_are_unknown_until_plain_step_is_measured() -> None:
     """Drafts cannot be weighed before plain steps were measured."""
     costs = StepCosts()
     assert costs.periods_ms(4, 4) == [0.0] * WIDTHS
@@ -98,7 +98,7 @@ def test_costs_are_unknown_before_plain_step() -> None:
     assert costs.periods_ms(4, 4) == [0.0] * WIDTHS
 
 
-def test_costs_interpolate_between_measured_widths() -> None:
+def test_step_time_is_interpolated_between_measured_draft_counts() -> None:
     """A measured width costs its measured time, and widths between lie between."""
     costs = StepCosts()
     record_steps(costs, 4, 1, 10.0)
@@ -121,7 +121,9 @@ def test_costs_interpolate_between_measured_widths() -> None:
         max_size=60,
     )
 )  # fmt: skip
-def test_more_drafts_never_cost_less(steps: list[tuple[int, int, float, float, bool]]) -> None:
+def test_predicted_step_time_never_falls_with_more_drafts(
+    steps: list[tuple[int, int, float, float, bool]],
+) -> None:
     """For any measurements periods grow with the number of drafts and are finite."""
     costs = StepCosts()
     for rows, width, busy_ms, idle_ms, was_held in steps:
@@ -133,7 +135,7 @@ def test_more_drafts_never_cost_less(steps: list[tuple[int, int, float, float, b
         assert all(0.0 <= period < 1e9 for period in periods)
 
 
-def test_idle_time_after_verification_is_its_cost() -> None:
+def test_idle_time_after_verification_counts_as_cost_of_verification() -> None:
     """The idle time after a step with drafts belongs to its period and not to the next one's."""
     costs = StepCosts()
     record_steps(costs, 1, 1, 10.0)
@@ -148,8 +150,8 @@ def test_idle_time_after_verification_is_its_cost() -> None:
     )
 
 
-def test_idle_time_before_held_plan_is_switch_cost() -> None:
-    """The idle time before a held plan is part of the switch to drafts."""
+def test_idle_time_before_held_plan_counts_as_cost_of_starting_drafts() -> None:
+    """The idle time before a held plan counts as a cost of switching from plain steps to drafts."""
     costs = StepCosts()
     record_steps(costs, 1, 1, 10.0)
     before = costs.switch_ms
@@ -160,8 +162,9 @@ def test_idle_time_before_held_plan_is_switch_cost() -> None:
     assert costs.switch_ms > before + 2.0
 
 
-def test_unhidden_graph_after_verification_is_switch_cost() -> None:
-    """The extra time of a plain step whose graph was not built in advance is part of the switch."""
+def test_extra_time_of_plain_step_after_drafts_counts_as_switching_cost() -> None:
+    """The extra time of a plain step after drafts, whose graph was not built in advance, counts as
+    a cost of switching."""
     costs = StepCosts()
     record_steps(costs, 1, 1, 10.0)
     before = costs.switch_ms
@@ -172,7 +175,7 @@ def test_unhidden_graph_after_verification_is_switch_cost() -> None:
     assert costs.switch_ms > before + 3.0
 
 
-def test_one_slow_step_does_not_change_known_cost() -> None:
+def test_measured_step_cost_rises_after_several_slow_steps_not_one() -> None:
     """One slow step of a known width changes nothing; several in a row do."""
     costs = StepCosts()
     record_steps(costs, 2, 1, 10.0)
@@ -184,7 +187,7 @@ def test_one_slow_step_does_not_change_known_cost() -> None:
     assert costs.periods_ms(2, 2)[3] > 80.0
 
 
-def test_first_slow_steps_do_not_end_speculation() -> None:
+def test_speculation_ends_after_repeated_slow_steps_not_after_first() -> None:
     """A kernel compiled at its first use does not end speculation; more slow steps do."""
     costs = StepCosts()
     record_steps(costs, 2, 1, 10.0)
@@ -195,7 +198,7 @@ def test_first_slow_steps_do_not_end_speculation() -> None:
     assert costs.periods_ms(2, 2)[3] > 80.0
 
 
-def test_slow_first_plain_step_is_forgotten() -> None:
+def test_faster_plain_steps_replace_time_of_slow_first_one() -> None:
     """Plain steps that are far faster than the first one replace its time at once."""
     costs = StepCosts()
     costs.record_step(DecodeWork(2, 1, 2), 9_000.0, 0.0, was_held=False)
@@ -203,7 +206,7 @@ def test_slow_first_plain_step_is_forgotten() -> None:
     assert costs.periods_ms(2, 2)[0] == pytest.approx(10.0)
 
 
-def test_faster_verification_corrects_plain_step_time() -> None:
+def test_verification_faster_than_plain_step_lowers_plain_step_time() -> None:
     """More tokens never take less time, so a faster step with drafts lowers the plain step's
     time."""
     costs = StepCosts()
@@ -212,7 +215,7 @@ def test_faster_verification_corrects_plain_step_time() -> None:
     assert costs.periods_ms(1, 1)[0] <= 12.0
 
 
-def test_expensive_width_is_tried_again_after_thousands_of_steps() -> None:
+def test_expensive_draft_count_is_tried_again_after_thousands_of_steps() -> None:
     """The measured cost of a width fades after thousands of steps without it."""
     costs = StepCosts()
     record_steps(costs, 2, 1, 10.0)
@@ -223,7 +226,7 @@ def test_expensive_width_is_tried_again_after_thousands_of_steps() -> None:
     assert costs.periods_ms(2, 2)[3] < 15.0
 
 
-def test_new_row_count_starts_from_nearest_costs() -> None:
+def test_new_row_count_starts_with_costs_of_nearest_row_count() -> None:
     """A batch that has grown by one row does not try expensive drafts anew."""
     costs = StepCosts()
     record_steps(costs, 7, 1, 10.0)
@@ -232,7 +235,7 @@ def test_new_row_count_starts_from_nearest_costs() -> None:
     assert periods[3] / periods[0] == pytest.approx(5.0, rel=0.05)
 
 
-def test_few_rows_with_drafts_have_own_cost() -> None:
+def test_step_with_drafts_for_few_rows_has_own_measured_cost() -> None:
     """Ranks may compute few rows with drafts separately, so that cost is measured separately."""
     costs = StepCosts()
     record_steps(costs, 8, 1, 10.0)
@@ -244,7 +247,7 @@ def test_few_rows_with_drafts_have_own_cost() -> None:
     assert costs.periods_ms(8, 8)[5] == pytest.approx(50.0, rel=0.05)
 
 
-def test_steps_with_prefill_are_not_measured() -> None:
+def test_step_with_prefill_changes_no_decode_cost() -> None:
     """The time of a prompt chunk is not the cost of a decode."""
     costs = StepCosts()
     record_steps(costs, 2, 1, 10.0)
@@ -274,17 +277,17 @@ def chosen(
     return choose(candidates, rows, periods, switch_ms, verified)
 
 
-def test_all_free_drafts_are_sent() -> None:
+def test_all_allowed_drafts_are_sent_when_more_tokens_cost_nothing() -> None:
     """Where further tokens cost nothing, all allowed drafts are sent."""
     assert chosen([0.9], 1, FREE, most=5).drafts == 5
 
 
-def test_expensive_drafts_are_not_sent() -> None:
+def test_no_drafts_are_sent_when_each_costs_a_step() -> None:
     """Where k drafts cost k steps none is sent, however likely they are."""
     assert chosen([0.98] * 4, 4, EXPENSIVE) == PLAIN_STEP
 
 
-def test_unlikely_drafts_are_not_sent() -> None:
+def test_drafts_are_not_sent_when_cost_exceeds_expected_gain() -> None:
     """Where drafts cost a little, their expected gain must be higher."""
     slightly_dear = [10.0 + 0.5 * drafts for drafts in range(WIDTHS)]
     assert chosen([0.03], 1, slightly_dear) == PLAIN_STEP
@@ -297,7 +300,7 @@ def test_unlikely_drafts_are_not_sent() -> None:
     st.integers(0, 6),
     st.floats(0.0, 2.0),
 )
-def test_choice_maximises_tokens_per_millisecond(
+def test_chosen_draft_count_maximises_expected_tokens_per_millisecond(
     rates: list[float], others: int, slope: float
 ) -> None:
     """No other number of drafts promises more tokens per millisecond, and none is chosen that
@@ -317,7 +320,7 @@ def test_choice_maximises_tokens_per_millisecond(
         assert max(gained) <= gained[0] * 1.031
 
 
-def test_row_sends_only_drafts_worth_their_cost() -> None:
+def test_row_sends_only_drafts_whose_chance_exceeds_their_cost() -> None:
     """In a batch with drafts, a row sends only drafts whose chance exceeds their own cost."""
     expensive = [10.0, *(12.0 + 2.0 * drafts for drafts in range(1, WIDTHS))]
     choice = chosen([0.95] * 4, 4, expensive)
@@ -327,14 +330,14 @@ def test_row_sends_only_drafts_worth_their_cost() -> None:
     assert count_worth_sending(acceptance(0.3), 5, 5, free.chance_min) == 3
 
 
-def test_one_likely_row_does_not_widen_large_batch() -> None:
+def test_large_batch_sends_no_drafts_when_one_row_would_gain() -> None:
     """Rows are padded, so one row's drafts cost time for all rows."""
     periods = [10.0 + 2.0 * drafts for drafts in range(WIDTHS)]
     assert chosen([0.95], 1, periods).drafts > 0
     assert chosen([0.95], 16, periods) == PLAIN_STEP
 
 
-def test_plan_waits_for_results_only_when_worthwhile() -> None:
+def test_plan_waits_for_results_only_when_drafts_gain_more_than_wait() -> None:
     """Drafts need known tokens: a plan waits when one verification gains more than the wait
     costs."""
     assert chosen([0.9], 1, FREE, lag=1, switch_ms=2.0) == DraftChoice(waits_for_results=True)
@@ -342,7 +345,7 @@ def test_plan_waits_for_results_only_when_worthwhile() -> None:
     assert chosen([0.3], 1, FREE, lag=1, switch_ms=2.0) == PLAIN_STEP
 
 
-def test_plain_step_is_measured_periodically() -> None:
+def test_plain_step_is_run_periodically_while_drafts_gain() -> None:
     """Even while drafts pay, a plain step is made now and then to keep the comparison current."""
     assert chosen([0.5], 1, FREE, most=2, verified=255).drafts
     assert chosen([0.5], 1, FREE, most=2, verified=256) == PLAIN_STEP
@@ -350,7 +353,7 @@ def test_plain_step_is_measured_periodically() -> None:
     assert chosen([0.9], 1, FREE, verified=1_024) == PLAIN_STEP
 
 
-def test_batch_that_cannot_gain_skips_drafts() -> None:
+def test_no_drafts_are_computed_when_even_accepted_ones_would_lose() -> None:
     """Where even fully accepted drafts would lose, no proposals are computed."""
     assert can_pay(4, 4, 5, FREE)
     assert not can_pay(4, 4, 16, EXPENSIVE)

@@ -58,8 +58,8 @@ class FailingDrafts:
         self.finish(planned, busy_ms)
 
 
-def test_steps_of_other_method_do_not_delay_probe() -> None:
-    """Steps with n-gram drafts do not change when the model's drafts are probed next."""
+def test_ngram_steps_do_not_delay_next_trial_of_model_drafts() -> None:
+    """Steps with n-gram drafts do not change when the model's drafts are tried next."""
     alone, beside = FailingDrafts(), FailingDrafts()
     for speculator in (alone, beside):
         speculator.steps_to_probe()
@@ -69,9 +69,9 @@ def test_steps_of_other_method_do_not_delay_probe() -> None:
     assert beside.steps_to_probe() == alone.steps_to_probe()
 
 
-def test_slow_probe_delays_next_probe() -> None:
-    """A probe that took longer than predicted delays the next one, also when a long prompt was
-    considered meanwhile."""
+def test_slow_trial_of_drafts_delays_next_trial() -> None:
+    """A trial of drafts that took longer than predicted delays the next one, also when a long
+    prompt was considered meanwhile."""
     usual, slow, beside = FailingDrafts(), FailingDrafts(), FailingDrafts()
     for speculator in (usual, slow, beside):
         speculator.steps_to_probe()
@@ -86,8 +86,8 @@ def test_slow_probe_delays_next_probe() -> None:
     assert beside.steps_to_probe() == steps
 
 
-def test_hits_of_later_plan_do_not_trigger_probe() -> None:
-    """An accepted draft of a later plan does not cause an immediate probe."""
+def test_accepted_draft_after_failed_trial_starts_no_immediate_trial() -> None:
+    """A draft that is accepted in a later plan does not start another trial of drafts at once."""
     quiet, lucky = FailingDrafts(), FailingDrafts()
     for speculator in (quiet, lucky):
         speculator.steps_to_probe()
@@ -97,7 +97,7 @@ def test_hits_of_later_plan_do_not_trigger_probe() -> None:
     assert lucky.steps_to_probe() > quiet.steps_to_probe() / 2
 
 
-def test_skipped_reading_does_not_limit_later_reading() -> None:
+def test_plans_with_ngrams_only_do_not_shorten_later_draft_chunks() -> None:
     """Plans that use n-grams read nothing, so later plans may read as much as before."""
     config = SpeculationConfig(method="draft_model", draft_model="small", tokens_max=5)
     speculator = Speculator(config)
@@ -121,7 +121,7 @@ def test_skipped_reading_does_not_limit_later_reading() -> None:
     assert speculator.choose(models).reads == first.reads
 
 
-def test_configured_method_has_priority_without_adapting() -> None:
+def test_ngram_rows_get_drafts_only_when_draft_model_proposes_none() -> None:
     """Without adapting, n-gram rows get drafts only in plans where the model has none."""
     config = SpeculationConfig(
         method="draft_model", draft_model="small", tokens_max=5, adaptive=False

@@ -39,7 +39,7 @@ def new_drafts(speculator: Speculator, tokens: list[int], tokens_max: int = 0) -
     return found
 
 
-def test_server_without_speculation_allows_ngrams_only() -> None:
+def test_server_without_speculation_drafts_only_for_requests_for_ngrams() -> None:
     """A server without speculation gives drafts only to requests for n-grams."""
     off = Speculator(SpeculationConfig())
     for method in ("default", "off", "draft_model", "eagle"):
@@ -51,7 +51,7 @@ def test_server_without_speculation_allows_ngrams_only() -> None:
     ("method", "is_allowed"),
     [("default", True), ("ngram", True), ("off", False), ("draft_model", False), ("eagle", False)],
 )
-def test_request_method_must_be_configured(method: str, is_allowed: bool) -> None:
+def test_request_for_unconfigured_method_gets_no_draft_state(method: str, is_allowed: bool) -> None:
     """A method that the server does not have is off."""
     wish = Speculation(method=method)  # type: ignore[arg-type]
     found = measured_speculator().new_draft_state([1], wish)
@@ -59,14 +59,14 @@ def test_request_method_must_be_configured(method: str, is_allowed: bool) -> Non
 
 
 @pytest.mark.parametrize(("asked", "tokens_max"), [(0, 5), (2, 2), (5, 5), (16, 5)])
-def test_request_can_ask_for_fewer_drafts(asked: int, tokens_max: int) -> None:
+def test_request_gets_smaller_of_own_and_server_draft_limit(asked: int, tokens_max: int) -> None:
     """The server's limit holds for all requests, and a request's own limit below it."""
     speculator = measured_speculator()
     row = DecodingRow(new_drafts(speculator, PERIOD * 9, tokens_max=asked), 0, 1_000)
     assert [len(drafts) for drafts in speculator.choose([row]).drafts] == [tokens_max]
 
 
-def test_drafts_continue_the_match() -> None:
+def test_row_with_ngram_match_gets_its_continuation_as_drafts() -> None:
     """Rows with a match get its continuation; other rows of the plan get none."""
     speculator = measured_speculator()
     rows = [
@@ -79,7 +79,7 @@ def test_drafts_continue_the_match() -> None:
     assert planned.decode_work(3) == DecodeWork(3, 6, 1)
 
 
-def test_plan_without_match_is_plain() -> None:
+def test_plan_without_ngram_match_has_width_of_plain_step() -> None:
     """A plan without drafts has the width of a plain step."""
     speculator = measured_speculator()
     planned = speculator.choose([DecodingRow(new_drafts(speculator, list(range(100))), 0, 1_000)])
@@ -89,14 +89,14 @@ def test_plan_without_match_is_plain() -> None:
 
 
 @pytest.mark.parametrize(("left", "drafts"), [(1, 0), (2, 1), (3, 2), (6, 5), (7, 5)])
-def test_drafts_end_before_last_token(left: int, drafts: int) -> None:
+def test_drafts_leave_room_for_one_token_before_length_limit(left: int, drafts: int) -> None:
     """A verification brings one token more than its drafts, and none exceeds the longest length."""
     speculator = measured_speculator()
     planned = speculator.choose([DecodingRow(new_drafts(speculator, PERIOD * 9), 0, left)])
     assert planned.decode_work(1).width == drafts + 1
 
 
-def test_each_row_keeps_its_own_draft_limit() -> None:
+def test_each_row_keeps_own_draft_limit_beside_row_with_more() -> None:
     """The widest row's drafts do not make others exceed their end or their request."""
     speculator = measured_speculator()
     rows = [
@@ -118,7 +118,7 @@ def test_row_with_tokens_in_flight_gets_no_drafts() -> None:
     assert speculator.choose(rows).drafts == [[1, 2, 3, 4, 5], []]
 
 
-def test_plan_is_held_while_tokens_are_unknown() -> None:
+def test_plan_with_possible_drafts_is_held_while_tokens_are_unknown() -> None:
     """A plan is held while tokens are unknown, and only then: results must end the wait."""
     speculator = measured_speculator()
     tokens = PERIOD * 9
@@ -133,7 +133,7 @@ def test_plan_is_held_while_tokens_are_unknown() -> None:
     assert speculator.counters.report()["drafted_steps_total"] == 2
 
 
-def test_plan_is_not_held_for_ending_sequence() -> None:
+def test_plan_is_not_held_for_sequence_that_ends_in_flight() -> None:
     """A sequence that ends with the tokens in flight holds no plan."""
     speculator = measured_speculator()
     assert not speculator.choose(
@@ -141,7 +141,7 @@ def test_plan_is_not_held_for_ending_sequence() -> None:
     ).waits_for_results
 
 
-def test_no_drafts_above_configured_batch_size() -> None:
+def test_no_drafts_are_sent_above_configured_batch_size() -> None:
     """`speculation.disable_above_sequences` holds for any measurement; 0 sets no limit."""
     for disable_above_sequences, has_drafts in ((0, True), (2, False), (3, True)):
         speculator = measured_speculator(disable_above_sequences=disable_above_sequences)
@@ -149,7 +149,7 @@ def test_no_drafts_above_configured_batch_size() -> None:
         assert bool(speculator.choose(rows).drafts) == has_drafts
 
 
-def test_new_batch_size_is_measured_with_plain_steps() -> None:
+def test_new_batch_size_runs_plain_steps_before_first_drafts() -> None:
     """Plain steps of a new batch size are measured before drafts are sent."""
     speculator = measured_speculator()
     rows = [DecodingRow(new_drafts(speculator, PERIOD * 9), 0, 1_000) for _ in range(9)]
@@ -159,7 +159,7 @@ def test_new_batch_size_is_measured_with_plain_steps() -> None:
     assert len(speculator.choose(rows).drafts) == 9
 
 
-def test_new_epoch_forgets_costs_and_keeps_texts() -> None:
+def test_new_epoch_forgets_step_costs_and_keeps_indexed_texts() -> None:
     """Costs belong to one world; indexed texts stay."""
     speculator = measured_speculator()
     row = DecodingRow(new_drafts(speculator, PERIOD * 9), 0, 1_000)
@@ -171,7 +171,7 @@ def test_new_epoch_forgets_costs_and_keeps_texts() -> None:
     assert speculator.choose([row]).drafts
 
 
-def test_text_that_grew_while_waiting_is_indexed() -> None:
+def test_drafts_follow_text_that_grew_while_request_waited() -> None:
     """After a wait in the queue, or a new epoch, proposals follow the current text."""
     speculator = measured_speculator()
     tokens = PERIOD * 3
@@ -183,7 +183,7 @@ def test_text_that_grew_while_waiting_is_indexed() -> None:
     assert planned.drafts == [[9, 8, 7, 6, 5]]
 
 
-def test_prompts_are_indexed_in_bounded_slices() -> None:
+def test_each_plan_indexes_bounded_number_of_prompt_tokens() -> None:
     """A plan indexes a bounded number of prompt tokens, however many prompts wait."""
     speculator = measured_speculator()
     prompts = [new_drafts(speculator, list(range(5_000))) for _ in range(4)]
@@ -198,7 +198,7 @@ def test_prompts_are_indexed_in_bounded_slices() -> None:
     assert not any(proposer.tokens_unindexed for proposer in proposers)
 
 
-def test_long_prompt_does_not_delay_other_row() -> None:
+def test_row_beside_long_prompt_gets_drafts_at_once() -> None:
     """A row with a long text is indexed in slices; a row beside it gets drafts at once."""
     speculator = measured_speculator()
     long = DecodingRow(new_drafts(speculator, list(range(20_000))), 0, 1_000)
@@ -208,7 +208,7 @@ def test_long_prompt_does_not_delay_other_row() -> None:
     assert planned.drafts == [[], [1, 2, 3, 4, 5]]
 
 
-def test_draft_results_are_counted() -> None:
+def test_accepted_drafts_are_counted_by_method_position_and_sequence() -> None:
     """Results are counted in total, by method, by position and by sequence, also for ends inside a
     run."""
     speculator = measured_speculator()

@@ -30,13 +30,13 @@ def rank_ready(rank: int, *digests: str) -> RankReady:
     return msgspec.structs.replace(REPORT, rank=rank, canary=findings(*digests))
 
 
-def test_equal_findings_are_no_difference() -> None:
-    """Equal findings pass, and so do missing ones when the canary is off."""
+def test_equal_or_absent_canary_results_give_no_error() -> None:
+    """Equal canary results give no error, and neither do absent ones when the canary is off."""
     assert explain_difference([rank_ready(0, "a", "b"), rank_ready(1, "a", "b")]) is None
     assert explain_difference([rank_ready(0), rank_ready(1)]) is None
 
 
-def test_ranks_in_minority_are_named() -> None:
+def test_canary_error_names_ranks_differing_from_majority() -> None:
     """The message names the ranks that differ from the majority, and the first differing result."""
     reports = [
         rank_ready(0, "a", "b"),
@@ -53,7 +53,7 @@ def test_ranks_in_minority_are_named() -> None:
     )
 
 
-def test_two_ranks_have_no_majority() -> None:
+def test_canary_error_of_two_ranks_shows_both_digests() -> None:
     """Without a majority the message shows both digests."""
     assert explain_difference([rank_ready(0, "a", "b"), rank_ready(1, "a", "c")]) == (
         f"The canary differs: no result of the {PROMPT} has a majority "
@@ -61,8 +61,9 @@ def test_two_ranks_have_no_majority() -> None:
     )
 
 
-def test_canary_findings_that_differ_between_ranks_are_mismatch() -> None:
-    """Ranks with different findings, for example of another version, are named with the counts."""
+def test_ranks_with_different_number_of_canary_results_are_named() -> None:
+    """Ranks with different numbers of canary results, for example of another version, are named
+    with both numbers."""
     sentence = explain_mismatch([rank_ready(0, "a", "b"), rank_ready(1, "a")], ["mac1", "mac2"])
     assert sentence is not None
     assert "(rank 0 on mac1 2 findings, rank 1 on mac2 1 findings)" in sentence
@@ -142,7 +143,7 @@ class WorldStarts:
 
 
 @pytest.mark.parametrize("how", ["differ", "fail", "fail_second"])
-def test_world_with_failed_canary_never_serves(how: str) -> None:
+def test_world_with_failed_canary_is_never_ready(how: str) -> None:
     """A world whose canary fails is not ready, and after the second failure in a row no other is
     started."""
     core = _core()
@@ -161,7 +162,7 @@ def test_world_with_failed_canary_never_serves(how: str) -> None:
     assert starts.backends == ["ring", "ring"]
 
 
-def test_passed_canary_resets_failure_count() -> None:
+def test_passed_canary_resets_count_of_failed_canaries() -> None:
     """Only failures without a passed canary between them end all starts."""
     core = _core()
     starts = WorldStarts(core)
@@ -175,7 +176,7 @@ def test_passed_canary_resets_failure_count() -> None:
 
 
 @pytest.mark.parametrize("how", ["differ", "fail", "fail_second"])
-def test_failed_canary_over_jaccl_falls_back_to_ring(how: str) -> None:
+def test_world_falls_back_to_ring_after_failed_canary_over_jaccl(how: str) -> None:
     """One failed canary over jaccl is enough for ring, where the fallback is allowed."""
     core = _core(backend="jaccl", jaccl_fallback="ring")
     starts = WorldStarts(core)
@@ -186,7 +187,8 @@ def test_failed_canary_over_jaccl_falls_back_to_ring(how: str) -> None:
 
 
 def test_ranks_of_different_versions_are_configuration_failure() -> None:
-    """A mismatch of findings would repeat, so no other start and no fallback is tried."""
+    """Ranks of different versions are a configuration failure: no other start and no fallback is
+    tried."""
     core = _core(backend="jaccl", jaccl_fallback="ring")
     WorldStarts(core).omit_finding()
     recovery = core._world.recovery
@@ -194,7 +196,7 @@ def test_ranks_of_different_versions_are_configuration_failure() -> None:
     assert "start the same version of Lockstep" in core._world.explain()
 
 
-def test_failed_canary_without_fallback_ends_starts() -> None:
+def test_second_failed_canary_over_jaccl_without_fallback_fails_world() -> None:
     """Without an allowed fallback the second failure ends all starts."""
     starts = WorldStarts(_core(backend="jaccl"))
     starts.differ()
@@ -204,7 +206,7 @@ def test_failed_canary_without_fallback_ends_starts() -> None:
     assert starts.core._world.recovery.failure == "epochs"
 
 
-def test_failed_canary_over_ring_ends_starts() -> None:
+def test_second_failed_canary_over_ring_fallback_fails_world() -> None:
     """After the fallback to ring the failures count anew, and end all starts as well."""
     starts = WorldStarts(_core(backend="jaccl", jaccl_fallback="ring"))
     for _ in range(3):
@@ -213,8 +215,8 @@ def test_failed_canary_over_ring_ends_starts() -> None:
     assert starts.core._world.recovery.failure == "epochs"
 
 
-def test_status_shows_findings_of_each_rank() -> None:
-    """Findings and the size of the shard are part of a rank's status."""
+def test_status_shows_canary_results_of_each_rank() -> None:
+    """The status of each rank shows its canary results and the size of its shard."""
     core = _core()
     peers = WorldStarts(core).start()
     for rank, peer in enumerate(peers):
@@ -244,8 +246,9 @@ def _leave_orders(*messages: RankMessageReceived) -> list[LeaveWorld]:
     return [one for one in sent if isinstance(one, LeaveWorld)]
 
 
-def test_different_findings_dismiss_ranks_with_cause_canary() -> None:
-    """Only the scheduler compares findings, so it tells both ranks of the failed canary."""
+def test_ranks_with_different_canary_results_are_dismissed_with_cause_canary() -> None:
+    """Ranks with different canary results are dismissed with the cause canary, because only the
+    scheduler compares them."""
     messages = [
         RankMessageReceived(peer, rank_ready(rank, "a", "bc"[rank]))
         for rank, peer in enumerate(PEERS)
@@ -258,7 +261,7 @@ def test_different_findings_dismiss_ranks_with_cause_canary() -> None:
 
 
 @pytest.mark.parametrize(("cause", "is_canary"), [("canary", True), ("memory", False)])
-def test_dismissal_names_canary_only_for_canary_failures(cause: str, is_canary: bool) -> None:
+def test_dismissal_has_cause_canary_only_for_failed_canary(cause: str, is_canary: bool) -> None:
     """A peer's wrong sum is a failed canary for all ranks; its lack of memory is not."""
     failed = RankFailed(
         rank=1,

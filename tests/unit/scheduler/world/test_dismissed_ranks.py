@@ -27,7 +27,7 @@ def dismissed_pids(world: InMemoryWorld) -> list[int]:
     return [one.pid for one in world.status.dismissed]
 
 
-def test_lost_rank_is_reported_to_all_gateway_peers(make_world: MakeWorld) -> None:
+def test_lost_rank_makes_status_list_dismissed_ranks_to_all_peers(make_world: MakeWorld) -> None:
     """The event that ends an epoch reports all ranks that may have to be killed."""
     world = make_world(ranks=3)
     for peer in (b"status-1", b"operator-2"):
@@ -45,7 +45,9 @@ def test_lost_rank_is_reported_to_all_gateway_peers(make_world: MakeWorld) -> No
 
 
 @pytest.mark.parametrize("cause", ["goodbye", "restarted"])
-def test_rank_that_ended_leaves_the_list(make_world: MakeWorld, cause: str) -> None:
+def test_dismissed_rank_is_unlisted_after_goodbye_or_new_session(
+    make_world: MakeWorld, cause: str
+) -> None:
     """A goodbye, or another session of the process, shows that it obeys."""
     world = make_world(ranks=2)
     first, second = world.ranks
@@ -58,7 +60,7 @@ def test_rank_that_ended_leaves_the_list(make_world: MakeWorld, cause: str) -> N
 @pytest.mark.parametrize(
     "cause", ["silent for 10 s", "its key is no longer allowed", "no session with b'rank-1'"]
 )
-def test_silent_rank_stays_on_the_list(make_world: MakeWorld, cause: str) -> None:
+def test_silent_dismissed_rank_stays_listed(make_world: MakeWorld, cause: str) -> None:
     """A stopped process is silent, so it stays on the list."""
     world = make_world(ranks=2)
     first, second = world.ranks
@@ -67,7 +69,7 @@ def test_silent_rank_stays_on_the_list(make_world: MakeWorld, cause: str) -> Non
     assert sorted(dismissed_pids(world)) == [1, 2]
 
 
-def test_missed_step_deadline_lists_all_ranks(make_world: MakeWorld) -> None:
+def test_missed_step_deadline_dismisses_and_lists_all_ranks(make_world: MakeWorld) -> None:
     """The scheduler cannot know which rank is stuck, so all ranks are dismissed and listed."""
     world = make_world(ranks=2)
     world.submit("a", [1], 3)
@@ -78,7 +80,7 @@ def test_missed_step_deadline_lists_all_ranks(make_world: MakeWorld) -> None:
     world.settle()
 
 
-def test_successor_removes_predecessor_from_list(make_world: MakeWorld) -> None:
+def test_new_process_of_rank_removes_old_one_from_dismissed_list(make_world: MakeWorld) -> None:
     """A new process for the same rank on the same host shows that the old one is gone."""
     world = make_world(ranks=2)
     world.tell(RankLost(next(iter(world.ranks)), "silent for 10 s"))
@@ -89,7 +91,7 @@ def test_successor_removes_predecessor_from_list(make_world: MakeWorld) -> None:
     assert dismissed_pids(world) == []
 
 
-def test_successor_before_loss_removes_predecessor(make_world: MakeWorld) -> None:
+def test_rank_replaced_before_its_loss_is_known_is_not_listed(make_world: MakeWorld) -> None:
     """A new process may connect before the loss of the old one is known: only the others are
     listed."""
     world = make_world(ranks=2)
@@ -97,7 +99,7 @@ def test_successor_before_loss_removes_predecessor(make_world: MakeWorld) -> Non
     assert dismissed_pids(world) == [2]
 
 
-def test_new_rank_with_same_pid_is_not_listed(make_world: MakeWorld) -> None:
+def test_new_rank_with_pid_of_dismissed_rank_removes_it_from_list(make_world: MakeWorld) -> None:
     """Process ids repeat: a new rank with the pid of a dismissed one removes it from the list."""
     world = make_world()
     world.tell(RankLost(next(iter(world.ranks)), "silent for 10 s"))
@@ -109,7 +111,7 @@ def test_new_rank_with_same_pid_is_not_listed(make_world: MakeWorld) -> None:
     assert dismissed_pids(world) == []
 
 
-def test_failed_rank_is_listed_until_its_goodbye(make_world: MakeWorld) -> None:
+def test_failed_rank_is_listed_as_dismissed_until_its_goodbye(make_world: MakeWorld) -> None:
     """A failure report does not show that the process has ended; the goodbye does."""
     world = make_world()
     peer = next(iter(world.ranks))
@@ -120,7 +122,7 @@ def test_failed_rank_is_listed_until_its_goodbye(make_world: MakeWorld) -> None:
     assert dismissed_pids(world) == []
 
 
-def test_dismissed_list_is_bounded_in_time_and_length(make_world: MakeWorld) -> None:
+def test_dismissed_list_keeps_ranks_one_minute_and_is_bounded(make_world: MakeWorld) -> None:
     """After a minute a pid may belong to another process, and the list must not grow without
     bound."""
     world = make_world()
@@ -140,7 +142,7 @@ def test_dismissed_list_is_bounded_in_time_and_length(make_world: MakeWorld) -> 
     assert world.status.dismissed == []
 
 
-def test_one_process_never_becomes_two_ranks(make_world: MakeWorld) -> None:
+def test_process_with_second_connection_replaces_its_first_rank(make_world: MakeWorld) -> None:
     """A process that says hello over a second connection replaces its first one."""
     world = make_world(ranks=2)
     world.tell(RankLost(PeerId(world.ranks.pop(next(iter(world.ranks))).peer), "goodbye"))

@@ -59,7 +59,7 @@ def _ours(*arguments: Any, **more: Any) -> dict[str, Any]:
     return {**environment, **{name: json.loads(text) for name, text in files.items()}}
 
 
-def test_ring_environment_equals_mlx_launch(tmp_path: Path) -> None:
+def test_ring_environment_equals_that_of_mlx_launch(tmp_path: Path) -> None:
     """Rank and hostfile equal the launcher's for the same addresses."""
     reference = _launch(tmp_path, "-n", "2", "--backend", "ring", "--starting-port", "41234")
 
@@ -67,7 +67,7 @@ def test_ring_environment_equals_mlx_launch(tmp_path: Path) -> None:
     assert reference == [_ours("ring", rank, 2, addresses) for rank in range(2)]
 
 
-def test_nccl_environment_equals_mlx_launch(tmp_path: Path) -> None:
+def test_nccl_environment_equals_that_of_mlx_launch(tmp_path: Path) -> None:
     """Rank 0's address, the world size and each rank's own GPU equal the launcher's."""
     reference = _launch(tmp_path, "-n", "3", "--backend", "nccl", "--nccl-port", "41250")
 
@@ -75,7 +75,7 @@ def test_nccl_environment_equals_mlx_launch(tmp_path: Path) -> None:
     assert reference == [_ours("nccl", rank, 3, addresses) for rank in range(3)]
 
 
-def test_jaccl_environment_equals_mlx_launch(tmp_path: Path) -> None:
+def test_jaccl_environment_equals_that_of_mlx_launch(tmp_path: Path) -> None:
     """Coordinator and device matrix equal the launcher's."""
     matrix = [[None, "rdma_en5"], ["rdma_en4", None]]
     hosts = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"], "rdma": row} for row in matrix]
@@ -112,7 +112,7 @@ _RING_4 = [
         ("jaccl-ring", _MESH_4),
     ],
 )
-def test_jaccl_hostfile_environment_equals_mlx_launch(
+def test_environment_from_jaccl_hostfile_equals_that_of_mlx_launch(
     tmp_path: Path, backend: str, matrix: list[list[Any]]
 ) -> None:
     """The same file leads to the same variables and the same matrix on every rank."""
@@ -130,7 +130,7 @@ def test_jaccl_hostfile_environment_equals_mlx_launch(
 
 
 @pytest.mark.parametrize("ips", [1, 2])
-def test_ring_hostfile_environment_equals_mlx_launch(tmp_path: Path, ips: int) -> None:
+def test_environment_from_ring_hostfile_equals_that_of_mlx_launch(tmp_path: Path, ips: int) -> None:
     """Ports are counted as the launcher counts them; addresses that ranks report do not matter."""
     text = json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"] * ips} for _ in range(3)])
     hostfile = tmp_path / "hosts.json"
@@ -141,7 +141,7 @@ def test_ring_hostfile_environment_equals_mlx_launch(tmp_path: Path, ips: int) -
     assert reference == [_ours("ring", rank, 3, reported, hostfile_text=text) for rank in range(3)]
 
 
-def test_nccl_hostfile_environment_equals_mlx_launch(tmp_path: Path) -> None:
+def test_environment_from_nccl_hostfile_equals_that_of_mlx_launch(tmp_path: Path) -> None:
     """Rank 0's address with NCCL's port, and a GPU for each rank of a machine, equal the
     launcher's."""
     hosts = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]} for _ in range(2)]
@@ -162,7 +162,7 @@ def test_ring_hostfile_is_passed_to_mlx_unchanged() -> None:
     assert found == {"MLX_RANK": "1", "MLX_HOSTFILE": rows}
 
 
-def test_ring_fallback_uses_addresses_of_ranks() -> None:
+def test_ring_fallback_uses_rank_addresses_when_hostfile_has_none() -> None:
     """When a hostfile for jaccl lacks addresses, ring uses the addresses that ranks report."""
     hosts = [
         {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
@@ -175,7 +175,7 @@ def test_ring_fallback_uses_addresses_of_ranks() -> None:
     assert found["MLX_HOSTFILE"] == [["10.0.0.1:7000"], ["10.0.0.2:7001"]]
 
 
-def test_settings_override_hostfile() -> None:
+def test_configured_device_matrix_and_coordinator_override_hostfile() -> None:
     """A configured matrix and coordinator replace those of the hostfile."""
     hosts = [
         {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
@@ -192,7 +192,9 @@ def test_settings_override_hostfile() -> None:
 
 @pytest.mark.parametrize("backend", ["jaccl", "ring", "nccl"])
 @pytest.mark.parametrize("fast_synch", [False, True])
-def test_fast_synch_needs_jaccl_and_setting(backend: str, fast_synch: bool) -> None:
+def test_hostfile_variable_does_not_enable_fast_synchronization(
+    backend: str, fast_synch: bool
+) -> None:
     """A hostfile that sets the variable does not enable fast synchronization."""
     hosts = [
         {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "x"]},
@@ -207,7 +209,7 @@ def test_fast_synch_needs_jaccl_and_setting(backend: str, fast_synch: bool) -> N
 
 
 @pytest.mark.parametrize("backend", ["ring", "nccl"])
-def test_loopback_address_is_refused_for_several_machines(backend: Any) -> None:
+def test_loopback_address_is_refused_for_ranks_on_several_machines(backend: Any) -> None:
     """Loopback works on one machine and is refused with the rank's name on two."""
     reported = ["10.0.0.1:7000", "127.0.0.1:7001"]
 
@@ -216,12 +218,12 @@ def test_loopback_address_is_refused_for_several_machines(backend: Any) -> None:
         rank_environment(backend, 0, 2, reported, machines=["a", "b"])
 
 
-def test_single_rank_needs_no_environment() -> None:
+def test_order_for_single_rank_sets_no_environment_variable() -> None:
     """Without collectives no variable is set."""
     assert rank_environment("off", 0, 1, ["127.0.0.1:1"]) == ({}, {})
 
 
-def test_gpus_are_counted_per_host() -> None:
+def test_rank_gets_gpu_by_its_place_on_its_host() -> None:
     """The third rank is the first one on its host, so it gets that host's first GPU."""
     addresses = ["10.0.0.1:7000", "10.0.0.1:7001", "10.0.0.2:7000"]
     devices = [
@@ -240,7 +242,9 @@ def test_gpus_are_counted_per_host() -> None:
         (("jaccl", 0, 2, [], '[["a", "b"], ["c", null]]'), "rank 0 to itself"),
     ],
 )
-def test_invalid_addresses_and_matrices_are_refused(arguments: tuple[Any, ...], words: str) -> None:
+def test_invalid_addresses_and_device_matrices_are_refused(
+    arguments: tuple[Any, ...], words: str
+) -> None:
     """Missing addresses and wrong matrices are refused before any rank starts."""
     with pytest.raises(ConfigError, match=words):
         rank_environment(*arguments)

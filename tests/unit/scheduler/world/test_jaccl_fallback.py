@@ -62,7 +62,7 @@ def _fail_starts(
     return orders, log_lines
 
 
-def test_ring_follows_three_failed_jaccl_starts() -> None:
+def test_world_starts_over_ring_after_three_failed_jaccl_starts() -> None:
     """The fourth order is that of a ring world in every variable, and the log reports it once."""
     core = _jaccl_core()
     orders, log_lines = _fail_starts(core, 4)
@@ -82,13 +82,13 @@ def test_ring_follows_three_failed_jaccl_starts() -> None:
     assert (status.backend, status.ready, status.failure) == ("ring", False, "")
 
 
-def test_jaccl_stays_without_allowed_fallback() -> None:
+def test_every_start_uses_jaccl_when_fallback_is_not_allowed() -> None:
     """Without the setting every start uses jaccl, until the limit of failed epochs."""
     orders, _ = _fail_starts(_jaccl_core("none"), 7)
     assert [order.backend for order in orders] == ["jaccl"] * 5
 
 
-def test_jaccl_stays_for_ranks_of_other_launcher() -> None:
+def test_ranks_started_by_mlx_launch_stay_on_jaccl_after_failures() -> None:
     """Ranks of mlx.launch have an environment for jaccl and no address for ring; the log says
     so."""
     orders, log_lines = _fail_starts(_jaccl_core(), 4, launched=True, data_address="")
@@ -96,7 +96,7 @@ def test_jaccl_stays_for_ranks_of_other_launcher() -> None:
     assert "backend_not_changed" in [one.event for one in log_lines]
 
 
-def test_jaccl_stays_when_addresses_are_loopback_only() -> None:
+def test_world_stays_on_jaccl_when_ring_addresses_are_loopback() -> None:
     """When ring addresses reach only their own machine, the log names the remedy and jaccl is tried
     on."""
     core = _jaccl_core()
@@ -109,7 +109,7 @@ def test_jaccl_stays_when_addresses_are_loopback_only() -> None:
     assert "set world.data_host" in change.fields["cause"]
 
 
-def test_ring_uses_addresses_of_hostfile() -> None:
+def test_ring_fallback_uses_addresses_of_hostfile_instead_of_reported_ones() -> None:
     """With addresses in the hostfile, the addresses that ranks report do not matter."""
     hosts = [
         {"ssh": f"mac{rank}", "ips": [f"10.0.0.{rank}"], "rdma": MATRIX[rank]} for rank in (0, 1)
@@ -121,7 +121,7 @@ def test_ring_uses_addresses_of_hostfile() -> None:
     assert "10.0.0.1:" in orders[3].files["MLX_HOSTFILE"]
 
 
-def test_ring_follows_three_unavailable_jaccl_starts() -> None:
+def test_world_starts_over_ring_after_three_unavailable_jaccl_starts() -> None:
     """Three starts with cause `unavailable` lead to ring, which may use another network path."""
     core = _jaccl_core(epochs_failed_max=2)
     backends = []
@@ -140,7 +140,7 @@ def test_ring_follows_three_unavailable_jaccl_starts() -> None:
     assert core._world.recovery.failure == ""
 
 
-def test_ready_world_resets_failed_jaccl_starts() -> None:
+def test_ready_world_resets_count_of_failed_jaccl_starts() -> None:
     """Only failed starts in a row count; a rank lost from a ready world does not."""
     backends = []
     state = recovery.Recovery(_jaccl_core(epochs_failed_max=9)._config, [])
@@ -160,7 +160,7 @@ def test_ready_world_resets_failed_jaccl_starts() -> None:
         ({"jaccl_fallback": "ring"}, True),
     ],
 )
-def test_rank_reserves_data_port_when_ring_is_possible(
+def test_jaccl_rank_reports_data_address_when_ring_fallback_is_possible(
     world: dict[str, object], expected: bool
 ) -> None:
     """A rank of jaccl that may fall back names a data address in its hello."""
@@ -175,7 +175,7 @@ def test_rank_reserves_data_port_when_ring_is_possible(
     assert needs_data_port(config_from_tree({"world": world})) is expected
 
 
-def test_rank_without_address_is_configuration_failure() -> None:
+def test_rank_without_data_address_in_ring_world_is_configuration_failure() -> None:
     """A rank without a data address in a ring world ends in a reason instead of a crash."""
     core = SchedulerCore(config_from_tree({"world": {"size": 2}}))
     for rank, address in enumerate(["127.0.0.1:1", ""]):

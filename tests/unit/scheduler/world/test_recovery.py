@@ -30,7 +30,7 @@ def failure_of(world: InMemoryWorld, name: str) -> RequestFailed:
     return end
 
 
-def test_five_failed_epochs_end_all_starts(make_world: MakeWorld) -> None:
+def test_fifth_failed_epoch_within_ten_minutes_fails_all_requests(make_world: MakeWorld) -> None:
     """Four failed epochs are pauses; the fifth within ten minutes fails all requests."""
     world = make_world(ranks=2, epochs_failed_max=5, running_sequences_max=1)
     for name in "abcd":
@@ -57,7 +57,7 @@ def test_five_failed_epochs_end_all_starts(make_world: MakeWorld) -> None:
     assert (refused.cause, refused.detail, refused.retry_after_s) == ("not_ready", end.detail, None)
 
 
-def test_ranks_are_not_joined_after_world_failed(make_world: MakeWorld) -> None:
+def test_new_ranks_get_no_join_order_after_world_failed(make_world: MakeWorld) -> None:
     """After too many failed epochs new rank processes stay connected and get no order."""
     world = make_world(epochs_failed_max=1)
     world.submit("a", [1, 2, 3], 50)
@@ -71,7 +71,7 @@ def test_ranks_are_not_joined_after_world_failed(make_world: MakeWorld) -> None:
     assert "1 epoch has failed" in query_status(world).reason
 
 
-def test_failed_epochs_outside_window_do_not_count(make_world: MakeWorld) -> None:
+def test_failed_epochs_outside_time_window_do_not_fail_world(make_world: MakeWorld) -> None:
     """Only epochs that failed within the window count."""
     world = make_world(epochs_failed_max=2, epochs_failed_window_s=100.0)
     for number in range(5):
@@ -88,7 +88,7 @@ def test_failed_epochs_outside_window_do_not_count(make_world: MakeWorld) -> Non
     assert query_status(world).failure == "epochs"
 
 
-def test_epochs_that_gave_tokens_never_fail_world(make_world: MakeWorld) -> None:
+def test_hundred_lost_epochs_that_gave_tokens_do_not_fail_world(make_world: MakeWorld) -> None:
     """A hundred kills lose nothing, because each epoch generates a token."""
     world = make_world()
     world.submit("a", [1, 2, 3], 150)
@@ -100,7 +100,7 @@ def test_epochs_that_gave_tokens_never_fail_world(make_world: MakeWorld) -> None
     assert world.tokens["a"] == completion([1, 2, 3], 150)
 
 
-def test_epochs_without_requests_never_fail_world(make_world: MakeWorld) -> None:
+def test_lost_epochs_without_requests_do_not_fail_world(make_world: MakeWorld) -> None:
     """Epochs that had no request do not count as failed."""
     world = make_world(epochs_failed_max=2)
     for _ in range(10):
@@ -109,7 +109,7 @@ def test_epochs_without_requests_never_fail_world(make_world: MakeWorld) -> None
     assert query_status(world).ready
 
 
-def test_request_that_ends_epochs_is_failed_alone(make_world: MakeWorld) -> None:
+def test_request_without_token_in_failed_epochs_fails_alone(make_world: MakeWorld) -> None:
     """One epoch before the limit, requests that got no token in any failed epoch are failed."""
     world = make_world(epochs_failed_max=3)
     world.submit("poison", [1, 2, 3], 50)
@@ -124,7 +124,7 @@ def test_request_that_ends_epochs_is_failed_alone(make_world: MakeWorld) -> None
     assert query_status(world).ready
 
 
-def test_unavailable_hub_never_fails_world(make_world: MakeWorld) -> None:
+def test_epochs_ended_by_unavailable_hub_do_not_fail_world(make_world: MakeWorld) -> None:
     """Failures with cause `unavailable`, as before the network is up, do not count."""
     world = make_world(epochs_failed_max=2)
     for number in range(10):
@@ -135,7 +135,7 @@ def test_unavailable_hub_never_fails_world(make_world: MakeWorld) -> None:
     assert query_status(world).ready
 
 
-def test_epochs_that_fail_while_loading_count() -> None:
+def test_repeated_failures_while_loading_fail_world() -> None:
     """Ranks that always fail while loading are not started forever."""
     core = SchedulerCore(config_from_tree({"world": {"size": 1}}))
     orders = 0
@@ -183,7 +183,7 @@ class WorldStarts:
             self.core.handle(RankMessageReceived(peer, failed), float(self.count))
 
 
-def test_unreachable_ranks_never_fail_world() -> None:
+def test_epochs_ended_by_unreachable_ranks_do_not_fail_world() -> None:
     """A switch may come up long after the machines: starts continue, and the status names the
     reason."""
     assert failure_cause(RanksUnreachable("Rank 0 cannot reach rank 1.")) == "unavailable"
@@ -204,7 +204,7 @@ def test_unreachable_ranks_never_fail_world() -> None:
     assert starts.core._world.explain() == "0 of 2 ranks are connected."
 
 
-def test_second_rank_failure_can_excuse_epoch() -> None:
+def test_epoch_does_not_count_when_later_failure_is_unavailable() -> None:
     """When another rank's collective fails first, a later cause `unavailable` still excuses that
     epoch."""
     starts = WorldStarts(epochs_failed_max=2)
@@ -217,7 +217,7 @@ def test_second_rank_failure_can_excuse_epoch() -> None:
     assert starts.failure == "epochs"
 
 
-def test_unavailable_cause_excuses_only_its_epoch() -> None:
+def test_next_epoch_counts_as_failed_after_epoch_excused_as_unavailable() -> None:
     """The cause of one epoch does not excuse the next one."""
     starts = WorldStarts(epochs_failed_max=1)
     starts.fail("unavailable", "unavailable")
@@ -226,7 +226,9 @@ def test_unavailable_cause_excuses_only_its_epoch() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_permanent_failure_is_configuration_failure(make_world: MakeWorld, is_first: bool) -> None:
+def test_permanent_rank_failure_after_peer_crash_is_configuration_failure(
+    make_world: MakeWorld, is_first: bool
+) -> None:
     """A permanent failure counts even when its peer's crash is reported first."""
     world = make_world(ranks=2)
     world.submit("a", [1, 2], 3)
@@ -242,7 +244,7 @@ def test_permanent_failure_is_configuration_failure(make_world: MakeWorld, is_fi
     )
 
 
-def test_failure_of_unknown_peer_is_refused(make_world: MakeWorld) -> None:
+def test_failure_report_of_unknown_peer_does_not_end_world(make_world: MakeWorld) -> None:
     """A peer outside the world cannot end it."""
     world = make_world()
     for permanent in (True, False):
@@ -252,7 +254,7 @@ def test_failure_of_unknown_peer_is_refused(make_world: MakeWorld) -> None:
     assert [one.event for one in world.log_lines].count("message_refused") == 2
 
 
-def test_block_longer_than_context_names_setting(make_world: MakeWorld) -> None:
+def test_status_names_block_size_setting_when_above_context_length(make_world: MakeWorld) -> None:
     """No epoch can begin with blocks above the context; the status names the setting and its
     values."""
     world = make_world(context=40, cache={"block_tokens": 64})
@@ -261,7 +263,7 @@ def test_block_longer_than_context_names_setting(make_world: MakeWorld) -> None:
     assert "set it to 16 up to 40" in status.reason
 
 
-def test_long_failure_detail_is_cut(make_world: MakeWorld) -> None:
+def test_long_failure_detail_reaches_client_cut_to_message_limit(make_world: MakeWorld) -> None:
     """A failure detail of any allowed length reaches the client, cut to the message limit."""
     world = make_world(epochs_failed_max=1)
     world.submit("a", [1], 2)
@@ -284,13 +286,13 @@ def test_long_failure_detail_is_cut(make_world: MakeWorld) -> None:
         "cudaGraphLaunch(graph, stream) failed: cudaErrorMemoryAllocation: out of memory.",
     ],
 )
-def test_memory_errors_of_mlx_are_recognized(text: str) -> None:
+def test_mlx_errors_for_lack_of_memory_get_cause_memory(text: str) -> None:
     """MLX's messages for lack of memory get the cause `memory`."""
     assert failure_cause(RuntimeError(text)) == "memory"
     assert failure_cause(MemoryError()) == "memory"
 
 
-def test_other_errors_are_not_memory_failures() -> None:
+def test_errors_unrelated_to_memory_get_cause_error_or_unavailable() -> None:
     """Other errors get the cause `error`, and services that do not answer `unavailable`."""
     for text in ("[ring] Send of 4096 bytes failed.", "Slice sizes differ."):
         assert failure_cause(RuntimeError(text)) == "error"
@@ -319,7 +321,7 @@ def test_memory_failure_cuts_kv_budget_by_a_fifth(make_world: MakeWorld) -> None
     assert [one.fields["bytes_max"] for one in reductions] == [80_000, 64_000]
 
 
-def test_repeated_memory_failures_end_starts(make_world: MakeWorld) -> None:
+def test_five_memory_failures_fail_world(make_world: MakeWorld) -> None:
     """A device that cannot hold any sequence ends all starts, like every other failure."""
     world = make_world(epochs_failed_max=5)
     for number in range(5):

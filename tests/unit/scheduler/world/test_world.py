@@ -51,7 +51,7 @@ def test_epoch_begins_when_all_ranks_are_connected() -> None:
         assert message.files["MLX_HOSTFILE"] == '[["127.0.0.1:5000"], ["127.0.0.1:5001"]]'
 
 
-def test_rank_with_fixed_number_keeps_it() -> None:
+def test_rank_with_fixed_number_keeps_it_in_any_arrival_order() -> None:
     """`--rank` and mlx.launch decide the rank, in any order of arrival."""
     core = make_core()
     join_orders(core, b"x", msgspec.structs.replace(HELLO, rank=1))
@@ -60,7 +60,7 @@ def test_rank_with_fixed_number_keeps_it() -> None:
     assert orders[b"y"].rank == 0
 
 
-def test_launched_ranks_keep_their_environment() -> None:
+def test_ranks_started_by_mlx_launch_keep_their_environment() -> None:
     """A rank that MLX's launcher has started gets no other environment."""
     core = make_core()
     launched = msgspec.structs.replace(HELLO, launched=True)
@@ -69,7 +69,7 @@ def test_launched_ranks_keep_their_environment() -> None:
     assert all(not message.environment and not message.files for message in orders.values())
 
 
-def test_receipts_cover_logits_only_on_equal_devices() -> None:
+def test_receipt_digests_include_logits_only_when_devices_are_equal() -> None:
     """Different devices need not agree in the last bit, so the digest omits the logits."""
     for device, expected in (("cpu", True), ("gpu", False)):
         core = make_core()
@@ -104,7 +104,7 @@ def test_ranks_with_different_models_are_configuration_failure() -> None:
     )
 
 
-def test_joining_and_loading_have_deadlines() -> None:
+def test_epoch_ends_when_joining_or_loading_exceeds_deadline() -> None:
     """Ranks that do not join, or never finish loading, end the epoch by the scheduler's clock."""
     stages: list[tuple[Literal["joining", "loading"], float]]
     stages = [("joining", 61.0), ("loading", 3_661.0)]
@@ -125,7 +125,7 @@ def test_joining_and_loading_have_deadlines() -> None:
         assert leaves_at_s == [after_s]
 
 
-def test_status_lists_each_rank_and_unready_reason(make_world: MakeWorld) -> None:
+def test_status_lists_every_rank_and_reason_for_unready_world(make_world: MakeWorld) -> None:
     """The report lists every rank, also missing ones, and says why the world is not ready."""
     world = make_world(ranks=2)
     assert world.status is not None
@@ -137,7 +137,7 @@ def test_status_lists_each_rank_and_unready_reason(make_world: MakeWorld) -> Non
     assert "1 of 2 ranks" in core._world.explain()
 
 
-def test_requests_before_first_ready_world_are_rejected() -> None:
+def test_request_before_first_ready_world_is_rejected_with_retry_time() -> None:
     """Before any world was ready a request is rejected with a retry time."""
     world = InMemoryWorld(config_from_tree({"world": {"size": 2}}))
     world.submit("a", [1], 1)
@@ -146,7 +146,7 @@ def test_requests_before_first_ready_world_are_rejected() -> None:
     assert (end.cause, end.retry_after_s) == ("not_ready", 5.0)
 
 
-def test_hello_of_restarted_rank_ends_epoch(make_world: MakeWorld) -> None:
+def test_hello_of_rank_restarted_while_idle_ends_epoch(make_world: MakeWorld) -> None:
     """A rank that was killed while idle is noticed by its successor's hello."""
     world = make_world(ranks=2)
     world.start_rank(1)
