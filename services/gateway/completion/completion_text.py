@@ -1,34 +1,33 @@
 """Text of one completion: detokenizing, stop strings and log probabilities of its tokens."""
 
+import dataclasses
 from collections import deque
+from collections.abc import Iterator
 
 from services.gateway.tokenizing.detokenizer import Detokenizer
 from services.gateway.tokenizing.stop_strings import StopStrings
 from shared.messages import TokenLogprobs
 
 
+@dataclasses.dataclass(slots=True)
 class LogprobEntry:
     """One generated token with its log probabilities and the position of its text."""
 
-    __slots__ = ("logprobs", "start_chars", "token")
+    token: int
+    start_chars: int
+    """Characters of the completion before this token's text."""
+    logprobs: TokenLogprobs
 
-    def __init__(self, token: int, start_chars: int, logprobs: TokenLogprobs) -> None:
-        self.token = token
-        self.start_chars = start_chars
-        """Characters of the completion before this token's text."""
-        self.logprobs = logprobs
+    def alternatives(self) -> Iterator[tuple[int, float]]:
+        """Return (token id, log probability) of the most likely tokens here, likeliest first."""
+        return zip(self.logprobs.top_ids, self.logprobs.top_logprobs, strict=True)
 
 
 class CompletionText:
     """Text of one completion: decodes its tokens and cuts the text before the first stop string."""
 
     def __init__(
-        self,
-        detokenizer: Detokenizer,
-        stop_ids: frozenset[int],
-        stops: list[str],
-        *,
-        has_logprobs: bool,
+        self, detokenizer: Detokenizer, stop_ids: frozenset[int], stops: list[str]
     ) -> None:
         """Begin an empty text.
 
@@ -36,12 +35,10 @@ class CompletionText:
             detokenizer: a new decoder, used for this completion only.
             stop_ids: token ids that end the completion and become no text.
             stops: stop strings; [] for none.
-            has_logprobs: log probabilities were requested.
         """
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
         self._stops = StopStrings(stops) if stops else None
-        self._has_logprobs = has_logprobs
         self._decoded_chars = 0
         self._sent_chars = 0
         self._entries: deque[LogprobEntry] = deque()
@@ -64,7 +61,7 @@ class CompletionText:
         for position, token in enumerate(tokens):
             if token in self._stop_ids:
                 break
-            if self._has_logprobs and position < len(logprobs):
+            if position < len(logprobs):
                 self._entries.append(LogprobEntry(token, self._decoded_chars, logprobs[position]))
             piece = self._detokenizer.add(token)
             self._decoded_chars += len(piece)

@@ -59,64 +59,41 @@ class Usage:
     """Drafts that were verified and are not part of the completion."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Choice:
     """One completion of an HTTP request; to the scheduler it is one request.
 
     Keeps every token, so that a restarted scheduler can continue the completion.
     """
 
-    __slots__ = (
-        "cached",
-        "drafts_accepted",
-        "drafts_past_end",
-        "drafts_rejected",
-        "finish_reason",
-        "generation",
-        "has_logprobs",
-        "index",
-        "is_accepted",
-        "is_confirmed",
-        "is_retry_due",
-        "last_token_s",
-        "submit_request",
-        "submitted_s",
-        "text",
-        "tokens",
-        "tool_calls",
-    )
-
-    def __init__(
-        self,
-        generation: "Generation",
-        index: int,
-        submit_request: SubmitRequest,
-        text: CompletionText,
-    ) -> None:
-        self.generation = generation
-        self.index = index
-        self.submit_request = submit_request
-        self.text = text
-        self.tool_calls: ToolCallParser | None = None
-        """Set when tools were offered."""
-        self.has_logprobs = submit_request.sampling.top_logprobs is not None
-        self.tokens: list[int] = []
-        """Every token received, in order."""
-        self.finish_reason = ""
-        """Empty while the choice runs."""
-        self.is_accepted = False
-        """The scheduler accepted it once, so a restarted scheduler gets it again until it does."""
-        self.is_confirmed = False
-        """The scheduler has reported how the choice ended."""
-        self.is_retry_due = False
-        """A timer will send it to the scheduler again."""
-        self.cached: CachedPrefix | None = None
-        """Cached part of the prompt at its first admission, None before."""
-        self.drafts_accepted = 0
-        self.drafts_rejected = 0
-        self.drafts_past_end = 0
-        """Accepted drafts that came after a stop string had ended the completion."""
-        self.submitted_s = 0.0
-        self.last_token_s = 0.0
+    generation: "Generation"
+    index: int
+    """Number of the choice, counted from 0 over all prompts."""
+    submit_request: SubmitRequest
+    """The request to the scheduler that generates this completion."""
+    text: CompletionText
+    tool_calls: ToolCallParser | None = None
+    """Set when tools were offered."""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    """Every token received, in order."""
+    finish_reason: str = ""
+    """Empty while the choice runs."""
+    is_accepted: bool = False
+    """The scheduler accepted it once, so a restarted scheduler gets it again until it does."""
+    is_confirmed: bool = False
+    """The scheduler has reported how the choice ended."""
+    is_retry_due: bool = False
+    """A timer will send it to the scheduler again."""
+    cached: CachedPrefix | None = None
+    """Cached part of the prompt at its first admission, None before."""
+    drafts_accepted: int = 0
+    drafts_rejected: int = 0
+    drafts_past_end: int = 0
+    """Accepted drafts that came after a stop string had ended the completion."""
+    submitted_s: float = 0.0
+    """Time at which it was sent to the scheduler first, in monotonic seconds."""
+    last_token_s: float = 0.0
+    """Time of its latest tokens, in monotonic seconds."""
 
     @property
     def request_id(self) -> str:
@@ -136,7 +113,7 @@ class Choice:
         self.tokens += tokens
         text, is_stopped = self.text.add(tokens, logprobs)
         if text:
-            entries = self.text.take_logprobs() if self.has_logprobs else []
+            entries = self.text.take_logprobs()
             if self.tool_calls is None:
                 self.generation.sink.add_text(self, text, entries)
             else:
@@ -204,31 +181,27 @@ class Choice:
         self.generation.update_ended()
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Generation:
     """All choices of one HTTP request, with events for their first token, their end and failure."""
 
-    def __init__(self, name: str, prompts: list[Prompt], sink: TextSink) -> None:
-        """Begin without choices; the caller sets `choices`.
-
-        Args:
-            name: id of the response.
-            prompts: the request's prompts, in order.
-            sink: receives the choices' text.
-        """
-        self.name = name
-        self.prompts = prompts
-        self.prompt_param = "prompt"
-        """The request field with the prompt, for errors."""
-        self.sink = sink
-        self.choices: list[Choice] = []
-        self.error: ApiError | None = None
-        # Events need no event loop until a task waits for them; futures do.
-        self.started = asyncio.Event()
-        """Set at the first token of any choice, or at the end."""
-        self.ended = asyncio.Event()
-        """Set when every choice has ended, or `error` is set."""
-        self.confirmed = asyncio.Event()
-        """Set when the scheduler has confirmed every choice's end."""
+    name: str
+    """Id of the response."""
+    prompts: list[Prompt]
+    sink: TextSink
+    """Receives the choices' text."""
+    prompt_param: str = "prompt"
+    """The request field with the prompt, for errors."""
+    choices: list[Choice] = dataclasses.field(default_factory=list)
+    """Empty at first; the caller sets it."""
+    error: ApiError | None = None
+    # Events need no event loop until a task waits for them; futures do.
+    started: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set at the first token of any choice, or at the end."""
+    ended: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set when every choice has ended, or `error` is set."""
+    confirmed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set when the scheduler has confirmed every choice's end."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -98,12 +98,8 @@ class OpenRequests:
             self._metrics.count_rejection("queue_full")
             raise error
 
-    async def submit(self, generation: Generation, prompt_param: str) -> None:
+    async def submit(self, generation: Generation) -> None:
         """Send all choices of a generation to the scheduler, after waiting for it if it is away.
-
-        Args:
-            generation: the choices.
-            prompt_param: name of the request field that holds the prompt, for errors.
 
         Raises:
             ApiError: 429 when the queue is full; 503 when the scheduler stays away or does not keep
@@ -120,19 +116,14 @@ class OpenRequests:
                 else "The scheduler cannot be reached."
             )
             raise errors.unavailable(cause, CONNECT_WAIT_S)
-        self.send(generation, prompt_param)
+        self.send(generation)
 
-    def send(self, generation: Generation, prompt_param: str) -> None:
+    def send(self, generation: Generation) -> None:
         """Send all choices of a generation to the scheduler now, without waiting for it.
-
-        Args:
-            generation: the choices.
-            prompt_param: name of the request field that holds the prompt, for errors.
 
         Raises:
             ApiError: 503 when there is no session or the scheduler does not keep up.
         """
-        generation.prompt_param = prompt_param
         now_s = self._clock.now()
         for choice in generation.choices:
             choice.submitted_s = now_s

@@ -1,11 +1,19 @@
-"""Interface between running completions and the response format of an endpoint."""
+"""Response format of an endpoint: the JSON that chat and text completions have in common.
 
+Bytes that all events repeat are made once per response.
+"""
+
+import abc
 import dataclasses
-from typing import Protocol
+from typing import Any, ClassVar
+
+import orjson
 
 from services.gateway.completion.completion_text import LogprobEntry
 from services.gateway.completion.generation import Usage
+from services.gateway.tokenizing.tokenizer import Tokenizer
 from services.gateway.tokenizing.tool_calls import ParsedCall
+from shared.errors import InvariantBroken
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,36 +33,63 @@ class ResponseMetadata:
 
 
 @dataclasses.dataclass(slots=True)
-class FinishedChoice:
-    """One ended choice of a response that is sent as one body."""
+class CollectedChoice:
+    """One choice of a response that is sent as one body."""
 
     index: int
     """Number of the choice, counted from 0 over all prompts."""
-    text: str
     logprobs: list[LogprobEntry] | None
     """The tokens with their log probabilities, None if none were requested."""
-    finish_reason: str
-    """`stop`, `length` or `tool_calls`."""
-    calls: list[ParsedCall]
-    """Tool calls in order."""
+    texts: list[str] = dataclasses.field(default_factory=list)
+    """Pieces of its text, in order."""
+    calls: list[ParsedCall] = dataclasses.field(default_factory=list)
+    """Tool calls, in order."""
+    finish_reason: str = ""
+    """`stop`, `length` or `tool_calls`; empty before the end."""
 
 
-class ResponseFormat(Protocol):
+class ResponseFormat(abc.ABC):
     """Serializer of one endpoint's responses: makes server-sent events and whole bodies.
 
     In all methods `index` is the number of a choice, counted from 0 over all prompts.
     """
 
+    _body_kind: ClassVar[str]
+    """The field `object` of bodies."""
+    _event_kind: ClassVar[str]
+    """The field `object` of events."""
+    _before_text: ClassVar[bytes]
+    """Bytes between an event's `index` and the JSON string with its text."""
+    _after_text: ClassVar[bytes]
+    """Bytes between that string and the event's `logprobs`."""
+    _no_text: ClassVar[bytes]
+    """The same place in the event that ends a choice, which has no text."""
+
+    def __init__(self, metadata: ResponseMetadata, tokenizer: Tokenizer) -> None:
+        """Make the bytes that all events repeat.
+
+        Args:
+            metadata: fields that every event repeats.
+            tokenizer: the model's tokenizer, for the text of tokens with log probabilities.
+        """
+        self.metadata = metadata
+        self._tokenizer = tokenizer
+        first_fields = orjson.dumps(self._first_fields(self._event_kind))
+        self._start = b"data: " + first_fields[:-1] + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if metadata.includes_usage else b"]}\n\n"
+
+    @abc.abstractmethod
     def first_event(self, index: int) -> bytes:
-        """Return the event that begins choice `index`, b"" if the endpoint sends none."""
-        ...
+        """Return the event that begins choice `index`, b"" if it has none."""
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
         """Return the bytes before and after the text in every text event of choice `index`.
 
         The caller writes the text between them as a JSON string.
         """
-        ...
+        before = b'%b{"index":%d,%b' % (self._start, index, self._before_text)
+        after = b'%b,"logprobs":null,"finish_reason":null}%b' % (self._after_text, self._end)
+        return before, after
 
     def logprobs_event(self, index: int, text: str, entries: list[LogprobEntry]) -> bytes:
         """Return an event with text and log probabilities.
@@ -64,7 +99,7 @@ class ResponseFormat(Protocol):
             text: the next piece of the choice's text.
             entries: tokens of this piece with their log probabilities.
         """
-        ...
+        return self._text_event(index, text, orjson.dumps(self._logprobs(index, entries)))
 
     def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
         """Return an event with a complete tool call.
@@ -73,21 +108,87 @@ class ResponseFormat(Protocol):
             index: number of the choice, counted from 0.
             number: position of the call among the choice's calls, counted from 0.
             call: the call.
+
+        Raises:
+            InvariantBroken: this endpoint offers no tools, so there are no calls.
         """
-        ...
+        raise InvariantBroken(f"completion {index} has tool call {number}: {call.name}")
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
         """Return the event that ends choice `index` with its finish reason."""
-        ...
+        return self._event(index, self._no_text, finish=b'"%b"' % finish_reason.encode())
 
     def keepalive_event(self, index: int) -> bytes:
         """Return an event of choice `index` with empty text, to keep the connection open."""
-        ...
+        return self._text_event(index, "")
 
     def usage_event(self, usage: Usage) -> bytes:
         """Return the event with the request's token counts; its list of choices is empty."""
-        ...
+        return self._start + b"]," + orjson.dumps(_last_fields(usage))[1:] + b"\n\n"
 
-    def body(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+    def body(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         """Return the body of a response that is not streamed."""
-        ...
+        fields = {
+            **self._first_fields(self._body_kind),
+            "choices": [
+                {
+                    "index": choice.index,
+                    **self._content(choice),
+                    "logprobs": None
+                    if choice.logprobs is None
+                    else self._logprobs(choice.index, choice.logprobs),
+                    "finish_reason": choice.finish_reason,
+                }
+                for choice in choices
+            ],
+            **_last_fields(usage),
+        }
+        return orjson.dumps(fields)
+
+    @abc.abstractmethod
+    def _content(self, choice: CollectedChoice) -> dict[str, Any]:
+        """Return the field of a body's choice that has its text."""
+
+    @abc.abstractmethod
+    def _logprobs(self, index: int, entries: list[LogprobEntry]) -> dict[str, Any]:
+        """Return the field `logprobs` of a body's choice or of an event."""
+
+    def _first_fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.metadata.name,
+            "object": kind,
+            "created": self.metadata.created,
+            "model": self.metadata.model,
+            "system_fingerprint": self.metadata.fingerprint,
+        }
+
+    def _text_event(self, index: int, text: str, logprobs: bytes = b"null") -> bytes:
+        content = self._before_text + orjson.dumps(text) + self._after_text
+        return self._event(index, content, logprobs)
+
+    def _event(
+        self, index: int, content: bytes, logprobs: bytes = b"null", finish: bytes = b"null"
+    ) -> bytes:
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._start, index, content, logprobs, finish, self._end,
+        )  # fmt: skip
+
+
+def _last_fields(usage: Usage) -> dict[str, Any]:
+    """Return the token counts, and facts that OpenAI's API has no field for.
+
+    These facts are not in `usage`, because clients add up all numbers there.
+    """
+    return {
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": usage.drafts_accepted,
+                "rejected_prediction_tokens": usage.drafts_rejected,
+            },
+        },
+        "lockstep": {"cache": usage.cache},
+    }

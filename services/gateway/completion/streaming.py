@@ -13,10 +13,11 @@ from aiohttp import hdrs, web
 
 from services.gateway.completion.completion_text import LogprobEntry
 from services.gateway.completion.generation import Choice, Generation
-from services.gateway.completion.response_format import ResponseFormat
+from services.gateway.completion.response_format import CollectedChoice, ResponseFormat
 from services.gateway.http import authentication, cache_header, connection_limits
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.tokenizing.tool_calls import ParsedCall
+from shared.configuration.settings import GatewayConfig
 from shared.log import Log
 
 DONE = b"data: [DONE]\n\n"
@@ -35,15 +36,15 @@ class FlushList:
     """Event streams with buffered events, which are written to their connections together."""
 
     def __init__(self) -> None:
-        self._streams: list[EventStream] = []
+        self._streams: dict[EventStream, None] = {}
 
     def add(self, stream: "EventStream") -> None:
-        """Add a stream that has buffered events; it must not be in the list already."""
-        self._streams.append(stream)
+        """Add a stream that has buffered events, unless it is in the list already."""
+        self._streams[stream] = None
 
     def flush(self) -> None:
         """Write the buffered events of every stream in the list and empty the list."""
-        streams, self._streams = self._streams, []
+        streams, self._streams = self._streams, {}
         for stream in streams:
             stream.flush()
 
@@ -59,29 +60,28 @@ class EventStream:
     def __init__(
         self,
         response_format: ResponseFormat,
-        flush_list: FlushList,
-        buffer_bytes_max: int,
-        metrics: GatewayMetrics,
         choice_count: int,
+        config: GatewayConfig,
+        flush_list: FlushList,
+        metrics: GatewayMetrics,
     ) -> None:
         """Create the stream; nothing is sent before `run`.
 
         Args:
             response_format: makes the events' bytes.
-            flush_list: gets this stream whenever it has collected events.
-            buffer_bytes_max: most bytes that a client may leave unread.
-            metrics: counts connections closed because the client was too slow.
             choice_count: number of choices in the response.
+            config: the limit on bytes that a client leaves unread, and the keep-alive interval.
+            flush_list: gets this stream whenever it has collected events.
+            metrics: counts connections closed because the client was too slow.
         """
         self._format = response_format
         self._flush_list = flush_list
-        self._buffer_bytes_max = buffer_bytes_max
+        self._buffer_bytes_max = config.stream_buffer_bytes_max
+        self._keepalive_s = config.keepalive_s
         self._metrics = metrics
-        self._count = choice_count
         self._frames = [response_format.text_frame(index) for index in range(choice_count)]
         self._pending: list[bytes] = []
         self._loop = asyncio.get_running_loop()
-        self._is_listed = False
         self._is_chunked = True
         self._transport: asyncio.Transport | None = None
         self._written_s = 0.0
@@ -96,10 +96,7 @@ class EventStream:
             self._add(self._format.logprobs_event(choice.index, text, logprobs))
             return
         before, after = self._frames[choice.index]
-        self._pending += (before, orjson.dumps(text), after)
-        if not self._is_listed:
-            self._is_listed = True
-            self._flush_list.add(self)
+        self._add(before, orjson.dumps(text), after)
 
     def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
         """Buffer an event for the next `flush`: a complete tool call of a choice.
@@ -121,7 +118,6 @@ class EventStream:
         Disconnects a client that has left too many bytes unread, or has read nothing for
         `STALL_TIMEOUT_S`.
         """
-        self._is_listed = False
         transport = self._transport
         if transport is None or not self._pending:
             return
@@ -156,30 +152,28 @@ class EventStream:
             # A closed connection cancels the handler, which aborts the request.
             transport.abort()
 
-    async def run(
-        self, request: web.Request, generation: Generation, keepalive_s: float, *, has_usage: bool
-    ) -> web.StreamResponse:
+    async def run(self, request: web.Request, generation: Generation) -> web.StreamResponse:
         """Send the headers and all events until the generation has ended; return the response.
+
+        After `gateway.keepalive_s` without an event, an event with empty text is sent.
 
         Args:
             request: the request that is answered.
             generation: the generation whose sink is this stream.
-            keepalive_s: seconds without an event after which an event with empty text is sent.
-            has_usage: send the token counts in an event before the final `[DONE]`.
 
         Raises:
             ApiError: when the generation failed before anything was sent. A later failure becomes
                 the stream's last event.
         """
-        await _within(generation.started, keepalive_s)
+        await _within(generation.started, self._keepalive_s)
         generation.raise_if_failed()
         response = await self._start(request, generation)
         while not generation.ended.is_set():
             silent_s = self._loop.time() - self._written_s
-            if silent_s >= keepalive_s:
+            if silent_s >= self._keepalive_s:
                 self._keep_alive(generation)
                 silent_s = 0.0
-            await _within(generation.ended, keepalive_s - silent_s)
+            await _within(generation.ended, self._keepalive_s - silent_s)
         if generation.error is not None:
             self._add(b"data: %b\n\n" % generation.error.body())
             _log.warning(
@@ -189,7 +183,7 @@ class EventStream:
                 cause=generation.error.message,
             )
         else:
-            if has_usage:
+            if self._format.metadata.includes_usage:
                 await _within(generation.confirmed, CONFIRM_WAIT_S)
                 self._add(self._format.usage_event(generation.usage()))
             self._add(DONE)
@@ -203,7 +197,7 @@ class EventStream:
         if self._is_chunked:
             response.enable_chunked_encoding()
         await response.prepare(request)
-        first = [self._format.first_event(index) for index in range(self._count)]
+        first = [self._format.first_event(index) for index in range(len(self._frames))]
         # Send only the headers: a larger write could wait for the client without a time limit.
         await response.write(b"")
         # From now on only this object writes to the connection, until the handler returns.
@@ -224,35 +218,47 @@ class EventStream:
                 self._add(self._format.keepalive_event(choice.index))
         self.flush()
 
-    def _add(self, event: bytes) -> None:
-        self._pending.append(event)
-        if not self._is_listed:
-            self._is_listed = True
-            self._flush_list.add(self)
+    def _add(self, *parts: bytes) -> None:
+        """Buffer an event, or several parts of one."""
+        self._pending += parts
+        self._flush_list.add(self)
 
 
 class BodyCollector:
     """Sink of a generation whose response is one body: keeps each choice's parts until the end."""
 
-    def __init__(self, choice_count: int) -> None:
-        self.texts: list[list[str]] = [[] for _ in range(choice_count)]
-        self.logprobs: list[list[LogprobEntry]] = [[] for _ in range(choice_count)]
-        self.calls: list[list[ParsedCall]] = [[] for _ in range(choice_count)]
+    def __init__(
+        self, response_format: ResponseFormat, choice_count: int, *, has_logprobs: bool
+    ) -> None:
+        """Begin without text.
+
+        Args:
+            response_format: makes the body's bytes.
+            choice_count: number of choices in the response.
+            has_logprobs: log probabilities were requested.
+        """
+        self._format = response_format
+        self._choices = [
+            CollectedChoice(index, [] if has_logprobs else None) for index in range(choice_count)
+        ]
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
         """Append a piece of text and its tokens' log probabilities to those of the choice."""
-        self.texts[choice.index].append(text)
-        self.logprobs[choice.index] += logprobs
+        collected = self._choices[choice.index]
+        collected.texts.append(text)
+        if collected.logprobs is not None:
+            collected.logprobs += logprobs
 
     def add_call(self, choice: Choice, _number: int, call: ParsedCall) -> None:
         """Append a tool call to those of the choice."""
-        self.calls[choice.index].append(call)
+        self._choices[choice.index].calls.append(call)
 
     def end_choice(self, choice: Choice) -> None:
-        """Do nothing: the caller makes the body when all choices have ended."""
+        """Store why the choice ended; `run` makes the body when all choices have ended."""
+        self._choices[choice.index].finish_reason = choice.finish_reason
 
-    async def wait(self, generation: Generation) -> None:
-        """Wait until all choices have ended, then for the scheduler's token counts.
+    async def run(self, _request: web.Request, generation: Generation) -> web.StreamResponse:
+        """Wait until all choices have ended, then for the token counts; return the response.
 
         The second wait takes at most `CONFIRM_WAIT_S`; it is needed only after a stop string.
 
@@ -262,6 +268,9 @@ class BodyCollector:
         await generation.ended.wait()
         generation.raise_if_failed()
         await _within(generation.confirmed, CONFIRM_WAIT_S)
+        body = self._format.body(self._choices, generation.usage())
+        headers = {cache_header.HEADER: generation.cache_header_value()}
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
 
 async def _within(event: asyncio.Event, timeout_s: float) -> None:

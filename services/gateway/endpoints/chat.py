@@ -51,15 +51,14 @@ async def create(service: CompletionService, request: web.Request) -> web.Stream
         chars,
         "messages",
     )
-    metadata = service.response_metadata("chatcmpl", options)
+    response_format = ChatFormat(service.response_metadata("chatcmpl", options), service.tokenizer)
     return await completion_service.respond(
         service,
         request,
         [prompt],
-        options=options,
-        metadata=metadata,
-        response_format=ChatFormat(metadata, service.tokenizer),
-        prompt_param="messages",
+        options,
+        response_format,
+        "messages",
         parses_tool_calls=tools is not None,
     )
 

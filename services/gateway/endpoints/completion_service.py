@@ -12,13 +12,9 @@ from aiohttp import web
 from services.gateway.completion.completion_text import CompletionText
 from services.gateway.completion.generation import Choice, Generation
 from services.gateway.completion.open_requests import OpenRequests
-from services.gateway.completion.response_format import (
-    FinishedChoice,
-    ResponseFormat,
-    ResponseMetadata,
-)
+from services.gateway.completion.response_format import ResponseFormat, ResponseMetadata
 from services.gateway.completion.streaming import BodyCollector, EventStream, FlushList
-from services.gateway.http import authentication, cache_header, errors, server
+from services.gateway.http import authentication, errors, server
 from services.gateway.http.admission import ADMITTED, AdmissionControl
 from services.gateway.http.authentication import Authenticator
 from services.gateway.http.cors import OriginPolicy
@@ -165,11 +161,10 @@ async def respond(
     service: CompletionService,
     request: web.Request,
     prompts: list[Prompt],
-    *,
     options: RequestOptions,
-    metadata: ResponseMetadata,
     response_format: ResponseFormat,
     prompt_param: str,
+    *,
     parses_tool_calls: bool = False,
 ) -> web.StreamResponse:
     """Generate completions of prompts and send them, as a stream or as one body.
@@ -179,7 +174,6 @@ async def respond(
         request: the HTTP request.
         prompts: the prompts, each with `options.count` completions.
         options: the checked options of the request.
-        metadata: fields that all chunks repeat.
         response_format: the endpoint's serializer.
         prompt_param: the request field with the prompt, for errors.
         parses_tool_calls: find tool calls in the text.
@@ -189,14 +183,16 @@ async def respond(
     """
     config = service.config.gateway
     count = len(prompts) * options.count
-    stream = _event_stream(service, response_format, count) if options.is_streamed else None
-    collector = BodyCollector(count)
+    sink: EventStream | BodyCollector
+    if options.is_streamed:
+        sink = EventStream(response_format, count, config, service.flush_list, service.metrics)
+    else:
+        sink = BodyCollector(response_format, count, has_logprobs=options.top_logprobs is not None)
     request[ADMITTED].release_body()
     more_expected = await service.admission.more_requests_expected()
-    generation = Generation(metadata.name, prompts, stream or collector)
-    generation.choices = _choices(
-        service, request, generation, options, prompt_param, more_expected
-    )
+    generation = Generation(response_format.metadata.name, prompts, sink, prompt_param)
+    cache_salt = authentication.cache_salt(request, options.fields.cache_salt)
+    generation.choices = _choices(service, generation, options, cache_salt, more_expected)
     for choice in generation.choices if parses_tool_calls else ():
         choice.tool_calls = ToolCallParser()
     service.check_capacity(count)
@@ -206,28 +202,12 @@ async def respond(
         errors.timed_out("The request did not end within its deadline."),
     )
     try:
-        await service.open_requests.submit(generation, prompt_param)
+        await service.open_requests.submit(generation)
         service.metrics.prompt_tokens += generation.prompt_tokens
-        if stream is not None:
-            return await stream.run(
-                request, generation, config.keepalive_s, has_usage=options.includes_usage
-            )
-        await collector.wait(generation)
-        body = response_format.body(_finished(collector, generation, options), generation.usage())
-        headers = {cache_header.HEADER: generation.cache_header_value()}
-        return web.Response(body=body, content_type="application/json", headers=headers)
+        return await sink.run(request, generation)
     finally:
         deadline.cancel()
         service.open_requests.close(generation)
-
-
-def _event_stream(
-    service: CompletionService, response_format: ResponseFormat, count: int
-) -> EventStream:
-    buffer_bytes_max = service.config.gateway.stream_buffer_bytes_max
-    return EventStream(
-        response_format, service.flush_list, buffer_bytes_max, service.metrics, count
-    )
 
 
 def too_long(length: str, context: int, param: str) -> ApiError:
@@ -248,19 +228,17 @@ def too_long(length: str, context: int, param: str) -> ApiError:
 
 def _choices(
     service: CompletionService,
-    request: web.Request,
     generation: Generation,
     options: RequestOptions,
-    prompt_param: str,
+    cache_salt: str,
     more_expected: bool,
 ) -> list[Choice]:
     tokenizer = service.tokenizer
     stop_ids = frozenset(tokenizer.stop_ids)
-    cache_salt = authentication.cache_salt(request, options.fields.cache_salt)
     choices: list[Choice] = []
     total = len(generation.prompts) * options.count
     for prompt in generation.prompts:
-        max_tokens = _max_tokens(service, prompt.ids, options, prompt_param)
+        max_tokens = _max_tokens(service, prompt.ids, options, generation.prompt_param)
         for number in range(options.count):
             submit_request = SubmitRequest(
                 request_id=f"{generation.name}:{len(choices)}",
@@ -275,12 +253,7 @@ def _choices(
                 speculation=options.speculation,
                 more_requests_expected=more_expected or len(choices) + 1 < total,
             )
-            text = CompletionText(
-                tokenizer.detokenizer(),
-                stop_ids,
-                options.stops,
-                has_logprobs=options.top_logprobs is not None,
-            )
+            text = CompletionText(tokenizer.detokenizer(), stop_ids, options.stops)
             choices.append(Choice(generation, len(choices), submit_request, text))
     return choices
 
@@ -312,18 +285,3 @@ def _max_tokens(
             "context_length_exceeded",
         )
     return options.max_tokens
-
-
-def _finished(
-    collector: BodyCollector, generation: Generation, options: RequestOptions
-) -> list[FinishedChoice]:
-    return [
-        FinishedChoice(
-            index=choice.index,
-            text="".join(collector.texts[choice.index]),
-            logprobs=None if options.top_logprobs is None else collector.logprobs[choice.index],
-            finish_reason=choice.finish_reason,
-            calls=collector.calls[choice.index],
-        )
-        for choice in generation.choices
-    ]

@@ -38,14 +38,9 @@ async def create(service: CompletionService, request: web.Request) -> web.Stream
     )
     metadata = service.response_metadata("cmpl", options)
     echoes = _echoes(service.tokenizer, prompts_or_ids, options) if body.echo else []
+    response_format = CompletionFormat(metadata, service.tokenizer, echoes)
     return await completion_service.respond(
-        service,
-        request,
-        prompts,
-        options=options,
-        metadata=metadata,
-        response_format=CompletionFormat(metadata, service.tokenizer, echoes),
-        prompt_param="prompt",
+        service, request, prompts, options, response_format, "prompt"
     )
 
 

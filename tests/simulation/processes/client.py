@@ -153,7 +153,6 @@ class Client:
             CharacterDetokenizer(),
             frozenset(message.stop_ids),
             list(self.planned.stops),
-            has_logprobs=False,
         )
         self.choice = Choice(generation, 0, message, text)
         generation.choices = [self.choice]
@@ -161,7 +160,7 @@ class Client:
         self._submitted_at_s = self._heap.now_s
         self.gateway.after_turn.append(self._check_end)
         try:
-            self.gateway.requests.send(generation, "prompt")
+            self.gateway.requests.send(generation)
         except ApiError as error:
             generation.fail(error)
         self._check_end()
