@@ -51,7 +51,7 @@ def _fail(error: BaseException) -> Callable[[], object]:
         (SystemExit("needs another library"), "SystemExit: needs another library"),
     ],
 )
-def test_error_in_model_code_names_file_and_line(
+def test_error_in_model_python_file_names_file_and_line(
     import_as: Callable[[str], Call], error: BaseException, text: str
 ) -> None:
     """An error in the Python file of a model becomes a ConfigError with file, line and cause."""
@@ -74,7 +74,7 @@ def test_error_in_model_code_names_file_and_line(
         UnavailableError("The hub does not answer."),
     ],
 )
-def test_temporary_error_in_model_code_is_not_replaced(
+def test_lost_peer_or_memory_error_in_model_code_keeps_its_type(
     import_as: Callable[[str], Call], error: Exception
 ) -> None:
     """Lost peers, a full device and errors of Lockstep itself keep their type."""
@@ -84,7 +84,7 @@ def test_temporary_error_in_model_code_is_not_replaced(
     assert caught.value is error
 
 
-def test_error_outside_model_code_is_not_replaced(import_as: Callable[[str], Call]) -> None:
+def test_error_outside_model_python_file_keeps_its_type(import_as: Callable[[str], Call]) -> None:
     """Errors of mlx-lm, or of Lockstep code that the model calls, keep their type."""
     with pytest.raises(ValueError, match="no part"), name_model_code_line():
         import_as("mlx_lm.models.llama")(_fail(ValueError("no part")))

@@ -103,12 +103,12 @@ def _restore(epoch: int, restore_id: int) -> RestoreBlocks:
     )
 
 
-def test_rank_sends_hello_first(pair: LinkPair) -> None:
+def test_rank_sends_hello_first_and_no_heartbeat_before_joining(pair: LinkPair) -> None:
     """The first message of a rank is its hello; without a world it sends no heartbeat."""
     assert pair.received == [HELLO]
 
 
-def test_rank_sends_hello_again_after_reconnect(pair: LinkPair) -> None:
+def test_rank_without_world_sends_hello_again_after_reconnect(pair: LinkPair) -> None:
     """A rank without a world survives the loss of the scheduler and sends its hello again."""
     pair.link.drop(pair.peer)
     pair.poll_until(lambda: len(pair.received) == 2)
@@ -117,7 +117,7 @@ def test_rank_sends_hello_again_after_reconnect(pair: LinkPair) -> None:
     assert pair.ended.empty()
 
 
-def test_orders_reach_main_thread_in_order(pair: LinkPair) -> None:
+def test_join_and_plans_reach_main_thread_in_sent_order(pair: LinkPair) -> None:
     """The main thread gets the join and then the plans in the order in which they were sent."""
     sent = [_join(3), _plan(3, 1), _plan(3, 2)]
     pair.send(*sent)
@@ -125,7 +125,7 @@ def test_orders_reach_main_thread_in_order(pair: LinkPair) -> None:
     assert [pair.rank_link.orders.get(timeout=30) for _ in sent] == sent
 
 
-def test_orders_of_other_epoch_are_refused(pair: LinkPair) -> None:
+def test_orders_of_other_epoch_are_refused_and_counted(pair: LinkPair) -> None:
     """Orders before the join or of another epoch are refused and counted."""
     pair.send(_plan(2, 1), _join(3), _plan(2, 1), LeaveWorld(epoch=2, detail=""), _plan(3, 1))
 
@@ -134,7 +134,7 @@ def test_orders_of_other_epoch_are_refused(pair: LinkPair) -> None:
     assert pair.ended.empty()
 
 
-def test_restores_bypass_queued_plans(pair: LinkPair) -> None:
+def test_restore_order_reaches_callback_before_queued_plans(pair: LinkPair) -> None:
     """Restores of the own epoch reach their callback before the queued plans."""
     taken: queue.SimpleQueue[RestoreBlocks] = queue.SimpleQueue()
     pair.rank_link.on_restore = taken.put
@@ -148,7 +148,7 @@ def test_restores_bypass_queued_plans(pair: LinkPair) -> None:
     ]
 
 
-def test_restores_without_callback_are_refused(pair: LinkPair) -> None:
+def test_restore_order_without_callback_is_refused_and_counted(pair: LinkPair) -> None:
     """Restores before a callback is set or of another epoch are refused and counted."""
     taken: list[RestoreBlocks] = []
     pair.send(_restore(3, 1), _join(3), _restore(3, 1), _plan(3, 1))
@@ -162,19 +162,19 @@ def test_restores_without_callback_are_refused(pair: LinkPair) -> None:
     assert pair.ended.empty()
 
 
-def test_second_join_ends_process(pair: LinkPair) -> None:
+def test_second_join_order_ends_rank_process(pair: LinkPair) -> None:
     """A process serves one epoch; a second join ends it."""
     pair.send(_join(3), _join(4))
     assert pair.exit_code() == limits.EXIT_WORLD_LOST
 
 
-def test_leave_world_ends_process(pair: LinkPair) -> None:
+def test_leave_world_order_ends_process_with_exit_world_lost(pair: LinkPair) -> None:
     """LeaveWorld of the own epoch ends the process with EXIT_WORLD_LOST."""
     pair.send(_join(3), LeaveWorld(epoch=3, detail="over"))
     assert pair.exit_code() == limits.EXIT_WORLD_LOST
 
 
-def test_leave_reason_is_passed_on_before_exit(pair: LinkPair) -> None:
+def test_leave_callback_gets_reason_before_process_exits(pair: LinkPair) -> None:
     """The callback gets the reason to leave before the process ends."""
     said: queue.SimpleQueue[LeaveWorld] = queue.SimpleQueue()
     pair.rank_link.on_leave = said.put
@@ -185,7 +185,7 @@ def test_leave_reason_is_passed_on_before_exit(pair: LinkPair) -> None:
     assert said.empty()
 
 
-def test_lost_scheduler_ends_rank_of_world(pair: LinkPair) -> None:
+def test_rank_in_world_ends_when_scheduler_link_is_lost(pair: LinkPair) -> None:
     """A rank of a world ends when the link to the scheduler is lost."""
     pair.send(_join(3))
     pair.rank_link.orders.get(timeout=30)
@@ -193,7 +193,7 @@ def test_lost_scheduler_ends_rank_of_world(pair: LinkPair) -> None:
     assert pair.exit_code() == limits.EXIT_WORLD_LOST
 
 
-def test_heartbeats_contain_step_progress(pair: LinkPair) -> None:
+def test_heartbeats_in_world_contain_last_started_and_finished_step(pair: LinkPair) -> None:
     """Heartbeats of a rank in a world contain the last started and finished steps."""
     pair.rank_link.step_started, pair.rank_link.step_finished = 7, 6
     pair.send(_join(3))
@@ -202,7 +202,7 @@ def test_heartbeats_contain_step_progress(pair: LinkPair) -> None:
     assert pair.received[1] == Heartbeat(epoch=3, rank=2, step_started=7, step_finished=6)
 
 
-def test_message_is_sent_before_next_heartbeat(
+def test_message_of_main_thread_does_not_wait_for_next_heartbeat(
     pair: LinkPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message of the main thread does not wait for the next heartbeat."""
@@ -218,10 +218,9 @@ def test_message_is_sent_before_next_heartbeat(
     assert clock.now() - before_s < scheduler_link.HEARTBEAT_S / 2
 
 
-def test_link_works_turn_by_turn_without_thread(tmp_path: Path) -> None:
-    """Driven turn by turn, as in the simulation, the link sends the same and reports its next
-    turn.
-    """
+def test_link_driven_without_thread_sends_hello_messages_and_exit(tmp_path: Path) -> None:
+    """A link that is driven turn by turn, without a thread, sends its hello, messages and last
+    message before the exit."""
     address = f"ipc://{tmp_path}/r.sock"
     link: Listener[Any] = Listener(address, ToScheduler)
     codes: list[int] = []
@@ -251,7 +250,9 @@ def test_link_works_turn_by_turn_without_thread(tmp_path: Path) -> None:
     assert said[-1] == RankLoading(stage="loading", loaded=0.5)
 
 
-def test_last_message_before_exit_arrives(pair: LinkPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_sent_directly_before_exit_reaches_scheduler(
+    pair: LinkPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A message sent directly before the exit reaches the scheduler."""
     # A busy machine is slow; the test fails before this limit if the message is lost.
     monkeypatch.setattr(scheduler_link, "FLUSH_S", 60.0)

@@ -8,7 +8,7 @@ from shared import limits
 from shared.clock import ManualClock
 
 
-def test_step_within_deadline_does_not_end_process() -> None:
+def test_watchdog_ends_no_process_whose_step_meets_deadline() -> None:
     """A step that ends in time, and a long pause after it, do not end the process."""
     clock, ended = ManualClock(), list[int]()
     watchdog = Watchdog(clock, ended.append)
@@ -23,7 +23,7 @@ def test_step_within_deadline_does_not_end_process() -> None:
     assert ended == []
 
 
-def test_step_past_deadline_ends_process() -> None:
+def test_watchdog_ends_process_when_step_passes_plan_deadline() -> None:
     """A step past the deadline of its plan ends the process; the deadline starts with the step."""
     clock, ended = ManualClock(), list[int]()
     watchdog = Watchdog(clock, ended.append)
@@ -39,7 +39,7 @@ def test_step_past_deadline_ends_process() -> None:
     assert ended == [limits.EXIT_WORLD_LOST]
 
 
-def test_hard_deadline_ends_process_holding_gil() -> None:
+def test_hard_deadline_ends_process_stuck_with_gil_held() -> None:
     """The hard deadline ends a process inside a C call that holds the GIL, and prints the stack."""
     code = (
         "from services.rank_worker.watchdog import hard_deadline\n"
@@ -55,7 +55,7 @@ def test_hard_deadline_ends_process_holding_gil() -> None:
     assert b"Timeout" in done.stderr
 
 
-def test_hard_deadline_is_cancelled_when_with_statement_exits() -> None:
+def test_hard_deadline_has_no_effect_after_its_with_statement() -> None:
     """A hard deadline has no effect after its `with` statement."""
     code = (
         "import time\n"

@@ -25,14 +25,14 @@ HOSTFILE = '[["10.0.0.1:5"], ["10.0.0.1:6"], ["10.0.0.2:5", "10.0.1.2:5"]]'
         ([4], 0, 1, [4]),
     ],
 )
-def test_ranks_get_equal_runs_of_cores(
+def test_ranks_of_one_host_get_equal_runs_of_cores(
     available: list[int], place: int, count: int, expected: list[int]
 ) -> None:
     """Each rank gets an equal run of cores; with too few cores ranks share one."""
     assert cores.share(available, place, count) == expected
 
 
-def test_ranks_are_counted_per_host() -> None:
+def test_hostfile_gives_rank_count_and_place_on_each_host() -> None:
     """The hostfile determines the number of ranks on a host and the place of each."""
     assert [cores.place_on_host(HOSTFILE, rank) for rank in range(3)] == [(0, 2), (1, 2), (0, 1)]
 
@@ -42,21 +42,21 @@ def _order_without_hostfile() -> JoinWorld:
     return join_order()
 
 
-def test_order_without_hostfile_means_one_rank_per_host() -> None:
+def test_rank_without_hostfile_counts_as_only_one_on_host() -> None:
     """Without a hostfile a rank is treated as the only one on its host."""
     order = _order_without_hostfile()
     assert cores.hostfile(order, {}) == ""
     assert cores.place_on_host("", 0) == (0, 1)
 
 
-def test_hostfile_of_launcher_is_read(tmp_path: Path) -> None:
+def test_hostfile_named_in_environment_is_read_when_order_has_none(tmp_path: Path) -> None:
     """Without a hostfile in the order, the one named in the environment is read."""
     (tmp_path / "hosts").write_text(HOSTFILE + "\n")
     order = _order_without_hostfile()
     assert cores.hostfile(order, {"MLX_HOSTFILE": str(tmp_path / "hosts")}) == HOSTFILE
 
 
-def test_pinning_affects_calling_thread_only() -> None:
+def test_pinning_to_cores_affects_only_calling_thread() -> None:
     """Pinning binds the calling thread to its share; other threads keep all cores."""
     if sys.platform != "linux":
         assert cores.pin("on", on_cpu=True, place=0, count=2) == []
@@ -79,6 +79,8 @@ def test_pinning_affects_calling_thread_only() -> None:
 @pytest.mark.parametrize(
     ("choice", "on_cpu", "count"), [("off", True, 2), ("auto", False, 2), ("auto", True, 1)]
 )
-def test_no_pinning_when_off_on_gpu_or_alone(choice: str, on_cpu: bool, count: int) -> None:
+def test_no_thread_is_pinned_when_off_on_gpu_or_alone(
+    choice: str, on_cpu: bool, count: int
+) -> None:
     """No thread is pinned when pinning is off, on a GPU, or for a single rank of a host."""
     assert cores.pin(choice, on_cpu=on_cpu, place=0, count=count) == []  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from services.rank_worker.device import cuda_caches
 
 
-def test_cuda_cache_limits_are_raised() -> None:
+def test_cuda_cache_sizes_are_raised_and_thrashing_check_disabled() -> None:
     """The check that ends a process after many cache misses is off, and the caches are larger."""
     environment = {"HOME": "/"}
     cuda_caches.enlarge_caches(environment)
@@ -14,7 +14,7 @@ def test_cuda_cache_limits_are_raised() -> None:
     assert environment == {"HOME": "/"}
 
 
-def test_cuda_cache_settings_of_operator_are_kept() -> None:
+def test_cuda_cache_variables_set_by_operator_stay_unchanged() -> None:
     """Variables that the operator has set are not changed."""
     chosen = dict.fromkeys(cuda_caches.VARIABLES, "7")
     environment = dict(chosen)

@@ -12,14 +12,14 @@ from services.rank_worker.device import elf_symbols
 PAGE_BYTES = 4_096
 
 
-def test_invalid_elf_files_are_refused() -> None:
+def test_elf_reader_refuses_non_elf_32_bit_and_truncated_files() -> None:
     """Files that are not ELF, 32-bit or truncated are refused."""
     for data in (b"", b"MZ" + b"\0" * 64, b"\x7fELF\x01\x01" + b"\0" * 64, b"\x7fELF\x02\x01"):
         with pytest.raises(elf_symbols.UnsupportedLibraryError):
             elf_symbols.remove_prefix(data, b"x_")
 
 
-def test_truncated_library_is_refused() -> None:
+def test_library_without_section_table_is_refused() -> None:
     """A library without its section table is refused."""
     if sys.platform != "linux":
         return
@@ -27,7 +27,7 @@ def test_truncated_library_is_refused() -> None:
         elf_symbols.remove_prefix(_library().read_bytes()[: 1 << 20], b"scipy_")
 
 
-def test_renamed_symbols_are_found_and_work() -> None:
+def test_prefixed_library_exports_working_functions_under_plain_names() -> None:
     """Plain names are found, prefixed ones are not, and the function multiplies."""
     if sys.platform != "linux":
         return
@@ -44,7 +44,7 @@ sys.exit(0 if out[0] == 31 else 1)
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
-def test_only_symbol_tables_change() -> None:
+def test_renaming_library_symbols_changes_only_symbol_and_hash_tables() -> None:
     """The copy has the same size and code; only symbol and hash tables differ."""
     if sys.platform != "linux":
         return

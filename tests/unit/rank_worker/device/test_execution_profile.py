@@ -19,7 +19,7 @@ from shared.messages.rank_link import Backend
         ("cuda", "ring", ExecutionProfile(has_queue=True, freed_bytes_max=7)),
     ],
 )
-def test_execution_profile_matches_device_and_backend(
+def test_only_gpus_queue_work_and_only_cuda_pads_prefills(
     kind: DeviceKind, backend: Backend, use: ExecutionProfile
 ) -> None:
     """GPUs have a queue and may keep a tenth of their memory; only CUDA pads prefills.

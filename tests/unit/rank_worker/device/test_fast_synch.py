@@ -36,7 +36,9 @@ def _proven(path: Path) -> str:
     return build
 
 
-def test_serving_world_proves_fast_synchronization(tmp_path: Path) -> None:
+def test_build_counts_as_proven_after_world_with_fast_synchronization_serves(
+    tmp_path: Path,
+) -> None:
     """A world that passes the canary and serves proves fast synchronization for this build only."""
     path = tmp_path / "lockstep" / fast_synch.FILE_NAME
     build = fast_synch.platform_build(METAL.kind, METAL.name, "darwin")
@@ -66,7 +68,7 @@ def test_serving_world_proves_fast_synchronization(tmp_path: Path) -> None:
         ("metal", "darwin", ON, FOUND[1:]),
     ],
 )
-def test_no_proof_without_metal_variable_or_full_canary(
+def test_build_stays_unproven_without_metal_variable_or_full_canary(
     tmp_path: Path,
     kind: str,
     system: str,
@@ -82,7 +84,7 @@ def test_no_proof_without_metal_variable_or_full_canary(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"proven": 1}', '{"proven": [1]}', "{}"])
-def test_damaged_or_writable_proof_file_is_ignored(tmp_path: Path, text: str) -> None:
+def test_damaged_or_foreign_writable_proof_file_proves_nothing(tmp_path: Path, text: str) -> None:
     """A damaged file, or one that others can write, proves nothing; the next proof replaces it."""
     path = tmp_path / "file"
     path.write_text(text)
@@ -94,7 +96,9 @@ def test_damaged_or_writable_proof_file_is_ignored(tmp_path: Path, text: str) ->
 
 
 @pytest.mark.parametrize("blocks", [1, 2], ids=["sums", "prompt"])
-def test_failed_canary_removes_proof(tmp_path: Path, blocks: int) -> None:
+def test_failed_canary_removes_fast_synchronization_proof_of_its_build(
+    tmp_path: Path, blocks: int
+) -> None:
     """A canary that fails with fast synchronization removes the proof of this build for good."""
     path = tmp_path / "file"
     build = _proven(path)
@@ -112,7 +116,9 @@ def test_failed_canary_removes_proof(tmp_path: Path, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("error", [WorldLost("gone"), ConfigError("too large"), MemoryError()])
-def test_other_failures_keep_proof(tmp_path: Path, error: Exception) -> None:
+def test_failures_other_than_canary_keep_fast_synchronization_proof(
+    tmp_path: Path, error: Exception
+) -> None:
     """Failures other than of the canary keep the proof."""
     path = tmp_path / "file"
     build = _proven(path)
@@ -123,7 +129,7 @@ def test_other_failures_keep_proof(tmp_path: Path, error: Exception) -> None:
     assert fast_synch.proof_state(path, build) == "proven"
 
 
-def test_proof_is_untouched_without_variable(tmp_path: Path) -> None:
+def test_failed_canary_without_fast_synchronization_keeps_proof(tmp_path: Path) -> None:
     """Without the variable a failed canary keeps the proof."""
     path = tmp_path / "file"
     build = _proven(path)
@@ -138,7 +144,7 @@ def test_proof_is_untouched_without_variable(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, build) == "proven"
 
 
-def test_canary_failure_found_by_scheduler_removes_proof(tmp_path: Path) -> None:
+def test_order_to_leave_for_canary_removes_fast_synchronization_proof(tmp_path: Path) -> None:
     """An order to leave because of the canary removes the proof; other orders keep it."""
     path = tmp_path / "file"
     build = _proven(path)
@@ -157,7 +163,7 @@ def test_canary_failure_found_by_scheduler_removes_proof(tmp_path: Path) -> None
     assert fast_synch.proof_state(path, build) == "unproven"
 
 
-def test_process_killed_during_canary_leaves_no_proof(tmp_path: Path) -> None:
+def test_process_killed_during_canary_leaves_no_fast_synchronization_proof(tmp_path: Path) -> None:
     """The proof is removed before the canary runs, so a killed process leaves none."""
     path = tmp_path / "file"
     build = _proven(path)
@@ -180,7 +186,7 @@ def test_process_killed_during_canary_leaves_no_proof(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, "another") == "proven"
 
 
-def test_truncated_proof_file_is_ignored(tmp_path: Path) -> None:
+def test_truncated_proof_file_proves_nothing(tmp_path: Path) -> None:
     """A proof file truncated at any length proves nothing."""
     path = tmp_path / "file"
     build = _proven(path)
@@ -193,7 +199,7 @@ def test_truncated_proof_file_is_ignored(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, build) == "proven"
 
 
-def test_build_differs_by_system_and_mlx_version(
+def test_proof_names_differ_by_system_build_and_mlx_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Builds of the system and versions of MLX have separate proofs."""
@@ -216,7 +222,7 @@ def test_build_differs_by_system_and_mlx_version(
     assert sum("25C57" in build for build in builds) == 1
 
 
-def test_old_builds_are_removed_from_proof_file(tmp_path: Path) -> None:
+def test_proof_file_drops_oldest_builds_beyond_limit(tmp_path: Path) -> None:
     """The proof file keeps a bounded number of builds."""
     path = tmp_path / "file"
     for number in range(fast_synch.BUILDS_MAX + 3):
@@ -225,7 +231,7 @@ def test_old_builds_are_removed_from_proof_file(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, "build 3") == "proven"
 
 
-def test_unwritable_proof_folder_does_not_fail_rank(tmp_path: Path) -> None:
+def test_rank_continues_when_proof_file_cannot_be_written(tmp_path: Path) -> None:
     """If the proof cannot be written, it is lost and the rank continues."""
     (tmp_path / "in-the-way").write_text("")
     path = tmp_path / "in-the-way" / "file"
@@ -238,7 +244,7 @@ def test_unwritable_proof_folder_does_not_fail_rank(tmp_path: Path) -> None:
     )
 
 
-def test_proof_file_is_in_user_cache_folder(
+def test_proof_file_lies_in_cache_folder_of_user(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The proof file is in Lockstep's part of the user's cache folder."""

@@ -19,7 +19,7 @@ from shared.errors import ConfigError
         (1, "GPU-aa,GPU-bb", None, "GPU-bb"),
     ],
 )
-def test_ranks_take_gpus_in_order(
+def test_ranks_take_visible_gpus_in_order(
     place: int, visible: str | None, count: int | None, own: str
 ) -> None:
     """Ranks take the GPUs in order, limited to CUDA_VISIBLE_DEVICES if it is set."""
@@ -35,7 +35,7 @@ def test_ranks_take_gpus_in_order(
         (0, "", 8, "CUDA_VISIBLE_DEVICES is '', so there are 0 GPUs"),
     ],
 )
-def test_more_ranks_than_gpus_are_refused(
+def test_more_ranks_than_gpus_on_host_are_refused(
     place: int, visible: str | None, count: int | None, message: str
 ) -> None:
     """More ranks than GPUs on a host are refused with both numbers and the remedy."""
@@ -43,7 +43,7 @@ def test_more_ranks_than_gpus_are_refused(
         gpu_choice.own_gpu(place, visible, count)
 
 
-def test_gpus_are_counted_by_device_files(tmp_path: Path) -> None:
+def test_gpu_count_equals_number_of_gpu_device_files(tmp_path: Path) -> None:
     """Only device files of GPUs are counted; without any the number is unknown."""
     assert gpu_choice.count_gpus(tmp_path / "nowhere") is None
     assert gpu_choice.count_gpus(tmp_path) is None
@@ -63,7 +63,7 @@ def test_gpus_are_counted_by_device_files(tmp_path: Path) -> None:
     ],
     ids=["two", "chosen", "one", "none"],
 )
-def test_single_rank_sees_one_gpu(
+def test_single_rank_sees_only_first_of_several_gpus(
     before: dict[str, str], count: int | None, after: dict[str, str]
 ) -> None:
     """A single rank sees the first of several GPUs, unless the operator has set the variable."""

@@ -16,7 +16,7 @@ def _whole(sequence_id: int, length: int) -> PrefillChunk:
     return PrefillChunk(sequence_id=sequence_id, start=0, length=length, samples=True)
 
 
-def test_prefill_groups_hold_each_chunk_once() -> None:
+def test_prefill_groups_contain_each_chunk_exactly_once() -> None:
     """The groups hold every chunk exactly once."""
     chunks = [_whole(i, 1 + i * i * 37 % 700) for i in range(40)]
 
@@ -25,7 +25,7 @@ def test_prefill_groups_hold_each_chunk_once() -> None:
     assert sorted(got) == list(range(40))
 
 
-def test_prefill_groups_have_bounded_padding() -> None:
+def test_prefill_groups_are_padded_by_at_most_an_eighth() -> None:
     """At most an eighth of a group is padding."""
     chunks = [_whole(i, 1 + i * i * 37 % 700) for i in range(40)]
 
@@ -38,14 +38,14 @@ def test_prefill_groups_have_bounded_padding() -> None:
         assert len(group) == 1 or area <= GROUPED_TOKENS_MAX * len(group)
 
 
-def test_prompts_of_equal_length_share_a_group() -> None:
+def test_prompts_of_equal_length_share_one_prefill_group() -> None:
     """Prompts of one length share a forward, in plan order."""
     chunks = [_whole(i, 20) for i in range(5)]
 
     assert group_chunks(chunks) == [chunks]
 
 
-def test_prefill_group_size_is_bounded() -> None:
+def test_prefill_group_never_exceeds_tokens_of_one_forward() -> None:
     """A group never exceeds the tokens of one forward."""
     chunks = [_whole(i, 500) for i in range(32)]
 
@@ -55,7 +55,7 @@ def test_prefill_group_size_is_bounded() -> None:
     assert [one for group in groups for one in group] == chunks
 
 
-def test_partial_and_long_chunks_run_alone() -> None:
+def test_partial_and_long_prefill_chunks_run_alone() -> None:
     """Chunks that are only a part of their prompt, or long, run alone."""
     chunks = [
         PrefillChunk(sequence_id=1, start=0, length=20, samples=False),
@@ -68,7 +68,7 @@ def test_partial_and_long_chunks_run_alone() -> None:
     assert group_chunks([]) == []
 
 
-def test_padded_widths_are_few_and_close() -> None:
+def test_prefill_lengths_are_padded_to_25_widths_with_little_padding() -> None:
     """Lengths are padded to one of 25 widths, with at most a fifth of padding in wide ones."""
     longest = limits.FORWARD_TOKENS_MAX * 9 // 8
     lengths = range(2, longest + 1)
@@ -82,7 +82,7 @@ def test_padded_widths_are_few_and_close() -> None:
 
 
 @pytest.mark.parametrize("length", [8, 10, 40, 65, 129, 300])
-def test_padded_prefill_groups_are_bounded(length: int) -> None:
+def test_prefill_group_with_padding_never_exceeds_tokens_of_one_forward(length: int) -> None:
     """Groups never exceed the tokens of one forward, padding included."""
     chunks = [_whole(i, length) for i in range(300)]
 

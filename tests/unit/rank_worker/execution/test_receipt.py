@@ -5,7 +5,7 @@ from services.rank_worker.execution.receipt import DIGEST_BYTES, ReceiptChain
 ROWS = [(0, 7, 12), (2, 9, 3)]
 
 
-def test_equal_histories_give_equal_digests() -> None:
+def test_ranks_with_equal_steps_have_equal_receipt_digests() -> None:
     """Ranks with equal steps have equal digests after every step."""
     ranks = [ReceiptChain(), ReceiptChain()]
 
@@ -15,7 +15,7 @@ def test_equal_histories_give_equal_digests() -> None:
         assert len(first) == DIGEST_BYTES
 
 
-def test_each_input_changes_digest() -> None:
+def test_change_of_any_step_input_changes_receipt_digest() -> None:
     """Plan, rows, tokens, logits and their presence each change the digest."""
     digests = {
         ReceiptChain().add_step(b"plan", ROWS, [1, 2], [0.5, 1.5]),
@@ -31,7 +31,7 @@ def test_each_input_changes_digest() -> None:
     assert len(digests) == 8
 
 
-def test_digest_depends_on_earlier_steps() -> None:
+def test_rank_that_differed_once_never_has_equal_receipt_digest_again() -> None:
     """A rank that differed once never has the same digest again."""
     good, bad = ReceiptChain(), ReceiptChain()
     good.add_step(b"1", ROWS, [4], None)
@@ -40,7 +40,7 @@ def test_digest_depends_on_earlier_steps() -> None:
     assert good.add_step(b"2", ROWS, [6], None) != bad.add_step(b"2", ROWS, [6], None)
 
 
-def test_digest_equals_frozen_value() -> None:
+def test_receipt_digest_of_given_inputs_equals_frozen_value() -> None:
     """The digest of given inputs is the same in every version and on every machine."""
     digest = ReceiptChain().add_step(b"plan", ROWS, [1, 2], [0.5, -1.5])
 

@@ -3,7 +3,7 @@
 from services.rank_worker.sampling import keys
 
 
-def test_mixer_is_splitmix64() -> None:
+def test_key_mixer_gives_published_splitmix64_outputs() -> None:
     """The first outputs for state 1234567 equal those of the published SplitMix64."""
     gamma = 0x9E3779B97F4A7C15
     states = [(1_234_567 + i * gamma) % 2**64 for i in (1, 2, 3)]
@@ -15,7 +15,7 @@ def test_mixer_is_splitmix64() -> None:
     ]
 
 
-def test_keys_equal_frozen_values() -> None:
+def test_sampling_keys_equal_frozen_values() -> None:
     """Keys equal frozen values; a change would change every seeded completion."""
     got = {
         (seed, position): keys.draw_key(keys.initial_state(seed), position)
@@ -26,7 +26,7 @@ def test_keys_equal_frozen_values() -> None:
     assert got == FROZEN
 
 
-def test_neighbouring_seeds_and_positions_have_distinct_keys() -> None:
+def test_neighbouring_seeds_and_positions_have_distinct_sampling_keys() -> None:
     """100 seeds and 100 positions give 10,000 distinct keys."""
     drawn = {
         keys.draw_key(keys.initial_state(seed), position)

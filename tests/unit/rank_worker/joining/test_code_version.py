@@ -13,7 +13,7 @@ def _package(folder: Path) -> Path:
     return folder
 
 
-def test_build_id_changes_with_code_only(tmp_path: Path) -> None:
+def test_build_id_changes_only_when_python_modules_change(tmp_path: Path) -> None:
     """The id depends on the contents and places of modules, not on the folder or other files."""
     here = _package(tmp_path / "here")
     there = Path(shutil.copytree(here, tmp_path / "elsewhere" / "there"))
@@ -29,7 +29,7 @@ def test_build_id_changes_with_code_only(tmp_path: Path) -> None:
     assert len({name, changed, moved}) == 3
 
 
-def test_build_id_starts_with_version() -> None:
+def test_build_id_is_version_and_digest_of_code() -> None:
     """The id is the version and a digest of the code."""
     version, digest = code_version.build_id().split(" ")
     assert version[0].isdigit()

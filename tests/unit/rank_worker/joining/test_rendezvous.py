@@ -24,7 +24,7 @@ from tests.unit.rank_worker.joining.rendezvous_peers import (
 
 
 @pytest.mark.parametrize(("size", "connections"), [(1, 1), (2, 1), (2, 3), (4, 1)])
-def test_ring_completes_rendezvous(size: int, connections: int) -> None:
+def test_ring_ranks_complete_rendezvous_over_every_address(size: int, connections: int) -> None:
     """Each rank of a ring connects to its neighbours over every address."""
     free = free_ports(size * connections)
     rows = [[f"127.0.0.1:{free.pop()}" for _ in range(connections)] for _ in range(size)]
@@ -38,7 +38,7 @@ def test_ring_completes_rendezvous(size: int, connections: int) -> None:
             listener.listen()
 
 
-def test_rendezvous_works_at_reserved_ports() -> None:
+def test_rendezvous_completes_at_reserved_data_ports() -> None:
     """The rendezvous works at data ports that the ranks have reserved."""
     kept = [join.DataPort("127.0.0.1") for _ in range(3)]
     for port in kept:
@@ -50,7 +50,9 @@ def test_rendezvous_works_at_reserved_ports() -> None:
 
 
 @pytest.mark.parametrize("backend", ["jaccl", "nccl"])
-def test_star_completes_rendezvous_at_rank_0(backend: Literal["jaccl", "nccl"]) -> None:
+def test_jaccl_and_nccl_ranks_complete_rendezvous_at_rank_0(
+    backend: Literal["jaccl", "nccl"],
+) -> None:
     """With jaccl and NCCL all ranks connect to rank 0."""
     (port,) = free_ports(1)
     environment = {
@@ -65,7 +67,7 @@ def test_star_completes_rendezvous_at_rank_0(backend: Literal["jaccl", "nccl"]) 
     assert run_all_rendezvous(orders) == ["", "", ""]
 
 
-def test_rendezvous_is_skipped_without_environment() -> None:
+def test_rendezvous_is_skipped_for_one_rank_or_empty_environment() -> None:
     """An order without an environment, or for one rank, needs no rendezvous."""
     rendezvous.wait_for_ranks(rendezvous_order(0, 2))
     rendezvous.wait_for_ranks(rendezvous_order(0, 2, "jaccl"))
@@ -73,7 +75,7 @@ def test_rendezvous_is_skipped_without_environment() -> None:
     rendezvous.wait_for_ranks(rendezvous_order(0, 1, "off"))
 
 
-def test_missing_rank_is_named_with_both_directions() -> None:
+def test_missing_rank_is_named_with_its_address_and_cause() -> None:
     """The message names the unreachable rank, its address and cause, and the missing connection."""
     own, other = free_ports(2)
     rows = [[f"127.0.0.1:{own}"], [f"127.0.0.1:{other}"]]
@@ -90,7 +92,7 @@ def test_missing_rank_is_named_with_both_directions() -> None:
 
 
 @pytest.mark.proof
-def test_only_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_to_each_rank_names_only_missing_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """If one of three ranks is missing, rank 0 names it, and the other rank gets its name."""
     monkeypatch.setattr(rendezvous_client, "FINAL_REPLY_S", 10.0)
     orders, (host, port) = star_orders(3, 3 * SHORT_S)
@@ -105,7 +107,7 @@ def test_only_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "firewall" not in second
 
 
-def test_rendezvous_ends_only_after_all_ranks_arrived() -> None:
+def test_no_rank_leaves_rendezvous_before_last_one_arrives() -> None:
     """No rank continues before the last has arrived, and no port is open afterwards."""
     orders, place = star_orders(3)
 
@@ -119,7 +121,7 @@ def test_rendezvous_ends_only_after_all_ranks_arrived() -> None:
         assert [one.result(LONG_S) for one in early] == ["", ""]
 
 
-def test_rendezvous_waits_for_late_rank() -> None:
+def test_rendezvous_completes_when_one_rank_starts_late() -> None:
     """A rank that starts later completes the rendezvous."""
     rows = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
     first, second = ring_orders(rows)
@@ -131,7 +133,7 @@ def test_rendezvous_waits_for_late_rank() -> None:
         early.result(LONG_S)
 
 
-def test_unknown_host_name_is_named() -> None:
+def test_rendezvous_error_names_unknown_host_and_cause() -> None:
     """A host name that cannot be resolved is named with the cause."""
     (own,) = free_ports(1)
     rows = [[f"127.0.0.1:{own}"], ["no-such-host.invalid:7"]]
@@ -141,7 +143,7 @@ def test_unknown_host_name_is_named() -> None:
     assert "rank 1 at no-such-host.invalid:7 (" in message
 
 
-def test_port_in_use_fails_at_once() -> None:
+def test_rendezvous_at_port_in_use_fails_at_once() -> None:
     """A port in use fails at once with port, rank and setting."""
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
@@ -155,7 +157,7 @@ def test_port_in_use_fails_at_once() -> None:
             rendezvous.wait_for_ranks(ring_orders(rows)[0])
 
 
-def test_address_of_other_machine_fails_at_once() -> None:
+def test_rank_on_wrong_machine_fails_at_once_with_expected_address() -> None:
     """A rank on the wrong machine fails at once with the expected address."""
     rows = [["127.0.0.1:9"], ["192.0.2.7:5000"]]
 

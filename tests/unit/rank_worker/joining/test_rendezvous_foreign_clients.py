@@ -90,7 +90,7 @@ def _parse_address(address: str) -> Address:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"lockstep"])
-def test_foreign_server_at_peer_address_is_not_a_rank(answer: bytes) -> None:
+def test_foreign_server_at_peer_address_does_not_count_as_rank(answer: bytes) -> None:
     """A foreign server that accepts the connection does not count as a rank."""
     (own,) = free_ports(1)
     with _foreign_server(lambda client, _: client.sendall(answer)) as port:
@@ -100,7 +100,7 @@ def test_foreign_server_at_peer_address_is_not_a_rank(answer: bytes) -> None:
     assert f"127.0.0.1:{port} (another program listens there)" in message
 
 
-def test_trickling_server_does_not_extend_deadline() -> None:
+def test_server_sending_single_bytes_does_not_extend_rendezvous_deadline() -> None:
     """A foreign server that sends single bytes does not extend the deadline of the rendezvous."""
     (own,) = free_ports(1)
     with _foreign_server(_trickle) as port:
@@ -116,7 +116,7 @@ def test_trickling_server_does_not_extend_deadline() -> None:
     "line", [b"", b"\n", b"GET / HTTP/1.1\r\n", b"lockstep 2 1\n", b"lockstep 3 x y\n",
              b"lockstep 3 \xff y\n", b"\x16\x03\x01" * 30, b"x" * 5_000]
 )  # fmt: skip
-def test_foreign_client_is_disconnected_and_rank_accepted(line: bytes) -> None:
+def test_rendezvous_disconnects_foreign_client_and_still_accepts_rank(line: bytes) -> None:
     """A foreign client is disconnected, and the right rank is still accepted."""
     rows = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
     first, second = ring_orders(rows)
@@ -136,7 +136,7 @@ def test_foreign_client_is_disconnected_and_rank_accepted(line: bytes) -> None:
         assert early.result(LONG_S) == ""
 
 
-def test_other_clients_are_named_when_rank_is_missing() -> None:
+def test_missing_rank_message_names_client_of_other_epoch() -> None:
     """The message about a missing rank names a rank of another epoch that connected."""
     orders, place = star_orders(2, 2 * SHORT_S)
     later = rendezvous_order(
@@ -156,7 +156,7 @@ def test_other_clients_are_named_when_rank_is_missing() -> None:
     assert "(127.0.0.1 is a rank of another epoch or world)" in message
 
 
-def test_ranks_of_different_worlds_refuse_each_other() -> None:
+def test_ranks_with_different_neighbours_refuse_each_other() -> None:
     """Ranks of one epoch and address, but with other neighbours, refuse each other."""
     own, other, foreign = free_ports(3)
     # The first rank listens for longer than the second one tries to connect.
@@ -170,7 +170,7 @@ def test_ranks_of_different_worlds_refuse_each_other() -> None:
     assert f"127.0.0.1:{own} (a rank of another epoch, world or address" in foreign_message
 
 
-def test_interrupted_last_attempt_keeps_earlier_cause(
+def test_rendezvous_error_keeps_cause_from_before_interrupted_last_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A last attempt cut short by the deadline reports the cause of an earlier attempt."""
@@ -194,7 +194,7 @@ def test_interrupted_last_attempt_keeps_earlier_cause(
         assert call._try() == ("no answer", False)
 
 
-def test_greeting_of_disconnected_rank_does_not_count() -> None:
+def test_rank_that_disconnected_after_greeting_must_greet_again() -> None:
     """A rank that greeted and disconnected must greet again, and is accepted then."""
     orders, place = star_orders(3)
 
@@ -214,7 +214,7 @@ def test_greeting_of_disconnected_rank_does_not_count() -> None:
         assert [early.result(LONG_S), third.result(LONG_S)] == ["", ""]
 
 
-def test_peer_ending_after_answer_is_not_blamed_on_firewall() -> None:
+def test_error_about_peer_that_ended_mentions_no_firewall() -> None:
     """A peer that ended after its answer is reported as such, without a hint at firewalls."""
     (own,) = free_ports(1)
 
@@ -275,7 +275,7 @@ def test_many_foreign_clients_do_not_delay_rendezvous(comes: bool) -> None:
     assert took_s < (LONG_S / 2 if comes else 2 * SHORT_S + MARGIN_S)
 
 
-def test_silent_client_is_disconnected() -> None:
+def test_rendezvous_disconnects_silent_client_after_timeout() -> None:
     """A silent client is disconnected after a timeout; beyond the limit, the oldest at once."""
     orders, place = star_orders(2)
 
@@ -297,7 +297,7 @@ def test_silent_client_is_disconnected() -> None:
     assert ends_s[2] < rendezvous_protocol.REPLY_TIMEOUT_S + MARGIN_S
 
 
-def test_greeting_identifies_world_and_epoch() -> None:
+def test_rendezvous_greeting_is_valid_only_for_its_world_and_epoch() -> None:
     """A greeting is valid for its epoch and world, which all ranks share, only."""
     files = {"MLX_HOSTFILE": json.dumps([["a:1"], ["b:1"]])}
     own = rendezvous_order(0, 2, environment={"MLX_RANK": "0"}, files=files)

@@ -131,7 +131,7 @@ def _download(
     return found
 
 
-def test_model_is_downloaded_once_with_progress(hub: str, tmp_path: Path) -> None:
+def test_model_is_downloaded_only_once_and_reports_progress(hub: str, tmp_path: Path) -> None:
     """Only needed files are downloaded, with progress up to 1, and only once."""
     first = _download(hub, tmp_path, "acme/tiny")
     requested = sorted(_Hub.requested)
@@ -144,7 +144,9 @@ def test_model_is_downloaded_once_with_progress(hub: str, tmp_path: Path) -> Non
     assert sorted(_Hub.requested) == requested
 
 
-def test_model_code_is_downloaded_only_when_trusted(hub: str, tmp_path: Path) -> None:
+def test_python_files_of_model_are_downloaded_only_with_trust_remote_code(
+    hub: str, tmp_path: Path
+) -> None:
     """Python files of a repository are downloaded only with trust_remote_code."""
     assert "modeling.py" in _download(hub, tmp_path, "acme/tiny", "code")["files"]
 
@@ -156,7 +158,7 @@ def test_model_code_is_downloaded_only_when_trusted(hub: str, tmp_path: Path) ->
         ("acme/gated", "ConfigError", "acme/gated is gated"),
     ],
 )
-def test_missing_and_gated_models_are_refused(
+def test_missing_and_gated_models_are_refused_with_different_messages(
     hub: str, tmp_path: Path, name: str, kind: str, message: str
 ) -> None:
     """Missing and gated models have different messages, in rank and gateway."""
@@ -167,7 +169,7 @@ def test_missing_and_gated_models_are_refused(
         assert message in found["error"]
 
 
-def test_gateway_downloads_no_weights(hub: str, tmp_path: Path) -> None:
+def test_gateway_downloads_config_and_tokenizer_but_no_weights(hub: str, tmp_path: Path) -> None:
     """The gateway downloads config and tokenizer only, and reports an unusable tokenizer."""
     found = _download(hub, tmp_path, "acme/tiny", program=GATEWAY_CODE)
 
@@ -175,7 +177,7 @@ def test_gateway_downloads_no_weights(hub: str, tmp_path: Path) -> None:
     assert "tokenizer of acme/tiny cannot be loaded" in found["error"]
 
 
-def test_cached_model_needs_no_hub(hub: str, tmp_path: Path) -> None:
+def test_downloaded_model_is_used_when_hub_is_unreachable(hub: str, tmp_path: Path) -> None:
     """Without the hub a downloaded model is used; another one raises UnavailableError."""
     first = _download(hub, tmp_path, "acme/tiny")
     unreachable = "http://127.0.0.1:9"

@@ -21,7 +21,7 @@ from tests.unit.rank_worker.stored.stored_rank import (
 )
 
 
-def test_restore_ends_at_last_stored_checkpoint(store: ScriptedStore) -> None:
+def test_restored_prefix_ends_at_last_stored_checkpoint(store: ScriptedStore) -> None:
     """The restored prefix ends at the last stored checkpoint, and only that checkpoint is read."""
     rank = _rank_with_checkpoints(store, (2, 5))
     answer = rank.restore(_restore_items(range(8)))
@@ -37,7 +37,9 @@ def test_restore_ends_at_last_stored_checkpoint(store: ScriptedStore) -> None:
     assert bytes(taken[-1].payload) == payload(checkpoint_hash(5), 9_000)
 
 
-def test_unreadable_checkpoint_falls_back_to_earlier_one(store: ScriptedStore) -> None:
+def test_restored_prefix_ends_at_earlier_checkpoint_when_last_is_unreadable(
+    store: ScriptedStore,
+) -> None:
     """When the last checkpoint is unreadable, the prefix ends at the one before it."""
     rank = _rank_with_checkpoints(store, (2, 5))
     store.damage(checkpoint_hash(5), 300)
@@ -48,7 +50,7 @@ def test_unreadable_checkpoint_falls_back_to_earlier_one(store: ScriptedStore) -
     assert rank.adopt(answer.restore_id, 3)[-1].hash == checkpoint_hash(2)
 
 
-def test_unreadable_block_ends_prefix_at_earlier_checkpoint(store: ScriptedStore) -> None:
+def test_restored_prefix_ends_at_checkpoint_before_unreadable_block(store: ScriptedStore) -> None:
     """When a block is unreadable, the prefix ends at the last checkpoint before it."""
     rank = _rank_with_checkpoints(store, (2, 5))
     store.damage(block_hash(4), 300)
@@ -57,7 +59,7 @@ def test_unreadable_block_ends_prefix_at_earlier_checkpoint(store: ScriptedStore
     assert (answer.count, answer.stopped_by) == (3, "unreadable")
 
 
-def test_restore_reads_no_blocks_without_checkpoint(store: ScriptedStore) -> None:
+def test_restore_reads_no_blocks_when_no_checkpoint_is_stored(store: ScriptedStore) -> None:
     """Blocks without a stored checkpoint are not read."""
     rank = _rank_with_checkpoints(store, ())
     answer = rank.restore(_restore_items(range(8)))
@@ -78,7 +80,7 @@ def test_restore_of_resident_blocks_reads_only_checkpoint(store: ScriptedStore) 
     assert [item.hash for item in rank.adopt(answer.restore_id, 6)] == [checkpoint_hash(5)]
 
 
-def test_partial_adoption_without_checkpoint_breaks_invariant(store: ScriptedStore) -> None:
+def test_adopting_items_short_of_checkpoint_raises_invariant_broken(store: ScriptedStore) -> None:
     """Adopting fewer items than the prefix up to the checkpoint raises InvariantBroken."""
     rank = _rank_with_checkpoints(store, (2, 5))
     answer = rank.restore(_restore_items(range(8)))
@@ -87,7 +89,9 @@ def test_partial_adoption_without_checkpoint_breaks_invariant(store: ScriptedSto
         rank.adopt(answer.restore_id, 3)
 
 
-def test_deadline_before_checkpoint_restores_nothing(store: ScriptedStore) -> None:
+def test_restore_stages_nothing_when_deadline_passes_before_checkpoint(
+    store: ScriptedStore,
+) -> None:
     """When the deadline passes before the checkpoint is read, no block is staged."""
     rank = _rank_with_checkpoints(store, (5,))
     hanging_file = hang_reads_of(store, block_hash(4))

@@ -49,7 +49,7 @@ def test_restore_returns_spilled_items_in_order(store: ScriptedStore, rank: Rank
     check_all_released(store)
 
 
-def test_new_tier_restores_blocks_of_earlier_tier(store: ScriptedStore, rank: Rank) -> None:
+def test_new_tier_restores_blocks_stored_by_earlier_tier(store: ScriptedStore, rank: Rank) -> None:
     """A new tier restores blocks that an earlier tier stored."""
     other = Rank(store.address)
     answer = other.restore(restore_items(range(8)))
@@ -57,7 +57,7 @@ def test_new_tier_restores_blocks_of_earlier_tier(store: ScriptedStore, rank: Ra
     check_items(other.adopt(answer.restore_id, 8), [block_hash(number) for number in range(8)])
 
 
-def test_adopting_prefix_frees_remaining_items(rank: Rank) -> None:
+def test_adopting_some_restored_items_frees_the_others(rank: Rank) -> None:
     """A plan may adopt fewer items than were read; the others are freed."""
     answer = rank.restore(restore_items(range(8)))
 
@@ -66,7 +66,7 @@ def test_adopting_prefix_frees_remaining_items(rank: Rank) -> None:
         rank.adopt(answer.restore_id, 3)
 
 
-def test_adopting_unknown_items_breaks_invariant(rank: Rank) -> None:
+def test_adopting_more_items_than_were_read_raises_invariant_broken(rank: Rank) -> None:
     """Adopting more items than were read, or an unknown restore, raises InvariantBroken."""
     answer = rank.restore(restore_items(range(4)))
 
@@ -76,7 +76,7 @@ def test_adopting_unknown_items_breaks_invariant(rank: Rank) -> None:
         rank.adopt(77, 1)
 
 
-def test_adopting_zero_items_frees_staged_memory(rank: Rank) -> None:
+def test_adopting_zero_restored_items_frees_their_memory(rank: Rank) -> None:
     """Count 0 frees the staged items; for an unknown restore it does nothing."""
     answer = rank.restore(restore_items(range(8)))
     assert rank.tier._staging.size_bytes == 8 * 4_096
@@ -86,7 +86,7 @@ def test_adopting_zero_items_frees_staged_memory(rank: Rank) -> None:
     wait_until(lambda: rank.tier._staging.size_bytes == 0)
 
 
-def test_absent_block_ends_prefix(store: ScriptedStore, rank: Rank) -> None:
+def test_restored_prefix_ends_before_absent_block(store: ScriptedStore, rank: Rank) -> None:
     """Only the items before an absent block are read."""
     del store.places[block_hash(5)]
     answer = rank.restore(restore_items(range(8)))
@@ -96,7 +96,9 @@ def test_absent_block_ends_prefix(store: ScriptedStore, rank: Rank) -> None:
     check_items(rank.adopt(answer.restore_id, 5), [block_hash(number) for number in range(5)])
 
 
-def test_restore_of_unknown_blocks_is_miss(store: ScriptedStore, rank: Rank) -> None:
+def test_restore_of_unknown_blocks_returns_no_items_and_quarantines_none(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """A restore without any located block is answered with 0 items and no quarantine."""
     answer = rank.restore(restore_items(range(100, 104)))
 
@@ -107,7 +109,7 @@ def test_restore_of_unknown_blocks_is_miss(store: ScriptedStore, rank: Rank) -> 
 
 
 @pytest.mark.parametrize("at", [0, 9, 40, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 4_095])
-def test_flipped_bit_ends_prefix_and_is_quarantined(
+def test_record_with_flipped_bit_ends_restored_prefix_and_is_quarantined(
     store: ScriptedStore, rank: Rank, at: int
 ) -> None:
     """A flipped bit anywhere in a record makes it a miss, and the store is told."""
@@ -121,7 +123,9 @@ def test_flipped_bit_ends_prefix_and_is_quarantined(
     check_all_released(store)
 
 
-def test_torn_file_ends_prefix(store: ScriptedStore, rank: Rank) -> None:
+def test_restored_prefix_ends_before_record_cut_by_torn_file(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """Records before the end of a torn file are restored."""
     place = store.places[block_hash(4)]
     os.truncate(store.folder / place.name, place.offset + place.size_bytes - 1)
@@ -130,7 +134,9 @@ def test_torn_file_ends_prefix(store: ScriptedStore, rank: Rank) -> None:
     assert (answer.count, answer.stopped_by) == (4, "unreadable")
 
 
-def test_missing_file_ends_prefix_without_quarantine(store: ScriptedStore, rank: Rank) -> None:
+def test_deleted_file_ends_restored_prefix_without_quarantine(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """A deleted file is a miss, not damage."""
     (store.folder / store.places[block_hash(0)].name).unlink()
     answer = rank.restore(restore_items(range(8)))
@@ -141,7 +147,9 @@ def test_missing_file_ends_prefix_without_quarantine(store: ScriptedStore, rank:
     assert store.messages_of(QuarantineBlocks) == []
 
 
-def test_record_under_other_hash_is_unreadable(store: ScriptedStore, rank: Rank) -> None:
+def test_record_at_place_of_other_block_counts_as_unreadable(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """A whole record at the place of another block is a miss."""
     places = store.places
     places[block_hash(2)], places[block_hash(3)] = places[block_hash(3)], places[block_hash(2)]
@@ -150,7 +158,7 @@ def test_record_under_other_hash_is_unreadable(store: ScriptedStore, rank: Rank)
     assert (answer.count, answer.stopped_by) == (2, "unreadable")
 
 
-def test_record_of_other_rank_is_unreadable(store: ScriptedStore, rank: Rank) -> None:
+def test_record_of_other_rank_counts_as_unreadable(store: ScriptedStore, rank: Rank) -> None:
     """A record of another rank has the same hash and is a miss."""
     path = store.folder / store.places[block_hash(0)].name
     data = bytearray(path.read_bytes())
@@ -163,7 +171,7 @@ def test_record_of_other_rank_is_unreadable(store: ScriptedStore, rank: Rank) ->
     assert (answer.count, answer.stopped_by) == (0, "unreadable")
 
 
-def test_record_of_other_length_is_unreadable(rank: Rank) -> None:
+def test_record_with_other_token_count_or_size_counts_as_unreadable(rank: Rank) -> None:
     """A record with another number of tokens or another payload size is a miss."""
     answer = rank.restore([RestoreItem(block=block_hash(0), length=TOKENS - 1)])
     assert (answer.count, answer.stopped_by) == (0, "unreadable")
@@ -173,7 +181,7 @@ def test_record_of_other_length_is_unreadable(rank: Rank) -> None:
     assert (answer.count, answer.stopped_by) == (0, "unreadable")
 
 
-def test_staged_memory_limit_shortens_restores(store: ScriptedStore) -> None:
+def test_restore_reads_only_items_that_fit_staging_memory_limit(store: ScriptedStore) -> None:
     """Restores read as many items as fit; freed memory can be used again."""
     rank = Rank(store.address, staged_bytes_max=5 * 4_096)
     rank.store(range(8))
@@ -189,7 +197,7 @@ def test_staged_memory_limit_shortens_restores(store: ScriptedStore) -> None:
 
 
 @pytest.mark.parametrize(("error", "cause"), [(RuntimeError, "full"), (KeyError, "unreadable")])
-def test_allocation_error_ends_prefix_without_quarantine(
+def test_allocation_error_ends_restored_prefix_without_quarantine(
     store: ScriptedStore, rank: Rank, error: type[Exception], cause: str
 ) -> None:
     """An allocation error shortens the prefix and quarantines no record."""
@@ -207,7 +215,9 @@ def test_allocation_error_ends_prefix_without_quarantine(
     assert store.messages_of(QuarantineBlocks) == []
 
 
-def test_null_allocation_ends_prefix_without_quarantine(store: ScriptedStore, rank: Rank) -> None:
+def test_allocation_at_address_0_ends_restored_prefix_without_quarantine(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """MLX on a CPU returns address 0 without memory: the prefix is shorter, no record
     quarantined."""
 
@@ -224,7 +234,7 @@ def test_null_allocation_ends_prefix_without_quarantine(store: ScriptedStore, ra
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, 4_095, 4_096, 5_000])
-def test_each_piece_of_record_is_checked(
+def test_record_read_in_pieces_is_refused_when_any_piece_changed(
     store: ScriptedStore, rank: Rank, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
     """A record read in pieces is restored only if every piece is unchanged."""
@@ -241,7 +251,9 @@ def test_each_piece_of_record_is_checked(
         store.damage(names[5], HEADER_BYTES + at)
 
 
-def test_concurrent_restores_return_their_own_items(store: ScriptedStore) -> None:
+def test_concurrent_restores_of_overlapping_blocks_return_their_own_items(
+    store: ScriptedStore,
+) -> None:
     """Concurrent restores of overlapping blocks each return their own items in order."""
     rng = random.Random(3)
     rank = Rank(store.address)
@@ -258,7 +270,7 @@ def test_concurrent_restores_return_their_own_items(store: ScriptedStore) -> Non
     check_all_released(store)
 
 
-def test_restore_read_by_several_threads_keeps_order(
+def test_items_read_by_several_threads_are_restored_in_order(
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Items that several threads read are returned in order."""
@@ -277,7 +289,7 @@ def test_restore_read_by_several_threads_keeps_order(
     check_items(rank.adopt(answer.restore_id, 9), [block_hash(n) for n in range(9)], 6_000)
 
 
-def test_random_damage_never_returns_wrong_bytes(store: ScriptedStore) -> None:
+def test_restore_never_returns_wrong_bytes_under_random_damage(store: ScriptedStore) -> None:
     """Under random damage each restored item has the right bytes."""
     rng = random.Random(11)
     rank = Rank(store.address)

@@ -52,7 +52,7 @@ def hanging_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingWrites]:
     made.go_on.set()
 
 
-def test_blocks_of_one_order_share_file_commit_and_report(
+def test_small_blocks_of_one_spill_order_share_file_and_commit(
     store: ScriptedStore,
 ) -> None:
     """Small blocks of one order become one file, one commit, and one report of size and time."""
@@ -75,7 +75,7 @@ def test_blocks_of_one_order_share_file_commit_and_report(
     assert partial_files(store) == []
 
 
-def test_spill_file_is_limited_in_size(
+def test_spill_order_is_split_into_files_at_size_limit(
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An order is split at the file limit; a block over the limit has a file of its own."""
@@ -90,7 +90,9 @@ def test_spill_file_is_limited_in_size(
 
 
 @pytest.mark.parametrize("size_bytes", [1, 3_000, 17 * MIB])
-def test_spill_file_contains_records_byte_for_byte(store: ScriptedStore, size_bytes: int) -> None:
+def test_spill_file_contains_record_headers_and_payloads_byte_for_byte(
+    store: ScriptedStore, size_bytes: int
+) -> None:
     """The file contains each record's header and payload, one after the other."""
     rank = Rank(store.address)
     rank.store(range(2), size_bytes)
@@ -111,14 +113,14 @@ def test_spill_files_have_mode_0600(store: ScriptedStore) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_spill_is_lost_at_once_without_store(tmp_path: Path) -> None:
+def test_spill_is_reported_lost_at_once_when_no_store_runs(tmp_path: Path) -> None:
     """Without a store process a spill is reported as lost at once."""
     rank = Rank(ScriptedStore(tmp_path).address, connects=False)
     rank.spill(spill_item(block_hash(0)), spill_item(block_hash(1)))
     wait_until(lambda: len(rank.lost) == 2)
 
 
-def test_disabled_tier_reports_spill_as_lost(store: ScriptedStore) -> None:
+def test_disabled_tier_reports_each_spilled_block_as_lost(store: ScriptedStore) -> None:
     """A tier that is off sends nothing to the store and reports each hash as lost."""
     rank = Rank(store.address, is_on=False)
     rank.spill(spill_item(block_hash(0)))
@@ -127,7 +129,7 @@ def test_disabled_tier_reports_spill_as_lost(store: ScriptedStore) -> None:
     assert store.messages == []
 
 
-def test_ordered_hash_without_block_is_lost(store: ScriptedStore) -> None:
+def test_spill_order_hash_without_block_is_reported_lost(store: ScriptedStore) -> None:
     """A hash that the order names without a block is reported as lost."""
     rank = Rank(store.address)
     order = SpillOrder(namespace=NAMESPACE, hashes=[block_hash(0), block_hash(1)])
@@ -137,7 +139,7 @@ def test_ordered_hash_without_block_is_lost(store: ScriptedStore) -> None:
     assert (rank.stored, rank.lost) == ([block_hash(1)], [block_hash(0)])
 
 
-def test_oldest_spills_are_lost_over_memory_limit(
+def test_oldest_queued_spills_are_dropped_at_memory_limit(
     store: ScriptedStore, hanging_writes: HangingWrites
 ) -> None:
     """While the disk is slow, the oldest queued blocks are dropped at the memory limit."""
@@ -154,7 +156,7 @@ def test_oldest_spills_are_lost_over_memory_limit(
     assert rank.stored == [block_hash(number) for number in (0, 7, 8, 9)]
 
 
-def test_block_over_memory_limit_is_lost_alone(store: ScriptedStore) -> None:
+def test_only_block_above_memory_limit_is_lost_from_spill_order(store: ScriptedStore) -> None:
     """A block larger than the memory limit is lost; the others are stored."""
     rank = Rank(store.address, spill_bytes_max=MIB)
     rank.spill(
@@ -165,7 +167,7 @@ def test_block_over_memory_limit_is_lost_alone(store: ScriptedStore) -> None:
     assert rank.lost == [block_hash(1)]
 
 
-def test_short_write_loses_file_and_notifies_store(store: ScriptedStore) -> None:
+def test_short_write_deletes_spill_file_and_notifies_store(store: ScriptedStore) -> None:
     """After a short write the file is deleted, its blocks are lost, and the store is told."""
     rank = Rank(store.address)
     rank.store(range(1))
@@ -184,7 +186,7 @@ def test_short_write_loses_file_and_notifies_store(store: ScriptedStore) -> None
     assert len(store.messages_of(CommitBlocks)) == 2
 
 
-def test_deleted_folder_loses_file_and_notifies_store(store: ScriptedStore) -> None:
+def test_spill_into_deleted_folder_is_lost_and_store_is_notified(store: ScriptedStore) -> None:
     """A write into a deleted folder is lost and the store is told; later writes succeed."""
     rank = Rank(store.address)
     rank.store(range(1))
@@ -197,7 +199,7 @@ def test_deleted_folder_loses_file_and_notifies_store(store: ScriptedStore) -> N
     assert rank.lost == [block_hash(1)]
 
 
-def test_refused_commit_is_reported_as_lost(store: ScriptedStore) -> None:
+def test_blocks_of_refused_commit_are_reported_lost(store: ScriptedStore) -> None:
     """Blocks of a refused commit are reported as lost."""
     rank = Rank(store.address)
     store.refuses_commits = True
@@ -205,7 +207,7 @@ def test_refused_commit_is_reported_as_lost(store: ScriptedStore) -> None:
     wait_until(lambda: rank.lost == [block_hash(0)])
 
 
-def test_spill_is_lost_without_file_while_store_is_off(store: ScriptedStore) -> None:
+def test_spill_is_lost_without_writing_file_while_store_is_off(store: ScriptedStore) -> None:
     """While the store is off spills are lost without writing; afterwards they are stored."""
     rank = Rank(store.address)
     rank.store(range(1))
@@ -221,7 +223,7 @@ def test_spill_is_lost_without_file_while_store_is_off(store: ScriptedStore) -> 
     assert partial_files(store) == []
 
 
-def test_queued_spills_are_lost_when_store_switches_off(
+def test_queued_spills_are_lost_at_once_when_store_switches_off(
     store: ScriptedStore, hanging_writes: HangingWrites
 ) -> None:
     """Queued blocks are lost at once, and the block being written when its write ends."""
@@ -239,7 +241,7 @@ def test_queued_spills_are_lost_when_store_switches_off(
 
 
 @pytest.mark.parametrize("with_goodbye", [True, False])
-def test_store_killed_during_write_loses_open_spills(
+def test_open_spills_are_lost_when_store_is_killed_during_write(
     store: ScriptedStore, hanging_writes: HangingWrites, *, with_goodbye: bool
 ) -> None:
     """Open spills are lost once, their file is deleted, and the next store is used."""
@@ -260,7 +262,7 @@ def test_store_killed_during_write_loses_open_spills(
     assert len(store.messages_of(OpenNamespace)) == 2
 
 
-def test_store_killed_before_commit_answer_loses_file(store: ScriptedStore) -> None:
+def test_spill_file_is_deleted_when_store_dies_before_commit_answer(store: ScriptedStore) -> None:
     """A commit without an answer is lost, and its file is deleted if it still exists."""
     rank = Rank(store.address)
     rank.store(range(1))
@@ -275,7 +277,7 @@ def test_store_killed_before_commit_answer_loses_file(store: ScriptedStore) -> N
     wait_until(lambda: partial_files(store) == [])
 
 
-def test_hanging_write_loses_all_queued_spills(
+def test_hanging_write_loses_queued_spills_but_no_later_ones(
     store: ScriptedStore, hanging_writes: HangingWrites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hanging write loses the queued spills, each reported once; later spills are stored."""
@@ -295,7 +297,7 @@ def test_hanging_write_loses_all_queued_spills(
     assert set(rank.report_counts().values()) == {1}
 
 
-def test_namespace_change_loses_queued_blocks_of_old_one(
+def test_queued_blocks_of_old_namespace_are_lost_after_namespace_change(
     store: ScriptedStore, hanging_writes: HangingWrites
 ) -> None:
     """Queued blocks are not written into the folder of another namespace."""
@@ -315,7 +317,7 @@ def test_namespace_change_loses_queued_blocks_of_old_one(
     wait_until(lambda: partial_files(store) == [])
 
 
-def test_unexpected_error_switches_tier_off(
+def test_unexpected_error_makes_tier_answer_all_orders_lost_or_off(
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an unexpected error the tier answers open and later orders as lost or off."""
@@ -334,7 +336,7 @@ def test_unexpected_error_switches_tier_off(
     assert rank.restore(restore_items(range(1)), deadline_s=1_000.0).stopped_by == "off"
 
 
-def test_each_hash_is_reported_once_under_faults(store: ScriptedStore) -> None:
+def test_each_spilled_hash_is_reported_once_under_random_store_faults(store: ScriptedStore) -> None:
     """Each hash is reported once while the store is killed, refuses, is off or loses its folder."""
     rng = random.Random(7)
     rank = Rank(store.address, spill_bytes_max=MIB)

@@ -70,7 +70,7 @@ def test_blocks_are_restored_after_store_and_rank_restart(store: RunningStore) -
     )
 
 
-def test_damaged_record_is_quarantined_and_stored_again(
+def test_block_with_damaged_record_is_quarantined_and_can_be_stored_again(
     store: RunningStore,
 ) -> None:
     """Rank and store treat a damaged record as absent; the block can be stored again."""
@@ -89,7 +89,7 @@ def test_damaged_record_is_quarantined_and_stored_again(
 
 
 @pytest.mark.proof
-def test_store_kills_lose_no_stored_block(store: RunningStore) -> None:
+def test_killed_store_loses_no_stored_block(store: RunningStore) -> None:
     """Each hash is reported once, each restore is answered once, and stored blocks are correct.
 
     A killed store loses no file that it has taken over, so each stored block must be located.
