@@ -238,7 +238,7 @@ def test_request_of_higher_priority_is_admitted_first(make_world: MakeWorld) -> 
     assert list(world.ends) == ["running", "urgent", "first", "second"]
 
 
-def test_repeated_submit_changes_nothing_but_resumes_generated_tokens(
+def test_repeated_submit_resumes_once_after_generated_tokens(
     make_world: MakeWorld,
 ) -> None:
     """A repeated submit changes nothing; one with `generated` continues at that position."""
