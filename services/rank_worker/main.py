@@ -7,8 +7,6 @@ import contextlib
 import os
 import signal
 
-import msgspec
-
 from services.rank_worker.device import blas, cuda_caches, description, gpu_choice
 from services.rank_worker.device.description import Device
 from services.rank_worker.failure import failure_cause
@@ -20,8 +18,8 @@ from shared.clock import Clock, SystemClock
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, LockstepError, RanksUnreachable, UnavailableError
 from shared.log import Log
-from shared.messages import JoinWorld, RankFailed, RankHello
-from shared.os import fast_synch, lifeline
+from shared.messages import JoinWorld, RankFailed
+from shared.os import lifeline
 
 _log = Log("rank_worker")
 
@@ -75,7 +73,7 @@ def _run_epoch(config: Config, rank: int, clock: Clock) -> int:
         if config.backend == "nccl" and port
         else _describe_device()
     )
-    hello = _hello(rank, port, device)
+    hello = join.hello(rank, port.address if port else "", device)
     link = SchedulerLink(config.rank_address, hello, clock, keys_dir=config.keys_dir)
     link.start()
     order = link.orders.get()
@@ -122,20 +120,6 @@ def _describe_device() -> Device:
     from services.rank_worker.device import hardware  # noqa: PLC0415 - imports MLX
 
     return hardware.describe_device()
-
-
-def _hello(rank: int, port: join.DataPort | None, device: Device) -> RankHello:
-    hello = join.hello(
-        rank,
-        port.address if port else "",
-        device=f"{device.kind} {device.name}".strip(),
-        memory_bytes=device.memory_bytes,
-        mlx_version=fast_synch.mlx_version(),
-    )
-    proof_state = fast_synch.proof_state(
-        fast_synch.proof_file(), fast_synch.platform_build(device.kind, device.name)
-    )
-    return msgspec.structs.replace(hello, fast_synch=proof_state)
 
 
 def _report_failure(

@@ -137,14 +137,14 @@ def _compare_ranks(
     Raises:
         ConfigError: ranks differ; the message, equal on all ranks, says how.
     """
-    facts = agreement.load_facts(
-        code=code_version.build_id(),
-        fingerprint=loaded.fingerprint,
-        context_tokens_max=loaded.context_tokens_max,
-        method=config.speculation.method,
-        draft_fingerprint=drafter.fingerprint if drafter is not None else "",
-        kv_bits=config.rank_worker.kv_bits,
-    )
+    facts = {
+        "lockstep": code_version.build_id(),
+        "model (path, dtype, files, versions of mlx and mlx-lm)": loaded.fingerprint,
+        "model.context_tokens_max": str(loaded.context_tokens_max),
+        "speculation.method": config.speculation.method,
+        "speculation.draft_model": drafter.fingerprint if drafter is not None else "none",
+        "rank_worker.kv_bits": str(config.rank_worker.kv_bits),
+    }
     rows = world.gather(agreement.encode_row(facts))
     if not agreement.rows_intact(rows):
         _log.warning("settings_not_compared", detail="sums over ranks are wrong, see the canary")

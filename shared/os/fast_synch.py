@@ -11,7 +11,7 @@ import os
 import platform
 import plistlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 from xml.parsers.expat import ExpatError
@@ -91,7 +91,7 @@ def record_proof(path: Path, build: str) -> None:
     Raises:
         ConfigError: when the folder cannot be written.
     """
-    _update(path, lambda builds: builds.append(build))
+    _replace_entry(path, build, [build])
 
 
 def revoke_proof(path: Path, build: str) -> None:
@@ -104,19 +104,13 @@ def revoke_proof(path: Path, build: str) -> None:
     Raises:
         ConfigError: when the folder cannot be written.
     """
-
-    def remove(builds: list[str]) -> None:
-        builds[:] = [one for one in builds if one != build]
-
-    _update(path, remove)
+    _replace_entry(path, build, [])
 
 
-def _update(path: Path, change: Callable[[list[str]], None]) -> None:
+def _replace_entry(path: Path, build: str, new_entry: list[str]) -> None:
     with private_files.locked(path.parent):
-        builds = _read_builds(path)
-        change(builds)
-        # Of repeated entries, keep the latest.
-        kept = list(dict.fromkeys(reversed(builds)))[:BUILDS_MAX][::-1]
+        others = [one for one in _read_builds(path) if one != build]
+        kept = [*others, *new_entry][-BUILDS_MAX:]
         private_files.replace(path, msgspec.json.encode({"proven": kept}).decode() + "\n")
 
 

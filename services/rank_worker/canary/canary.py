@@ -87,7 +87,8 @@ class Canary:
         """
         if not self.is_on:
             return
-        budget_s = self._order.canary_prompt_s or long_prompt.default_budget_s(on_cpu=on_cpu)
+        default_s = long_prompt.CPU_BUDGET_S if on_cpu else long_prompt.BUDGET_S
+        budget_s = self._order.canary_prompt_s or default_s
         row_tokens = min(
             tokens for (tokens,) in self._world.gather([min(row_tokens_max, ROW_TOKENS_MAX)])
         )
@@ -105,10 +106,7 @@ class Canary:
     def _of_rank_0(self, *numbers: int) -> list[int]:
         """Return the numbers of rank 0, on all ranks."""
         summands = numbers if self._world.rank == 0 else [0] * len(numbers)
-        return [
-            int(number)
-            for number in np.array(self._world.sum_ids(mx.array(summands, dtype=mx.int32)))
-        ]
+        return list(map(int, np.array(self._world.sum_ids(mx.array(summands, dtype=mx.int32)))))
 
 
 def activations(model: nn.Module) -> tuple[int, mx.Dtype]:

@@ -25,6 +25,8 @@ PROMPT_TOKENS = (64, 256, 1_024, 4_500)
 warm-up has compiled the kernels of the first."""
 
 CPU_BUDGET_S, BUDGET_S = 0.5, 120.0
+"""Limits for the expected duration of one prompt, without a setting. It is small on a CPU: such
+worlds are for development, and long prompts reveal faults of fast links."""
 
 PREFILL_TIME_EXPONENT = 1.5
 """Exponent with which prefill time is assumed to grow with length: between linear and quadratic."""
@@ -83,18 +85,6 @@ def check_prompt(
         bytes=4 * length,
         microseconds=seconds * 1e6,
     )
-
-
-def default_budget_s(*, on_cpu: bool) -> float:
-    """Return the limit for the expected duration of one prompt, in seconds, without a setting.
-
-    It is small on a CPU: such worlds are for development, and long prompts reveal faults of fast
-    links.
-
-    Args:
-        on_cpu: whether the model runs on the CPU.
-    """
-    return CPU_BUDGET_S if on_cpu else BUDGET_S
 
 
 def prompt_lengths(length_max: int) -> list[int]:

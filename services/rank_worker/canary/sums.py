@@ -8,7 +8,7 @@ missing, shifted, stale or foreign part of the data changes the result.
 import hashlib
 import io
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -47,9 +47,6 @@ _log = Log("rank_worker.canary")
 COMPARED_ELEMENTS = 1 << 18
 """Elements compared at a time; a chunk of a wide model has a hundred million."""
 
-Summand = npt.NDArray[np.int8]
-
-
 DECODE_ROWS = (1, 2, 4, 8)
 """Batch sizes whose decode steps are timed."""
 
@@ -82,10 +79,7 @@ def check_sums(
     """
     findings: list[CanaryFinding] = []
     wrong: list[str] = []
-    for name, count, sum_dtype in _sum_sizes(hidden_size, dtype):
-        repetitions = (
-            CHUNK_REPETITIONS if count == CHUNK_TOKENS * hidden_size else (SMALL_REPETITIONS)
-        )
+    for name, count, sum_dtype, repetitions in _sum_sizes(hidden_size, dtype):
         finding, problem = _check_sum(world, name, count, sum_dtype, repetitions, clock)
         findings.append(finding)
         if problem:
@@ -99,7 +93,7 @@ def check_sums(
     return findings
 
 
-def summand(rank: int, world_size: int, repetition: int) -> Summand:
+def summand(rank: int, world_size: int, repetition: int) -> npt.NDArray[np.int8]:
     """Return the numbers that a rank adds, for one period of the repeating pattern, int8 [period].
 
     Args:
@@ -144,30 +138,24 @@ def _period(world_size: int) -> int:
     return min(PERIOD_MAX, (2 * SUMMAND_SUM_MAX // world_size) | 1)
 
 
-def _sum_sizes(hidden_size: int, dtype: mx.Dtype) -> list[tuple[str, int, mx.Dtype]]:
-    """Return (name, elements, dtype) of every sum."""
-    dtypes = list(dict.fromkeys((dtype, mx.float32, mx.int32)))
+def _sum_sizes(hidden_size: int, dtype: mx.Dtype) -> Iterator[tuple[str, int, mx.Dtype, int]]:
+    """Yield (name, elements, dtype, timed repetitions) of every sum."""
     small, large = SMALL_BYTES
-    sizes: list[tuple[str, int, mx.Dtype]] = []
-    for sum_dtype in dtypes:
-        dtype_name = str(sum_dtype).rpartition(".")[2]
-        sizes += [
-            (f"{SUM_PREFIX}1 {dtype_name}", 1, sum_dtype),
-            (
-                f"{SUM_PREFIX}{small // 1_024} KiB of {dtype_name}",
-                small // sum_dtype.size,
-                sum_dtype,
-            ),
-            (
-                f"{SUM_PREFIX}{large // 1_024} KiB and 1 of {dtype_name}",
-                large // sum_dtype.size + 1,
-                sum_dtype,
-            ),
-        ]
-    dtype_name = str(dtype).rpartition(".")[2]
-    count = CHUNK_TOKENS * hidden_size
-    sizes.append((f"{SUM_PREFIX}{CHUNK_TOKENS:,} x {hidden_size:,} {dtype_name}", count, dtype))
-    return sizes
+    for one in dict.fromkeys((dtype, mx.float32, mx.int32)):
+        counts = {
+            "1": 1,
+            f"{small // 1_024} KiB of": small // one.size,
+            f"{large // 1_024} KiB and 1 of": large // one.size + 1,
+        }
+        for size, count in counts.items():
+            yield f"{SUM_PREFIX}{size} {_dtype_name(one)}", count, one, SMALL_REPETITIONS
+    name = f"{SUM_PREFIX}{CHUNK_TOKENS:,} x {hidden_size:,} {_dtype_name(dtype)}"
+    yield name, CHUNK_TOKENS * hidden_size, dtype, CHUNK_REPETITIONS
+
+
+def _dtype_name(dtype: mx.Dtype) -> str:
+    """Return a type's name without its module, such as "bfloat16"."""
+    return str(dtype).rpartition(".")[2]
 
 
 def _check_sum(
@@ -184,10 +172,9 @@ def _check_sum(
     seconds: list[float] = []
     problem = ""
     for repetition in range(repetitions + 1):
-        summands = mx.array(summand(world.rank, world.world_size, repetition)[indices])
-        addend = summands.astype(dtype)
+        pattern = summand(world.rank, world.world_size, repetition)
+        addend = mx.array(pattern[indices]).astype(dtype)
         mx.eval(addend)
-        del summands
         began_s = clock.now()
         total = world.sum_ids(addend)
         mx.eval(total)
@@ -195,15 +182,14 @@ def _check_sum(
             seconds.append(clock.now() - began_s)
         del addend
         expected = expected_sum(world.world_size, repetition)
+        # Compared even after an error, because that digests the sum.
         mismatch = _compare(total, expected, indices, digest.update)
         problem = problem or mismatch
     microseconds = statistics.median(seconds) * 1e6
     _log.debug("canary_sum", name=name, microseconds=round(microseconds, 1), problem=problem)
+    size = count * dtype.size
     finding = CanaryFinding(
-        name=name,
-        digest=digest.digest(),
-        bytes=count * dtype.size,
-        microseconds=microseconds,
+        name=name, digest=digest.digest(), bytes=size, microseconds=microseconds
     )
     return finding, problem
 
@@ -226,11 +212,9 @@ def _compare(
     """
     wrong_count, first_mismatch = 0, ""
     for start in range(0, len(indices), COMPARED_ELEMENTS):
-        lazy_block = total[start : start + COMPARED_ELEMENTS]
+        part = total[start : start + COMPARED_ELEMENTS]
         # NumPy has no bfloat16; float32 holds its values exactly.
-        block = np.array(
-            lazy_block if lazy_block.dtype == mx.int32 else lazy_block.astype(mx.float32)
-        )
+        block = np.array(part if part.dtype == mx.int32 else part.astype(mx.float32))
         digest(block.tobytes())
         expected_block = expected[indices[start : start + COMPARED_ELEMENTS]]
         is_wrong = block != expected_block
@@ -240,11 +224,9 @@ def _compare(
                 f"element {start + at:,} is {block[at]:g} instead of {expected_block[at]}"
             )
         wrong_count += int(is_wrong.sum())
-    return (
-        f"{first_mismatch}, and {wrong_count:,} of {len(indices):,} are wrong"
-        if wrong_count
-        else ""
-    )
+    if not wrong_count:
+        return ""
+    return f"{first_mismatch}, and {wrong_count:,} of {len(indices):,} are wrong"
 
 
 def count_sums(model: nn.Module) -> int:

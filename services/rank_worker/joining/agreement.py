@@ -20,35 +20,6 @@ Facts = Mapping[str, str]
 """Facts that determine the collectives of loading, by name; same names and order on all ranks."""
 
 
-def load_facts(
-    *,
-    code: str,
-    fingerprint: str,
-    context_tokens_max: int,
-    method: str,
-    draft_fingerprint: str,
-    kv_bits: int,
-) -> Facts:
-    """Return the facts, by name, that determine which collectives a rank runs while loading.
-
-    Args:
-        code: the build id of Lockstep.
-        fingerprint: fingerprint of the loaded model.
-        context_tokens_max: longest sequence in tokens, which limits the warm-up and the canary.
-        method: `speculation.method`, which determines the forwards of the warm-up.
-        draft_fingerprint: fingerprint of the draft model or head; "" without one.
-        kv_bits: `rank_worker.kv_bits`.
-    """
-    return {
-        "lockstep": code,
-        "model (path, dtype, files, versions of mlx and mlx-lm)": fingerprint,
-        "model.context_tokens_max": str(context_tokens_max),
-        "speculation.method": method,
-        "speculation.draft_model": draft_fingerprint or "none",
-        "rank_worker.kv_bits": str(kv_bits),
-    }
-
-
 def encode_row(facts: Facts) -> list[int]:
     """Encode facts as int32 numbers, whose count depends only on the number of facts.
 

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.rank_worker.device import gpu_choice
+from services.rank_worker.device.description import Device
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, WorldLost
 from shared.log import Log
 from shared.messages import JoinWorld, RankHello
+from shared.os import fast_synch
 
 _log = Log("rank_worker.join")
 
@@ -91,32 +93,30 @@ class DataPort:
         self._socket.close()
 
 
-def hello(
-    rank: int, data_address: str, *, device: str, memory_bytes: int, mlx_version: str
-) -> RankHello:
+def hello(rank: int, data_address: str, device: Device) -> RankHello:
     """Return this process's first message to the scheduler.
 
     Args:
         rank: the configured rank; -1: the scheduler assigns one. A launcher's rank takes
             precedence.
         data_address: host:port for collectives; not sent for a launched rank.
-        device: kind and name of the device.
-        memory_bytes: memory that the rank may use.
-        mlx_version: version of MLX.
+        device: the rank's device.
 
     Raises:
         ConfigError: the launcher's rank is not a number.
     """
     launched = launched_rank()
+    build = fast_synch.platform_build(device.kind, device.name)
     return RankHello(
         rank=rank if launched is None else launched,
         host=socket.gethostname(),
         pid=os.getpid(),
         data_address="" if launched is not None else data_address,
         launched=launched is not None,
-        device=device,
-        mlx_version=mlx_version,
-        memory_bytes=memory_bytes,
+        device=f"{device.kind} {device.name}".strip(),
+        mlx_version=fast_synch.mlx_version(),
+        memory_bytes=device.memory_bytes,
+        fast_synch=fast_synch.proof_state(fast_synch.proof_file(), build),
     )
 
 

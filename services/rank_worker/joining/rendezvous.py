@@ -11,14 +11,13 @@ import errno
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from services.rank_worker.joining import rendezvous_protocol
 from services.rank_worker.joining.rendezvous_client import RendezvousClient
 from services.rank_worker.joining.rendezvous_server import ExpectedRanks, RendezvousServer
 from shared.errors import RanksUnreachable
 from shared.messages import JoinWorld
-from shared.messages.rank_link import Backend
 
 RENDEZVOUS_SHARE = 0.5
 """Part of the deadline for joining that the rendezvous may take. Importing MLX has already taken
@@ -32,31 +31,24 @@ RanksToReach = Sequence[tuple[int, str]]
 """(rank, address) of each connection that this rank opens."""
 
 
-def rendezvous_links(
-    backend: Backend, rank: int, environment: Mapping[str, str], files: Mapping[str, str]
-) -> tuple[ExpectedRanks, RanksToReach]:
-    """Return where MLX will listen and where it will connect.
-
-    Args:
-        backend: the world's backend for collectives.
-        rank: this rank.
-        environment: the world's environment variables.
-        files: contents of the files that variables name, by variable.
+def rendezvous_links(order: JoinWorld) -> tuple[ExpectedRanks, RanksToReach]:
+    """Return where MLX will listen and where it will connect, by a rank's order to join.
 
     Returns:
         (ranks that connect to each of this rank's addresses, connections that this rank opens);
         both are empty for a world whose environment was set by another launcher.
     """
-    if backend == "ring" and "MLX_HOSTFILE" in files:
-        rows = rendezvous_protocol.ring_addresses(files)
+    rank, environment = order.rank, order.environment
+    if order.backend == "ring" and "MLX_HOSTFILE" in order.files:
+        rows = rendezvous_protocol.ring_addresses(order.files)
         left, right = (rank - 1) % len(rows), (rank + 1) % len(rows)
         if right == rank:
             return {}, []
         return {own: [left] for own in rows[rank]}, [(right, place) for place in rows[right]]
-    if backend == "jaccl" and "MLX_JACCL_COORDINATOR" in environment:
+    if order.backend == "jaccl" and "MLX_JACCL_COORDINATOR" in environment:
         root = environment["MLX_JACCL_COORDINATOR"]
-        size = len(json.loads(files["MLX_IBV_DEVICES"]))
-    elif backend == "nccl" and "NCCL_HOST_IP" in environment:
+        size = len(json.loads(order.files["MLX_IBV_DEVICES"]))
+    elif order.backend == "nccl" and "NCCL_HOST_IP" in environment:
         root = f"{environment['NCCL_HOST_IP']}:{environment['NCCL_PORT']}"
         size = int(environment["MLX_WORLD_SIZE"])
     else:
@@ -73,85 +65,75 @@ def wait_for_ranks(order: JoinWorld) -> None:
         RanksUnreachable: when an address does not belong to this machine or is in use, or ranks
             cannot be reached or do not connect in time; names all of them.
     """
-    expected, to_reach = rendezvous_links(order.backend, order.rank, order.environment, order.files)
+    expected, to_reach = rendezvous_links(order)
     if not (expected or to_reach):
         return
-    _Rendezvous(order, expected, to_reach).run()
+    _meet(order, expected, to_reach)
     connects_first = order.world_size - 1 if order.backend == "ring" else order.rank
     if order.rank == connects_first and order.rank != 0:
         time.sleep(SETTLE_S)
 
 
-class _Rendezvous:
-    def __init__(self, order: JoinWorld, expected: ExpectedRanks, to_reach: RanksToReach) -> None:
-        self._rank = order.rank
-        self._expected = expected
-        self._server = RendezvousServer(order, expected)
-        self._deadline_s = time.monotonic() + RENDEZVOUS_SHARE * order.init_deadline_s
-        greeting = rendezvous_protocol.greeting(order)
-        self._clients = [
-            RendezvousClient(peer, address, greeting, self._deadline_s)
-            for peer, address in to_reach
-        ]
+def _meet(order: JoinWorld, expected: ExpectedRanks, to_reach: RanksToReach) -> None:
+    """Listen and connect at the same time; raise as `wait_for_ranks` does."""
+    deadline_s = time.monotonic() + RENDEZVOUS_SHARE * order.init_deadline_s
+    greeting = rendezvous_protocol.greeting(order)
+    clients = [RendezvousClient(*one, greeting, deadline_s) for one in to_reach]
+    with contextlib.ExitStack() as stack:
+        listeners = {
+            address: stack.enter_context(_listen(address, order.rank)) for address in expected
+        }
+        for client in clients:
+            client.start()
+        missing = RendezvousServer(order, expected).accept_all(listeners, deadline_s)
+    for client in clients:
+        client.wait()
+    unreached = [
+        _unreached(client, cause, order.rank) for client in clients if (cause := client.cause)
+    ]
+    if problems := [*unreached, *missing]:
+        raise RanksUnreachable(" ".join(problems))
 
-    def run(self) -> None:
-        """Listen and connect at the same time.
 
-        Raises:
-            RanksUnreachable: as in `wait_for_ranks`.
-        """
-        with contextlib.ExitStack() as stack:
-            listeners = {
-                address: stack.enter_context(self._listen(address)) for address in self._expected
-            }
-            for client in self._clients:
-                client.start()
-            missing = self._server.accept_all(listeners, self._deadline_s)
-        for client in self._clients:
-            client.wait()
-        unreached = [
-            self._unreached(client, cause) for client in self._clients if (cause := client.cause)
-        ]
-        if problems := [*unreached, *missing]:
-            raise RanksUnreachable(" ".join(problems))
-
-    def _unreached(self, client: RendezvousClient, cause: str) -> str:
-        own = f"rank {self._rank} on {socket.gethostname()}"
-        if client.has_answered:
-            return (
-                f"Rank {client.peer} at {client.address} has not completed the rendezvous with "
-                f"{own}: {cause}."
-            )
+def _unreached(client: RendezvousClient, cause: str, rank: int) -> str:
+    own = f"rank {rank} on {socket.gethostname()}"
+    if client.has_answered:
         return (
-            f"R{own[1:]} cannot reach rank {client.peer} at {client.address} "
-            f"({cause}): does it run there, and do firewalls on the way let port "
-            f"{client.address.rpartition(':')[2]} through?"
+            f"Rank {client.peer} at {client.address} has not completed the rendezvous with "
+            f"{own}: {cause}."
         )
+    return (
+        f"R{own[1:]} cannot reach rank {client.peer} at {client.address} "
+        f"({cause}): does it run there, and do firewalls on the way let port "
+        f"{client.address.rpartition(':')[2]} through?"
+    )
 
-    def _listen(self, address: str) -> socket.socket:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            host, _, port = address.rpartition(":")
-            listener.bind((host, int(port)))
-            listener.listen()
-        except OSError as error:
-            listener.close()
-            raise RanksUnreachable(self._bind_error(address, error)) from None
-        return listener
 
-    def _bind_error(self, address: str, error: OSError) -> str:
-        where = f"rank {self._rank} on {socket.gethostname()}"
-        if error.errno == errno.EADDRINUSE:
-            return (
-                f"Port {address.rpartition(':')[2]} of {address}, which is for {where}, is taken "
-                "by another process: end that process, or set another port in world.hostfile or "
-                "world.jaccl_coordinator."
-            )
-        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-            return (
-                f"{address} is for {where}, but is not an address of that machine: start the rank "
-                f"worker with --rank {self._rank} on the right machine, or correct world.hostfile, "
-                "world.data_host or world.jaccl_coordinator."
-            )
-        return f"Cannot listen on {address} for {where}: {error.strerror}."
+def _listen(address: str, rank: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        host, _, port = address.rpartition(":")
+        listener.bind((host, int(port)))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise RanksUnreachable(_bind_error(address, rank, error)) from None
+    return listener
+
+
+def _bind_error(address: str, rank: int, error: OSError) -> str:
+    where = f"rank {rank} on {socket.gethostname()}"
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"Port {address.rpartition(':')[2]} of {address}, which is for {where}, is taken "
+            "by another process: end that process, or set another port in world.hostfile or "
+            "world.jaccl_coordinator."
+        )
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return (
+            f"{address} is for {where}, but is not an address of that machine: start the rank "
+            f"worker with --rank {rank} on the right machine, or correct world.hostfile, "
+            "world.data_host or world.jaccl_coordinator."
+        )
+    return f"Cannot listen on {address} for {where}: {error.strerror}."

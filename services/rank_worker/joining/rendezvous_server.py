@@ -5,6 +5,7 @@ to send a valid greeting and is closed otherwise, without delaying the others.
 """
 
 import contextlib
+import dataclasses
 import selectors
 import socket
 import time
@@ -33,19 +34,19 @@ ExpectedRanks = Mapping[str, Sequence[int]]
 """Own address -> ranks that connect there."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Peer:
     """A connection, and how much of its greeting has arrived."""
 
-    def __init__(self, link: socket.socket, address: str, host: str) -> None:
-        self.link = link
-        self.address = address
-        """Own address that it has connected to."""
-        self.host = host
-        """Address that it has connected from."""
-        self.deadline_s = time.monotonic() + REPLY_TIMEOUT_S
-        self.text = b""
-        self.rank = -1
-        """The rank in its greeting; -1: none yet."""
+    link: socket.socket
+    address: str
+    """Own address that it has connected to."""
+    host: str
+    """Address that it has connected from."""
+    deadline_s: float
+    text: bytes = b""
+    rank: int = -1
+    """The rank in its greeting; -1: none yet."""
 
 
 class RendezvousServer:
@@ -132,7 +133,7 @@ class RendezvousServer:
             time.sleep(_ACCEPT_RETRY_S)
             return
         link.setblocking(False)
-        peer = _Peer(link, address, str(remote[0]))
+        peer = _Peer(link, address, str(remote[0]), time.monotonic() + REPLY_TIMEOUT_S)
         if len(self._pending) >= PENDING_PEERS_MAX:
             without_rank = (one for one in self._pending if one.rank < 0)
             self._close(next(without_rank, self._pending[0]), "sent no valid greeting")

@@ -13,7 +13,8 @@ from shared.messages.rank_link import Sharding
 from shared.model.checkpoint_files import quantization, text_config
 from shared.model.sharding.families import model_family
 
-SHARDINGS: tuple[Sharding, ...] = ("tensor", "expert", "pipeline")
+SHARDINGS: dict[Sharding, str] = {"tensor": "tensors", "expert": "experts", "pipeline": "layers"}
+"""Ways of splitting a model -> the parts that each rank gets."""
 EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Config keys that hold the number of routed experts per layer, by family."""
 
@@ -42,9 +43,10 @@ def check_sharding(config: dict[str, Any], sharding: Sharding, world_size: int) 
         for one in SHARDINGS
         if one != sharding and not sharding_obstacle(config, one, world_size)
     ]
+    parts = SHARDINGS.get(sharding, "nothing")
     alternatives = f", or world.sharding to {' or '.join(others)}" if others else ""
     raise ConfigError(
-        f"This model cannot be split over {world_size} ranks by {_noun(sharding)}, because "
+        f"This model cannot be split over {world_size} ranks by {parts}, because "
         f"{obstacle}: set world.size to {sizes}{alternatives}."
     )
 
@@ -78,7 +80,7 @@ def sharding_obstacle(config: dict[str, Any], sharding: Sharding, world_size: in
         case "tensor":
             if family is not None and not family.shards:
                 return f'mlx-lm does not shard models of type "{name}"'
-            return tensor_obstacle(config, world_size)
+            return _tensor_obstacle(config, world_size)
         case "expert":
             count = expert_count(config)
             if not count or (family is not None and not family.has_experts):
@@ -94,29 +96,10 @@ def sharding_obstacle(config: dict[str, Any], sharding: Sharding, world_size: in
             return "one rank would have to hold it all"
 
 
-def check_tensor_split(config: dict[str, Any], world_size: int) -> None:
-    """Raise if `tensor_obstacle` finds a head count or width that the ranks cannot share.
-
-    Raises:
-        ConfigError: when a number is not divisible; names it and the world sizes that work.
-    """
-    obstacle = tensor_obstacle(config, world_size)
-    if obstacle is None:
-        return
-    sizes = [n for n in range(1, limits.RANKS_MAX + 1) if tensor_obstacle(config, n) is None]
-    raise ConfigError(
-        f"This model cannot be split over {world_size} ranks, because {obstacle}: "
-        f"set world.size to {list_numbers(sizes)}."
-    )
-
-
-def tensor_obstacle(config: dict[str, Any], world_size: int) -> str | None:
+def _tensor_obstacle(config: dict[str, Any], world_size: int) -> str | None:
     """Return which head count or width cannot be divided by `world_size`; None when all can.
 
     A rank's part of a quantized width must also be a multiple of the quantization's group size.
-
-    Returns:
-        A clause, for example "its num_attention_heads is 6".
     """
     text = text_config(config)
     keys = list(HEAD_COUNT_KEYS)
@@ -159,9 +142,3 @@ def list_numbers(numbers: list[int]) -> str:
     for run in runs:
         words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def _noun(sharding: Sharding) -> str:
-    return {"tensor": "tensors", "expert": "experts", "pipeline": "layers", "none": "nothing"}[
-        sharding
-    ]

@@ -1,68 +1,64 @@
 """Agreement of ranks on code, model and settings before they compute together."""
 
-from typing import Any
-
 import pytest
 
 from services.rank_worker.joining import agreement
 
-EQUAL_FACTS: dict[str, Any] = {
-    "code": "0.1.0 0123456789ab",
-    "fingerprint": "5e" * 16,
-    "context_tokens_max": 8_192,
-    "method": "draft_model",
-    "draft_fingerprint": "a1" * 16,
-    "kv_bits": 8,
+EQUAL_FACTS = {
+    "lockstep": "0.1.0 0123456789ab",
+    "model (path, dtype)": "5e" * 16,
+    "model.context_tokens_max": "8192",
+    "speculation.method": "draft_model",
+    "speculation.draft_model": "a1" * 16,
+    "rank_worker.kv_bits": "8",
 }
-OTHER_FACTS: dict[str, tuple[Any, str]] = {
-    "code": ("0.1.0 0123456789ac", "lockstep"),
-    "fingerprint": ("5e" * 15 + "5f", "model (path, dtype, files, versions of mlx and mlx-lm)"),
-    "context_tokens_max": (4_096, "model.context_tokens_max"),
-    "method": ("eagle", "speculation.method"),
-    "draft_fingerprint": ("", "speculation.draft_model"),
-    "kv_bits": (0, "rank_worker.kv_bits"),
+OTHER_FACTS = {
+    "lockstep": "0.1.0 0123456789ac",
+    "model (path, dtype)": "5e" * 15 + "5f",
+    "model.context_tokens_max": "4096",
+    "speculation.method": "eagle",
+    "speculation.draft_model": "none",
+    "rank_worker.kv_bits": "0",
 }
 
 
-def _find_difference(*sets: dict[str, Any]) -> str | None:
+def _find_difference(*facts: dict[str, str]) -> str | None:
     """Return the difference that the last of several ranks finds."""
-    facts = [agreement.load_facts(**one) for one in sets]
     rows = [agreement.encode_row(one) for one in facts]
     assert agreement.rows_intact(rows)
     return agreement.find_difference(facts[-1], rows)
 
 
-def test_equal_ranks_agree() -> None:
+def test_ranks_with_equal_settings_find_no_difference() -> None:
     """Ranks with equal settings find no difference."""
     assert _find_difference(EQUAL_FACTS) is None
     assert _find_difference(*[EQUAL_FACTS] * 5) is None
 
 
-@pytest.mark.parametrize("field", list(OTHER_FACTS))
-def test_differing_setting_is_named(field: str) -> None:
+@pytest.mark.parametrize("name", list(OTHER_FACTS))
+def test_rank_differing_in_one_setting_is_refused_by_its_name(name: str) -> None:
     """A rank that differs in one setting is refused with the name of this setting."""
-    value, name = OTHER_FACTS[field]
-    message = _find_difference(EQUAL_FACTS, {**EQUAL_FACTS, field: value})
+    message = _find_difference(EQUAL_FACTS, {**EQUAL_FACTS, name: OTHER_FACTS[name]})
     assert message is not None
     assert message.startswith(f"The ranks are set up differently: {name} is ")
-    assert [one for _, one in OTHER_FACTS.values() if one in message] == [name]
+    assert [one for one in OTHER_FACTS if f"{one} is " in message] == [name]
 
 
-def test_all_differences_are_listed_by_rank() -> None:
+def test_all_differing_settings_are_listed_with_values_by_rank() -> None:
     """All differences are listed with the values of each rank; every rank finds the same text."""
-    other = {**EQUAL_FACTS, "method": "off", "kv_bits": 0}
+    other = {**EQUAL_FACTS, "speculation.method": "off", "rank_worker.kv_bits": "0"}
     message = _find_difference(EQUAL_FACTS, other, EQUAL_FACTS)
     assert message == (
         "The ranks are set up differently: speculation.method is draft_model on ranks 0, 2 and off "
         "on rank 1; rank_worker.kv_bits is 8 on ranks 0, 2 and 0 on rank 1. Give every rank the "
         "same Lockstep, model and settings."
     )
-    facts = [agreement.load_facts(**one) for one in (EQUAL_FACTS, other, EQUAL_FACTS)]
+    facts = [EQUAL_FACTS, other, EQUAL_FACTS]
     rows = [agreement.encode_row(one) for one in facts]
     assert [agreement.find_difference(one, rows) for one in facts] == [message] * 3
 
 
-def test_settings_are_encoded_as_equally_many_int32() -> None:
+def test_settings_of_any_length_are_encoded_as_equally_many_int32() -> None:
     """Settings of any length are encoded as the same number of int32, for one collective."""
     short = agreement.encode_row({"a": "", "b": "1"})
     long = agreement.encode_row({"a": "x" * 1_000, "b": "é" * 30})
@@ -70,7 +66,7 @@ def test_settings_are_encoded_as_equally_many_int32() -> None:
     assert all(-(2**31) <= number < 2**31 for number in short + long)
 
 
-def test_long_values_with_equal_start_differ() -> None:
+def test_long_setting_values_with_equal_start_count_as_different() -> None:
     """Long values are shortened in the message, but compared whole."""
     shown = "y" * agreement.SHOWN_BYTES
     facts = [{"a": f"{shown}{end}"} for end in "12"]
@@ -79,10 +75,9 @@ def test_long_values_with_equal_start_differ() -> None:
     assert f"a is {shown} on rank 0 and {shown} on rank 1" in message
 
 
-def test_corrupted_row_is_not_intact() -> None:
+def test_encoded_settings_changed_by_wrong_sum_are_detected() -> None:
     """A row changed by a wrong sum is detected and not taken for other settings."""
-    facts = agreement.load_facts(**EQUAL_FACTS)
-    whole = agreement.encode_row(facts)
+    whole = agreement.encode_row(EQUAL_FACTS)
     for place in range(len(whole)):
         wrong = [*whole]
         wrong[place] ^= 1

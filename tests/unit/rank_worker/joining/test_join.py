@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.rank_worker.device.description import Device
 from services.rank_worker.joining import join
 from shared.errors import ConfigError, WorldLost
 from shared.messages import JoinWorld
@@ -32,8 +33,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_order_sets_variables_and_private_files(tmp_path: Path) -> None:
-    """Variables and files of the order exist inside the block only; the files are private."""
+def test_join_order_sets_variables_and_private_files_while_world_exists(tmp_path: Path) -> None:
+    """Variables and files of the order exist inside the `with` statement only; the files are
+    private."""
     with join.world_environment(_order(), tmp_path):
         path = Path(os.environ["MLX_HOSTFILE"])
         assert path.read_text() == '[["127.0.0.1:1"], ["127.0.0.1:2"]]'
@@ -44,7 +46,7 @@ def test_order_sets_variables_and_private_files(tmp_path: Path) -> None:
     assert not path.parent.exists()
 
 
-def test_files_of_killed_rank_are_removed(tmp_path: Path) -> None:
+def test_files_of_killed_rank_are_removed_by_its_successor(tmp_path: Path) -> None:
     """The next rank with the same number removes files of a killed process.
 
     Files of living processes and of other ranks stay.
@@ -68,11 +70,13 @@ def test_files_of_killed_rank_are_removed(tmp_path: Path) -> None:
     assert {one.name for one in tmp_path.iterdir()} == {living.name, other.name}
 
 
-def test_environment_of_launcher_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_join_order_keeps_environment_of_rank_started_by_mlx_launch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A rank started by mlx.launch says so, and no order changes its variables."""
     monkeypatch.setenv("MLX_RANK", "1")
     monkeypatch.setenv("MLX_HOSTFILE", "theirs")
-    said = join.hello(0, "127.0.0.1:1", device="d", memory_bytes=1, mlx_version="v")
+    said = join.hello(0, "127.0.0.1:1", Device(kind="cpu", name="", memory_bytes=1))
     with join.world_environment(_order(), tmp_path):
         assert os.environ["MLX_HOSTFILE"] == "theirs"
         assert "NCCL_PORT" not in os.environ
@@ -80,10 +84,10 @@ def test_environment_of_launcher_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (said.rank, said.launched, said.data_address) == (1, True, "")
 
 
-def test_leftover_world_variables_are_removed(
+def test_joining_removes_variables_left_by_other_world(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Variables of another world are removed inside the block; other variables stay."""
+    """Variables of another world are removed inside the `with` statement; other variables stay."""
     for name in ("JACCL_RANK", "JACCL_IBV_DEVICES", "MLX_JACCL_RING", "MLX_METAL_FAST_SYNCH"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -95,7 +99,9 @@ def test_leftover_world_variables_are_removed(
         assert left == set()
 
 
-def test_world_of_one_keeps_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_joining_world_of_one_rank_changes_no_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A world of one rank changes no variable."""
     monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
     order = msgspec.structs.replace(_order(0), backend="off", environment={}, files={})
@@ -104,7 +110,7 @@ def test_world_of_one_keeps_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert os.environ["MLX_METAL_FAST_SYNCH"] == "1"
 
 
-def test_gpu_is_chosen_from_visible_devices(
+def test_join_order_selects_one_gpu_of_cuda_visible_devices(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The number in the order selects one of the GPUs in CUDA_VISIBLE_DEVICES."""
@@ -128,7 +134,7 @@ def test_more_ranks_than_visible_gpus_are_refused(
         pass
 
 
-def test_launched_rank_refuses_other_rank_number(
+def test_rank_started_by_launcher_refuses_order_for_other_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """An order for another rank than the launched one raises WorldLost."""
@@ -140,22 +146,23 @@ def test_launched_rank_refuses_other_rank_number(
         pass
 
 
-def test_invalid_rank_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlx_rank_that_is_no_number_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An MLX_RANK that is not a number is refused by name."""
     monkeypatch.setenv("MLX_RANK", "one")
     with pytest.raises(ConfigError, match="MLX_RANK is 'one'"):
         join.launched_rank()
 
 
-def test_hello_describes_process() -> None:
+def test_hello_of_unlaunched_process_has_data_address_and_any_rank() -> None:
     """A process without a launcher sends its data address and takes any rank."""
-    said = join.hello(-1, "127.0.0.1:5", device="cpu x", memory_bytes=8, mlx_version="1.2")
+    said = join.hello(-1, "127.0.0.1:5", Device(kind="cpu", name="x", memory_bytes=8))
 
+    assert (said.device, said.memory_bytes, said.fast_synch) == ("cpu x", 8, "unproven")
     assert (said.rank, said.launched, said.data_address) == (-1, False, "127.0.0.1:5")
     assert (said.pid, said.host) == (os.getpid(), socket.gethostname())
 
 
-def test_data_port_is_free_after_release() -> None:
+def test_data_port_is_taken_until_released() -> None:
     """The data port is taken until it is released, and can be listened on afterwards."""
     port = join.DataPort("127.0.0.1")
     number = int(port.address.rpartition(":")[2])
@@ -167,7 +174,7 @@ def test_data_port_is_free_after_release() -> None:
         listener.listen()
 
 
-def test_data_port_stays_reserved_while_mlx_binds_it() -> None:
+def test_mlx_can_bind_reserved_data_port_but_other_programs_cannot() -> None:
     """MLX can listen at the port; on Linux other programs cannot bind it before."""
     port = join.DataPort("127.0.0.1")
     host, _, number = port.address.rpartition(":")
@@ -186,7 +193,7 @@ def test_data_port_stays_reserved_while_mlx_binds_it() -> None:
     port.release()
 
 
-def test_data_host_of_other_machine_is_refused() -> None:
+def test_data_host_setting_of_other_machine_is_refused_by_name() -> None:
     """A world.data_host of another machine is refused by name."""
     with pytest.raises(ConfigError, match=r"world\.data_host 192\.0\.2\.7 .*set it to an address"):
         join.DataPort("192.0.2.7")

@@ -10,7 +10,7 @@ import pytest
 from shared.errors import ConfigError
 from shared.model import checkpoint_files
 from shared.model.fingerprint import EDGE_BYTES, model_fingerprint
-from shared.model.sharding.feasibility import check_tensor_split
+from shared.model.sharding.feasibility import check_sharding
 
 CONFIG = {
     "model_type": "qwen3",
@@ -120,13 +120,13 @@ def test_error_names_setting_when_model_config_has_no_context_length() -> None:
 def test_tensor_split_is_possible_for_common_divisors_of_heads_and_width() -> None:
     """1, 2 and 4 ranks divide 8 heads, 4 KV heads and a width of 96."""
     for size in (1, 2, 4):
-        check_tensor_split(CONFIG, size)
+        check_sharding(CONFIG, "tensor", size)
 
 
 @pytest.mark.parametrize(
     ("changes", "size", "expected_words"),
     [
-        ({}, 3, "over 3 ranks, because its num_attention_heads is 8: set world.size to 1, 2 or 4"),
+        ({}, 3, "its num_attention_heads is 8: set world.size to 1, 2 or 4"),
         ({}, 8, "its num_key_value_heads is 4"),
         ({"intermediate_size": 98}, 4, "its intermediate_size is 98: set world.size to 1 or 2"),
         (
@@ -142,12 +142,12 @@ def test_impossible_tensor_split_error_names_dimension_and_possible_rank_counts(
 ) -> None:
     """The error names the dimension that does not divide, and the possible world sizes."""
     with pytest.raises(ConfigError, match=expected_words):
-        check_tensor_split({**CONFIG, **changes}, size)
+        check_sharding({**CONFIG, **changes}, "tensor", size)
 
 
 def test_tensor_split_of_mla_model_ignores_number_of_kv_heads() -> None:
     """With MLA every rank holds the whole KV cache, so the number of KV heads does not matter."""
-    check_tensor_split({**CONFIG, "num_key_value_heads": 1, "kv_lora_rank": 64}, 8)
+    check_sharding({**CONFIG, "num_key_value_heads": 1, "kv_lora_rank": 64}, "tensor", 8)
 
 
 def _fingerprint(folder: Path, **changes: Any) -> str:
