@@ -17,7 +17,6 @@ from services.scheduler.events import (
     GatewayLost,
     GatewayMessageReceived,
     HandOverRequested,
-    RankConnected,
     RankLost,
     RankMessageReceived,
     SendToGateway,
@@ -112,8 +111,6 @@ class SchedulerCore:
                 self._actions.append(SendToGateway(event.gateway, self._report(now_s)))
             case GatewayLost():
                 self._handle_gateway_lost(event.gateway)
-            case RankConnected():
-                pass
             case RankLost():
                 rank = self._world.rank_of(event.peer)
                 if self._world.handle_lost(event.peer, event.cause, now_s):
@@ -157,7 +154,7 @@ class SchedulerCore:
             case SubmitRequest():
                 self._handle_submit(gateway, message, now_s)
             case AbortRequest():
-                sequence = self._requests.find(gateway, message)
+                sequence = self._requests.find(gateway, message.request_id)
                 if sequence is not None:
                     self._batch.remove(sequence)
                     self._requests.finish(sequence, message.reason)
@@ -172,7 +169,7 @@ class SchedulerCore:
 
     def _handle_submit(self, gateway: PeerId, message: SubmitRequest, now_s: float) -> None:
         reject = self._requests.reject
-        if self._requests.has(gateway, message.request_id):
+        if self._requests.find(gateway, message.request_id) is not None:
             return
         # A resumed request is accepted during an operator's drain, because it ran before.
         is_new = not message.generated
@@ -185,10 +182,12 @@ class SchedulerCore:
             reject(gateway, message.request_id, "not_ready", detail, RETRY_AFTER_S)
         else:
             bounds = RequestLimits(
-                self._tokens_limit(), self._world.vocab_size(), self._batch.can_roll_back
+                self._tokens_limit(),
+                self._world.vocab_size(),
+                self._batch.speculation.can_roll_back,
             )
             self._requests.accept(gateway, message, now_s=now_s, bounds=bounds)
-            if self._requests.has(gateway, message.request_id):
+            if self._requests.find(gateway, message.request_id) is not None:
                 self._pipeline.burst.record_arrival(
                     now_s, more_requests_expected=message.more_requests_expected
                 )

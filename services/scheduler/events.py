@@ -32,13 +32,6 @@ class GatewayMessageReceived:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RankConnected:
-    """A rank process has connected; it counts once it has sent RankHello."""
-
-    peer: PeerId
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class RankLost:
     """The link to a rank process is lost, or it does not answer."""
 
@@ -74,7 +67,6 @@ Event = (
     GatewayConnected
     | GatewayLost
     | GatewayMessageReceived
-    | RankConnected
     | RankLost
     | RankMessageReceived
     | TimePassed

@@ -21,7 +21,6 @@ from services.scheduler.events import (
     GatewayLost,
     GatewayMessageReceived,
     HandOverRequested,
-    RankConnected,
     RankLost,
     RankMessageReceived,
     SaveEvidence,
@@ -124,7 +123,8 @@ class Shell:
                 case Received():
                     self._handle(RankMessageReceived(event.peer, event.message))
                 case Connected():
-                    self._handle(RankConnected(event.peer))
+                    # The process counts once it has sent RankHello.
+                    pass
                 case Lost():
                     self._handle(RankLost(event.peer, event.cause))
 
@@ -142,7 +142,7 @@ class Shell:
         started = time.perf_counter()
         actions = self._core.handle(event, self._clock.now())
         # Messages to ranks first, because the device may wait for a plan.
-        actions.sort(key=_is_not_for_ranks)
+        actions.sort(key=lambda action: not isinstance(action, SendToRanks))
         for action in actions:
             self._perform(action)
         self._core.add_cpu_time((time.perf_counter() - started) * 1_000.0)
@@ -208,7 +208,3 @@ def run(config: Config) -> int:
     gc.collect()
     gc.freeze()
     return shell.run()
-
-
-def _is_not_for_ranks(action: Action) -> bool:
-    return not isinstance(action, SendToRanks)

@@ -95,7 +95,7 @@ def report(
         kv_tokens_max=batch.rows.tokens_max,
         context_tokens_max=tokens_limit,
         steps=in_flight.finished_step_id,
-        drafts=batch.draft_statistics(),
+        drafts=batch.speculation.counters.statistics(),
         counters={
             **counters,
             "memory_exhausted_total": float(world.recovery.memory_exhausted),

@@ -142,7 +142,7 @@ class StepPipeline:
             taken, reason = take_tokens(sequence, receipt.tokens[index])
             if has_drafts and (drafts := planned.drafts_of(index)):
                 emitted = len(receipt.tokens[index])
-                self._batch.record_verification(sequence, drafts, emitted, len(taken))
+                self._batch.speculation.record_verification(sequence, drafts, emitted, len(taken))
             logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
             by_gateway[sequence.gateway].append((sequence, position, taken, logprobs))
             generated += len(taken)

@@ -5,6 +5,8 @@ import dataclasses
 from services.scheduler.requests.sequence import Sequence
 from services.scheduler.speculation.costs import DecodeWork
 from services.scheduler.speculation.methods import Method
+from services.scheduler.speculation.speculator import PlannedDrafts
+from shared.identifiers import SequenceId
 from shared.messages import AdmittedSequence, DraftChunk, PrefillChunk, SlotMove, StepPlan
 
 
@@ -64,12 +66,52 @@ class PlannedStep:
         return len(self.plan.drafts[decode]) if self.plan.drafts else 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChosenDrafts:
+    """Drafts for the next plan, by sequence."""
+
+    by_sequence: dict[SequenceId, list[int]] = dataclasses.field(default_factory=dict)
+    """Drafts proposed by the scheduler, of the sequences that have any."""
+    counts: dict[SequenceId, int] = dataclasses.field(default_factory=dict)
+    """Drafts that the ranks propose, of the sequences whose draft rows take part in the plan. With
+    any entry here, `by_sequence` is empty."""
+    reads: dict[SequenceId, int] = dataclasses.field(default_factory=dict)
+    """Tokens that rows of the draft model read before they propose."""
+    method: Method = "ngram"
+    """Method that proposes the drafts."""
+
+    @property
+    def longest(self) -> int:
+        """The most drafts of one sequence."""
+        own = max(map(len, self.by_sequence.values()), default=0)
+        return max(0, own, *self.counts.values())
+
+    def of(self, decodes: list[Sequence]) -> PlannedDrafts:
+        """Return the drafts of a plan's decodes, in their order.
+
+        Args:
+            decodes: the sequences that decode, at least those with drafts that were not preempted.
+        """
+        ids = [one.sequence_id for one in decodes]
+        if not self.counts.keys().isdisjoint(ids):
+            counts = [self.counts.get(one, -1) for one in ids]
+            return PlannedDrafts([], counts=counts, method=self.method)
+        if not self.by_sequence.keys().isdisjoint(ids):
+            return PlannedDrafts([self.by_sequence.get(one, []) for one in ids])
+        return PlannedDrafts([])
+
+
+NO_DRAFTS = ChosenDrafts()
+
+
 @dataclasses.dataclass(slots=True)
 class PlanBuilder:
     """Collects the moves, admissions, prefill chunks, decodes and drafts of the next step plan."""
 
     now_s: float
     """When the plan is made, in seconds."""
+    chosen: ChosenDrafts
+    """Drafts of the sequences that decode."""
     moves: list[SlotMove] = dataclasses.field(default_factory=list)
     admitted: list[AdmittedSequence] = dataclasses.field(default_factory=list)
     first_admitted: list[Sequence] = dataclasses.field(default_factory=list)
@@ -77,12 +119,6 @@ class PlanBuilder:
     chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
     draft_reads: list[DraftChunk] = dataclasses.field(default_factory=list)
     """Known tokens that rows of the draft model read."""
-    drafts: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    """Drafts to verify, by sequence id."""
-    draft_counts: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Drafts that the ranks propose, by sequence id; draft rows of other sequences fall behind."""
-    draft_method: Method = "ngram"
-    """Method that proposes the drafts."""
     decodes: list[Sequence] = dataclasses.field(default_factory=list)
     samples: list[Sequence] = dataclasses.field(default_factory=list)
     """Sequences whose last prefill chunk is in the plan, so that it samples a token for them."""

@@ -1,9 +1,15 @@
 """Running batch. Owns planning decodes, growing rows, preemption and assembling step plans."""
 
-from services.scheduler.batch.plan_builder import PlanBuilder, PlannedStep, StepWork
+from services.scheduler.batch.plan_builder import (
+    NO_DRAFTS,
+    ChosenDrafts,
+    PlanBuilder,
+    PlannedStep,
+    StepWork,
+)
 from services.scheduler.batch.prefill_planner import PrefillPlanner
 from services.scheduler.batch.running_sequences import RunningSequences
-from services.scheduler.batch.speculation_planner import NO_DRAFTS, ChosenDrafts, SpeculationPlanner
+from services.scheduler.batch.speculation_planner import SpeculationPlanner
 from services.scheduler.batch.step_deadlines import StepDeadlines
 from services.scheduler.batch.step_timing import StepTiming
 from services.scheduler.cache.cache_state import PlannedBlockOrders
@@ -12,11 +18,10 @@ from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.manager import BlockCache
 from services.scheduler.requests.sequence import Sequence, SequenceState
 from services.scheduler.requests.waiting_queue import WaitingQueue
-from services.scheduler.speculation.speculator import PlannedDrafts
 from shared.configuration.settings import Config
 from shared.errors import InvariantBroken
 from shared.identifiers import Epoch, StepId
-from shared.messages import DraftStatistics, StepPlan
+from shared.messages import StepPlan
 
 _SPARSE_ROWS_MIN = 8
 """With fewer rows, unused slots cost less than moving a row."""
@@ -35,7 +40,7 @@ class RunningBatch:
         self._decode_stall_ms = scheduler.decode_stall_ms
         self._waiting = waiting
         self._running = RunningSequences(self.rows)
-        self._speculation = SpeculationPlanner(config)
+        self.speculation = SpeculationPlanner(config)
         self._prefill = PrefillPlanner(scheduler, self.rows, self._running, waiting, self.cache)
 
     def __len__(self) -> int:
@@ -46,11 +51,6 @@ class RunningBatch:
     def running(self) -> list[Sequence]:
         """The running sequences, the longest-running first."""
         return list(self._running)
-
-    @property
-    def can_roll_back(self) -> bool:
-        """Tell whether rows of the current or the last epoch can be rolled back."""
-        return self._speculation.can_roll_back
 
     @property
     def tokens_used(self) -> int:
@@ -76,18 +76,18 @@ class RunningBatch:
         """
         if self._running:
             raise InvariantBroken("sequences run across epochs")
-        self._running.forget_departed()
+        self._running.departed.clear()
         self.rows.start(budget)
         self.timing = StepTiming(self._decode_stall_ms)
         self._deadlines = StepDeadlines(self.timing)
-        self._speculation.begin_epoch(can_roll_back=can_roll_back)
+        self.speculation.begin_epoch(can_roll_back=can_roll_back)
         return self.cache.state.start_epoch(form, epoch)
 
     def requeue_running(self) -> None:
         """Move all running sequences to the waiting queue because their epoch has ended."""
         for sequence in self.running:
             self._requeue(sequence)
-        self._running.forget_departed()
+        self._running.departed.clear()
         self.cache.end_epoch()
 
     def remove(self, sequence: Sequence) -> None:
@@ -110,28 +110,15 @@ class RunningBatch:
         if work.width == 1 and (work.chunk_tokens or not work.read_tokens):
             self.timing.record_step(work.chunk_tokens, work.decodes, busy_ms, work.chunk_position)
         self._deadlines.record_step(work)
-        self._speculation.record_step(step, busy_ms, idle_ms)
-
-    def record_verification(
-        self, sequence: Sequence, proposed: int, emitted: int, taken: int
-    ) -> None:
-        """Record the verification of a running sequence's drafts, and roll back its row.
-
-        The arguments are those of `SpeculationPlanner.record_verification`.
-        """
-        self._speculation.record_verification(sequence, proposed, emitted, taken)
+        self.speculation.record_step(step, busy_ms, idle_ms)
 
     def report_counters(self) -> dict[str, float]:
         """Return the counters of preemptions, cache and drafts since start, by name."""
         return {
             "preemptions_total": float(self.preemptions),
             **self.cache.state.counters,
-            **self._speculation.report_counters(),
+            **self.speculation.counters.totals,
         }
-
-    def draft_statistics(self) -> list[DraftStatistics]:
-        """Return counts of proposed and accepted drafts since start, one entry per method."""
-        return self._speculation.draft_statistics()
 
     def look_ahead(self, now_s: float) -> None:
         """Prepare later plans: request restores for waiting sequences, and index prompts.
@@ -146,7 +133,7 @@ class RunningBatch:
         """
         self.cache.restorer.expire(now_s)
         self._prefill.look_ahead(self.timing, now_s, may_evict=False)
-        self._speculation.look_ahead(self._running)
+        self.speculation.look_ahead(self._running)
 
     def next_step(self, epoch: Epoch, step_id: StepId, now_s: float) -> PlannedStep | None:
         """Plan one step; None if there is nothing to do or drafts wait for earlier results.
@@ -159,15 +146,18 @@ class RunningBatch:
         chosen = self._choose_drafts()
         if chosen is None:
             return None
-        plan_builder = PlanBuilder(now_s)
+        plan_builder = PlanBuilder(now_s, chosen)
         self.cache.begin_plan(now_s)
         self._keep_blocks()
-        self._plan_decodes(plan_builder, chosen)
+        self._plan_decodes(plan_builder)
         self._prefill.plan(plan_builder, self.timing)
-        self._speculation.read_prompts(plan_builder, self._running, self.timing.prefill_token_ms)
-        self._keep_departed()
+        self.speculation.read_prompts(plan_builder, self._running, self.timing.prefill_token_ms)
+        departed = self._running.take_departed()
+        # After admissions: blocks that these reuse are worth more than blocks kept for later.
+        for sequence, computed in departed:
+            self.cache.keep(sequence.blocks, computed, ends=True)
         self._prefill.look_ahead(self.timing, now_s, may_evict=True)
-        dropped = self._running.take_dropped()
+        dropped: list[int] = [sequence.sequence_id for sequence, _ in departed]
         orders = self.cache.finish_plan(now_s)
         self._running.draft_room_tokens = 0
         if not (
@@ -190,7 +180,7 @@ class RunningBatch:
         step_id: StepId,
     ) -> PlannedStep:
         plan_builder.decodes.sort(key=_slot_of)
-        drafts = _ordered_drafts(plan_builder)
+        drafts = plan_builder.chosen.of(plan_builder.decodes)
         decode_work = drafts.decode_work(0 if plan_builder.chunks else len(plan_builder.decodes))
         work = StepWork(
             chunk_tokens=plan_builder.chunk_tokens,
@@ -206,7 +196,7 @@ class RunningBatch:
             epoch=epoch,
             step_id=step_id,
             deadline_s=self._deadlines.deadline_s(work),
-            rolled_back=self._speculation.take_rolled_back(),
+            rolled_back=self.speculation.take_rolled_back(),
             keep_blocks=orders.keep_blocks,
             keep_checkpoints=orders.keep_checkpoints,
             adopted=orders.adopted,
@@ -225,7 +215,7 @@ class RunningBatch:
             checkpoints=plan_builder.checkpoints,
         )
         samples = plan_builder.samples + plan_builder.decodes
-        was_held = self._speculation.record_plan(drafts, plan_builder.read_tokens)
+        was_held = self.speculation.record_plan(drafts, plan_builder.read_tokens)
         return PlannedStep(plan, samples, plan_builder.first_admitted, work, decode_work, was_held)
 
     def check_invariants(self) -> None:
@@ -242,31 +232,26 @@ class RunningBatch:
         """Keep the blocks that plans in flight complete for running sequences."""
         due = [one for one in self._running if one.planned_tokens >= one.blocks.next_boundary]
         due = [one for one in due if one.computed_tokens >= one.blocks.next_boundary]
-        if (due or self._running.has_departed) and self.cache.state.is_memory_low:
+        if (due or self._running.departed) and self.cache.state.is_memory_low:
             self.rows.trim(slots=self.rows.rows_needed(), tokens=self._running.row_tokens_needed())
         for sequence in due:
             self.cache.keep(sequence.blocks, sequence.computed_tokens)
-
-    def _keep_departed(self) -> None:
-        # Comes after admissions: blocks that these reuse are worth more than blocks kept for later.
-        for sequence, computed in self._running.take_departed():
-            self.cache.keep(sequence.blocks, computed, ends=True)
 
     # --- decodes -----------------------------------------------------------------------------
 
     def _choose_drafts(self) -> ChosenDrafts | None:
         """Return the drafts for the next plan; None: it must wait for earlier results."""
-        if self._speculation.is_idle(self._running):
+        if self.speculation.is_idle(self._running):
             return NO_DRAFTS
         if any(one.is_verifying for one in self._running):
             return None
-        return self._speculation.choose([one for one in self._running if one.can_decode])
+        return self.speculation.choose([one for one in self._running if one.can_decode])
 
-    def _plan_decodes(self, plan_builder: PlanBuilder, chosen: ChosenDrafts) -> None:
-        self._running.draft_room_tokens = chosen.longest
-        if chosen.longest and not self._has_room_for_decodes():
+    def _plan_decodes(self, plan_builder: PlanBuilder) -> None:
+        self._running.draft_room_tokens = longest = plan_builder.chosen.longest
+        if longest and not self._has_room_for_decodes():
             # Drafts only save time, so no row grows and no sequence is preempted for them.
-            self._running.draft_room_tokens, chosen = 0, NO_DRAFTS
+            self._running.draft_room_tokens, plan_builder.chosen = 0, NO_DRAFTS
         self._make_room_for_decodes(plan_builder)
         if self.rows.rows_needed() >= _SPARSE_ROWS_MIN and (
             2 * self.rows.slots_used <= self.rows.rows_needed()
@@ -274,7 +259,7 @@ class RunningBatch:
             self._running.compact(plan_builder)
         plan_builder.decodes = [sequence for sequence in self._running if sequence.can_decode]
         for sequence in plan_builder.decodes:
-            self._speculation.add_decode(plan_builder, sequence, chosen)
+            self.speculation.add_decode(plan_builder, sequence)
         form = self.cache.block_format
         if form is not None and form.needs_checkpoints:
             plan_builder.checkpoints += [
@@ -292,10 +277,7 @@ class RunningBatch:
 
     def _make_room_for_decodes(self, plan_builder: PlanBuilder) -> None:
         """Grow the rows for all decodes, preempting the youngest sequences until that fits."""
-        while True:
-            tokens = self._running.row_tokens_needed()
-            if self.rows.resize(slots=self.rows.rows_needed(), tokens=tokens):
-                return
+        while not self._has_room_for_decodes():
             if self.rows.has_holes:
                 self._running.compact(plan_builder)
                 continue
@@ -327,14 +309,3 @@ def _slot_of(sequence: Sequence) -> int:
     if sequence.slot is None:
         raise InvariantBroken(f"sequence {sequence.sequence_id} has no slot")
     return sequence.slot
-
-
-def _ordered_drafts(plan_builder: PlanBuilder) -> PlannedDrafts:
-    """Return the drafts of a plan in the order of its decodes."""
-    if not plan_builder.draft_counts and not plan_builder.drafts:
-        return PlannedDrafts([])
-    ids = [one.sequence_id for one in plan_builder.decodes]
-    if plan_builder.draft_counts:
-        counts = [plan_builder.draft_counts.get(one, -1) for one in ids]
-        return PlannedDrafts([], counts=counts, method=plan_builder.draft_method)
-    return PlannedDrafts([plan_builder.drafts.get(one, []) for one in ids])

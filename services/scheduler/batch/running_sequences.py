@@ -15,8 +15,9 @@ class RunningSequences:
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self._by_id: dict[SequenceId, Sequence] = {}
-        self._dropped: list[int] = []
-        self._departed: list[tuple[Sequence, int]] = []
+        self.departed: list[tuple[Sequence, int]] = []
+        """Sequences that have left since the last plan, whose rows the next plan drops, each with
+        the number of known tokens in its row. The next plan can keep their blocks."""
         self._admissions = 0
         self.draft_room_tokens = 0
         """The most drafts of one row in the next plan. Every decoding row needs room for that many
@@ -29,11 +30,6 @@ class RunningSequences:
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over the sequences, which must not change meanwhile."""
         return iter(self._by_id.values())
-
-    @property
-    def has_departed(self) -> bool:
-        """Tell whether a sequence has left since the last plan; the next can keep its blocks."""
-        return bool(self._departed)
 
     def admit(self, sequence: Sequence, now_s: float) -> Slot:
         """Give a sequence the lowest free slot and return it.
@@ -63,8 +59,7 @@ class RunningSequences:
             raise InvariantBroken(f"sequence {sequence.sequence_id} leaves without a slot")
         self._rows.release_slot(sequence.slot, sequence.sequence_id)
         del self._by_id[sequence.sequence_id]
-        self._dropped.append(sequence.sequence_id)
-        self._departed.append((sequence, sequence.computed_tokens))
+        self.departed.append((sequence, sequence.computed_tokens))
         sequence.slot = None
 
     def compact(self, plan: PlanBuilder) -> None:
@@ -94,24 +89,10 @@ class RunningSequences:
             longest = max(longest, tokens, len(one.tokens))
         return longest
 
-    def take_dropped(self) -> list[int]:
-        """Return and clear the ids of sequences that have left since the last plan."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
-
     def take_departed(self) -> list[tuple[Sequence, int]]:
-        """Return and clear the sequences that have left since the last plan.
-
-        Returns:
-            Each sequence, and how many known tokens its row holds.
-        """
-        left, self._departed = self._departed, []
+        """Return and clear `departed`."""
+        left, self.departed = self.departed, []
         return left
-
-    def forget_departed(self) -> None:
-        """Forget sequences that have left, because the ranks that held their rows are gone."""
-        self._dropped.clear()
-        self._departed.clear()
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken when slots, rows and sequences do not agree."""

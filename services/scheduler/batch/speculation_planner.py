@@ -7,43 +7,22 @@ draft model: a draft row holds as much as its sequence's row after each plan in 
 part, plus the tokens that plans let it read.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable
 
-from services.scheduler.batch.plan_builder import PlanBuilder, PlannedStep
+from services.scheduler.batch.plan_builder import (
+    NO_DRAFTS,
+    ChosenDrafts,
+    PlanBuilder,
+    PlannedStep,
+)
 from services.scheduler.requests.sequence import Sequence
-from services.scheduler.speculation.methods import Method
 from services.scheduler.speculation.sequence_drafts import DecodingRow, DraftState, PromptRow
 from services.scheduler.speculation.speculator import PlannedDrafts, Speculator
 from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId
-from shared.messages import DraftChunk, DraftStatistics, RolledBack
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChosenDrafts:
-    """Drafts for the next plan, by sequence."""
-
-    by_sequence: dict[SequenceId, list[int]] = dataclasses.field(default_factory=dict)
-    """Drafts proposed by the scheduler, of the sequences that have any."""
-    counts: dict[SequenceId, int] = dataclasses.field(default_factory=dict)
-    """Drafts that the ranks propose, of the sequences whose draft rows take part in the plan. With
-    any entry here, `by_sequence` is empty."""
-    reads: dict[SequenceId, int] = dataclasses.field(default_factory=dict)
-    """Tokens that rows of the draft model read before they propose."""
-    method: Method = "ngram"
-    """Method that proposes the drafts."""
-
-    @property
-    def longest(self) -> int:
-        """The most drafts of one sequence."""
-        own = max(map(len, self.by_sequence.values()), default=0)
-        return max(0, own, *self.counts.values())
-
-
-NO_DRAFTS = ChosenDrafts()
+from shared.messages import DraftChunk, RolledBack
 
 
 class SpeculationPlanner:
@@ -51,6 +30,7 @@ class SpeculationPlanner:
 
     def __init__(self, config: Config) -> None:
         self._speculator = Speculator(config.speculation, config.scheduler)
+        self.counters = self._speculator.counters
         self.can_roll_back = False
         """Rows of the current or the last epoch can be rolled back, so drafts can be verified."""
         self._rolled_back: list[RolledBack] = []
@@ -110,34 +90,27 @@ class SpeculationPlanner:
             for one in running
         )
 
-    def add_decode(self, plan: PlanBuilder, sequence: Sequence, chosen: ChosenDrafts) -> None:
-        """Count a sequence's decode as planned, and add the drafts chosen for it to the plan.
+    def add_decode(self, plan: PlanBuilder, sequence: Sequence) -> None:
+        """Count a sequence's decode and the drafts chosen for it as planned.
 
         Args:
             plan: the plan being built, which changes.
             sequence: the sequence, which can decode.
-            chosen: the drafts for all sequences of the plan.
         """
-        if chosen is NO_DRAFTS:
+        if plan.chosen is NO_DRAFTS:
             sequence.drafts_in_flight = 0
             sequence.planned_tokens += 1
             sequence.samples_in_flight += 1
             return
-        sequence_id = sequence.sequence_id
-        drafts = chosen.by_sequence.get(sequence_id, [])
-        has_draft_row = sequence_id in chosen.counts
-        if drafts:
-            plan.drafts[sequence_id] = drafts
+        chosen, sequence_id = plan.chosen, sequence.sequence_id
         if sequence_id in chosen.reads:
             _add_read(plan, sequence, chosen.reads[sequence_id])
-        if has_draft_row:
-            plan.draft_counts[sequence_id] = chosen.counts[sequence_id]
-            plan.draft_method = chosen.method
-        sequence.drafts_in_flight = chosen.counts[sequence_id] if has_draft_row else len(drafts)
+        drafts = chosen.by_sequence.get(sequence_id, [])
+        sequence.drafts_in_flight = chosen.counts.get(sequence_id, len(drafts))
         sequence.is_verifying = sequence.drafts_in_flight > 0
         sequence.planned_tokens += 1 + sequence.drafts_in_flight
         sequence.samples_in_flight += 1
-        if has_draft_row:
+        if sequence_id in chosen.counts:
             sequence.draft_row_tokens = sequence.planned_tokens
 
     def read_prompts(
@@ -226,14 +199,6 @@ class SpeculationPlanner:
         """Return and clear the rows to roll back with the next plan, each with its new length."""
         taken, self._rolled_back = self._rolled_back, []
         return taken
-
-    def report_counters(self) -> dict[str, float]:
-        """Return the counts of plans with drafts, plans held back and tokens read, by name."""
-        return self._speculator.counters.report()
-
-    def draft_statistics(self) -> list[DraftStatistics]:
-        """Return counts of proposed and accepted drafts since start, one entry per method."""
-        return self._speculator.counters.statistics()
 
     def _draft_state_of(self, sequence: Sequence) -> DraftState | None:
         if not sequence.is_draft_state_chosen:

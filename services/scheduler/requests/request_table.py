@@ -14,7 +14,6 @@ from shared.configuration.settings import SchedulerConfig
 from shared.errors import InvariantBroken
 from shared.identifiers import PeerId, SequenceId
 from shared.messages import (
-    AbortRequest,
     CachedPrefix,
     RequestAccepted,
     RequestAdmitted,
@@ -66,13 +65,9 @@ class RequestTable:
         """Iterate over a copy of the open sequences."""
         return iter(list(self._open.values()))
 
-    def find(self, gateway: PeerId, message: AbortRequest) -> Sequence | None:
-        """Return the open sequence of the request that a message aborts, or None."""
-        return self._open.get((gateway, message.request_id))
-
-    def has(self, gateway: PeerId, request_id: str) -> bool:
-        """Tell whether a request is open."""
-        return (gateway, request_id) in self._open
+    def find(self, gateway: PeerId, request_id: str) -> Sequence | None:
+        """Return the sequence of a gateway's request by the gateway's id, or None if not open."""
+        return self._open.get((gateway, request_id))
 
     def of_gateway(self, gateway: PeerId) -> list[Sequence]:
         """Return the open sequences of one gateway."""
@@ -250,11 +245,7 @@ class RequestTable:
         sequence.state = SequenceState.ENDED
         del self._open[sequence.gateway, sequence.request.request_id]
 
-    def _send(
-        self,
-        gateway: PeerId,
-        message: ToGateway,
-    ) -> None:
+    def _send(self, gateway: PeerId, message: ToGateway) -> None:
         self._actions.append(SendToGateway(gateway, message))
 
 

@@ -9,9 +9,12 @@ class DraftCounters:
     """Counts since the scheduler started: drafts by method and position, plans, tokens read."""
 
     def __init__(self) -> None:
-        self._drafted_steps = 0
-        self._held_plans = 0
-        self._read_tokens = 0
+        self.totals = {
+            "drafted_steps_total": 0.0,
+            "held_plans_total": 0.0,
+            "draft_tokens_read_total": 0.0,
+        }
+        """Plans with drafts, plans held back, and tokens read by rows of the draft model."""
         self._rows: dict[Method, int] = {}
         self._proposed_at: dict[Method, list[int]] = {}
         self._accepted_at: dict[Method, list[int]] = {}
@@ -41,17 +44,9 @@ class DraftCounters:
             was_held: it was held back for the results of plans in flight.
             read: number of tokens that rows of the draft model read in it.
         """
-        self._drafted_steps += has_drafts
-        self._held_plans += was_held
-        self._read_tokens += read
-
-    def report(self) -> dict[str, float]:
-        """Return the counts of plans with drafts, plans held back and tokens read, by name."""
-        return {
-            "drafted_steps_total": float(self._drafted_steps),
-            "held_plans_total": float(self._held_plans),
-            "draft_tokens_read_total": float(self._read_tokens),
-        }
+        self.totals["drafted_steps_total"] += has_drafts
+        self.totals["held_plans_total"] += was_held
+        self.totals["draft_tokens_read_total"] += read
 
     def statistics(self) -> list[DraftStatistics]:
         """Return the proposed and accepted drafts by position, one entry per method, by its name.

@@ -277,12 +277,12 @@ def a_slot_is_not_given_back(stack: ExitStack) -> None:
 @planted_bug
 def plans_omit_dropped_sequences(stack: ExitStack) -> None:
     """A plan omits one dropped sequence."""
-    real = RunningSequences.take_dropped
+    real = RunningSequences.take_departed
 
-    def take(self: RunningSequences) -> list[int]:
+    def take(self: RunningSequences) -> list[tuple[Sequence, int]]:
         return real(self)[1:]
 
-    replace(stack, RunningSequences, "take_dropped", take)
+    replace(stack, RunningSequences, "take_departed", take)
 
 
 @planted_bug

@@ -9,7 +9,6 @@ from services.scheduler.events import (
     GatewayLost,
     GatewayMessageReceived,
     HandOverRequested,
-    RankConnected,
     RankLost,
     RankMessageReceived,
     SaveEvidence,
@@ -69,7 +68,7 @@ class CheckedCore:
             case RankMessageReceived() | GatewayMessageReceived():
                 peer = event.peer if isinstance(event, RankMessageReceived) else event.gateway
                 self._heap.record(self._name, "hears", type(event.message).__name__, peer.decode())
-            case RankLost() | RankConnected():
+            case RankLost():
                 self._heap.record(self._name, type(event).__name__, event.peer.decode())
             case GatewayLost() | GatewayConnected():
                 self._heap.record(self._name, type(event).__name__, event.gateway.decode())

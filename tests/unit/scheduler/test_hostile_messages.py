@@ -22,7 +22,6 @@ from services.scheduler.events import (
     GatewayLost,
     GatewayMessageReceived,
     HandOverRequested,
-    RankConnected,
     RankLost,
     RankMessageReceived,
     SendToGateway,
@@ -113,7 +112,6 @@ class HostileWorld:
         hello = msgspec.structs.replace(
             HELLO, rank=rank, pid=self.processes, data_address=f"127.0.0.1:{self.processes}"
         )
-        self.tell(RankConnected(peer))
         self.tell(RankMessageReceived(peer, hello))
 
     def start_missing_ranks(self) -> None:

@@ -129,8 +129,8 @@ def test_plan_with_possible_drafts_is_held_while_tokens_are_unknown() -> None:
     assert planned.drafts == [[2, 3, 4, 5, 6]]
     assert speculator.record_plan(planned), "the plan was held"
     assert not speculator.record_plan(planned)
-    assert speculator.counters.report()["held_plans_total"] == 1
-    assert speculator.counters.report()["drafted_steps_total"] == 2
+    assert speculator.counters.totals["held_plans_total"] == 1
+    assert speculator.counters.totals["drafted_steps_total"] == 2
 
 
 def test_plan_is_not_held_for_sequence_that_ends_in_flight() -> None:

@@ -15,7 +15,6 @@ from services.scheduler.events import (
     GatewayConnected,
     GatewayLost,
     GatewayMessageReceived,
-    RankConnected,
     RankMessageReceived,
     SaveEvidence,
     SendToGateway,
@@ -132,7 +131,6 @@ class InMemoryWorld:
         """Start a process for a rank; it joins as soon as the core orders it."""
         self._processes += 1
         peer = PeerId(f"rank-{self._processes}".encode())
-        self.tell(RankConnected(peer))
         hello = msgspec.structs.replace(
             HELLO,
             rank=rank,

@@ -6,7 +6,6 @@ import pytest
 from services.scheduler.events import (
     GatewayConnected,
     GatewayMessageReceived,
-    RankConnected,
     RankLost,
     RankMessageReceived,
     SendToGateway,
@@ -106,7 +105,6 @@ def test_new_rank_with_pid_of_dismissed_rank_removes_it_from_list(make_world: Ma
     assert dismissed_pids(world) == [1]
     hello = msgspec.structs.replace(HELLO, host="localhost")
     peer = PeerId(b"rank-new")
-    world.tell(RankConnected(peer))
     world.tell(RankMessageReceived(peer, hello))
     assert dismissed_pids(world) == []
 
