@@ -43,7 +43,9 @@ def filled(
     return store, request.param == "running"
 
 
-def test_stats_reports_bytes_records_and_namespaces(filled: tuple[RunningStore, bool]) -> None:
+def test_cache_stats_command_reports_bytes_records_and_namespaces(
+    filled: tuple[RunningStore, bool],
+) -> None:
     """`stats` reports bytes, records and namespaces as text and as JSON."""
     store, is_running = filled
 
@@ -60,7 +62,9 @@ def test_stats_reports_bytes_records_and_namespaces(filled: tuple[RunningStore, 
     assert str(store.directory) in text
 
 
-def test_list_has_one_line_per_rank_and_namespace(filled: tuple[RunningStore, bool]) -> None:
+def test_cache_list_command_prints_one_line_per_rank_and_namespace(
+    filled: tuple[RunningStore, bool],
+) -> None:
     """`list` has one aligned line per rank and namespace; a namespace can be given by its first
     digits."""
     store, _ = filled
@@ -76,7 +80,9 @@ def test_list_has_one_line_per_rank_and_namespace(filled: tuple[RunningStore, bo
     assert lines[0].index("records") == lines[1].index("3  ")
 
 
-def test_check_names_each_bad_record(filled: tuple[RunningStore, bool]) -> None:
+def test_cache_check_command_names_each_bad_record_and_deletes_nothing(
+    filled: tuple[RunningStore, bool],
+) -> None:
     """`check` reads every record, names the file and offset of each bad one, and deletes
     nothing."""
     store, _ = filled
@@ -103,7 +109,9 @@ def test_check_names_each_bad_record(filled: tuple[RunningStore, bool]) -> None:
     assert files[0].read_bytes() == data
 
 
-def test_clear_deletes_and_counts_records(filled: tuple[RunningStore, bool]) -> None:
+def test_cache_clear_command_deletes_and_counts_all_records(
+    filled: tuple[RunningStore, bool],
+) -> None:
     """`clear` deletes and counts all records; a second `clear` finds nothing."""
     store, _ = filled
 
@@ -118,7 +126,7 @@ def test_clear_deletes_and_counts_records(filled: tuple[RunningStore, bool]) -> 
     assert "Nothing is stored" in store.cache("list").stdout
 
 
-def test_running_store_accepts_commits_after_clear(
+def test_running_store_accepts_block_commits_after_cache_clear_command(
     store: RunningStore, make_peer: MakePeer
 ) -> None:
     """After `clear` a rank of a running store misses the blocks and can commit them again."""
@@ -132,7 +140,9 @@ def test_running_store_accepts_commits_after_clear(
     assert peers[0].has(block_hash(1)) == [True]
 
 
-def test_command_finds_store_address_in_lock_file(store: RunningStore, make_peer: MakePeer) -> None:
+def test_cache_command_reads_store_address_from_lock_file(
+    store: RunningStore, make_peer: MakePeer
+) -> None:
     """With another run folder the command reads the store's address from the lock file."""
     _fill(make_peer)
     elsewhere = {**store.environment, "LOCKSTEP_PATHS_RUN_DIR": f"{store.run_dir}-2"}
@@ -141,7 +151,7 @@ def test_command_finds_store_address_in_lock_file(store: RunningStore, make_peer
     assert _parse_json(store.cache("stats", "--json"))["running"] is True
 
 
-def test_read_only_commands_keep_files_and_recency(
+def test_cache_stats_list_and_check_change_neither_files_nor_recency(
     store: RunningStore, make_peer: MakePeer
 ) -> None:
     """`stats`, `list` and `check` change no file and no recency, even with a lower limit."""
@@ -159,7 +169,7 @@ def test_read_only_commands_keep_files_and_recency(
 
 
 @pytest.mark.parametrize("verb", ["stats", "list", "check", "clear"])
-def test_commands_report_empty_directory(home: Path, verb: str) -> None:
+def test_cache_commands_exit_with_0_when_no_block_is_stored(home: Path, verb: str) -> None:
     """Without any stored block each command says so, exits with 0 and creates nothing."""
     store = RunningStore(home)
 
@@ -172,7 +182,7 @@ def test_commands_report_empty_directory(home: Path, verb: str) -> None:
     store.close()
 
 
-def test_invalid_or_ambiguous_namespace_is_usage_error(
+def test_cache_command_with_invalid_or_ambiguous_namespace_is_usage_error(
     store: RunningStore, make_peer: MakePeer
 ) -> None:
     """A namespace with invalid digits or several matches is a usage error of one line."""
@@ -188,7 +198,9 @@ def test_invalid_or_ambiguous_namespace_is_usage_error(
     assert len(_parse_json(one)["folders"]) == 1
 
 
-def test_commands_report_store_that_is_off(store: RunningStore, peer: Peer) -> None:
+def test_cache_stats_reports_store_is_off_and_list_exits_with_69(
+    store: RunningStore, peer: Peer
+) -> None:
     """`stats` reports that the store is off; `list` exits with 69."""
     peer.reports.clear()
     # The file keeps the store off; without it the store would be on again a second later.
@@ -208,7 +220,9 @@ def test_commands_report_store_that_is_off(store: RunningStore, peer: Peer) -> N
 
 
 @pytest.mark.proof
-def test_command_exits_69_when_store_hangs(store: RunningStore, make_peer: MakePeer) -> None:
+def test_cache_command_exits_with_69_when_store_does_not_answer(
+    store: RunningStore, make_peer: MakePeer
+) -> None:
     """When the store does not answer, the command exits with 69 and one sentence."""
     _fill(make_peer)
     assert store.process is not None

@@ -57,7 +57,9 @@ def _connect_peers(store: ForkedStore) -> list[Peer]:
 
 @pytest.mark.proof
 @pytest.mark.timeout(600)
-def test_store_serves_no_wrong_bytes_after_kills(forked_store: ForkedStore) -> None:
+def test_cache_store_serves_no_wrong_bytes_after_200_kills_under_load(
+    forked_store: ForkedStore,
+) -> None:
     """After each kill the store starts, serves correct records and keeps to its limit."""
     store = forked_store
     rng = random.Random(7)

@@ -35,7 +35,9 @@ sys.exit(cli.main())
 """A store that prints when it asks for the lock, and waits for it as long as a test may take."""
 
 
-def test_blocks_are_located_after_restart(store: RunningStore, make_peer: MakePeer) -> None:
+def test_restarted_cache_store_locates_kv_blocks_of_each_rank(
+    store: RunningStore, make_peer: MakePeer
+) -> None:
     """After SIGTERM and a restart each rank locates its own blocks."""
     peers = [make_peer(rank, 2) for rank in range(2)]
     for number in range(4):
@@ -54,7 +56,9 @@ def test_blocks_are_located_after_restart(store: RunningStore, make_peer: MakePe
     assert peers[0].report().records == 16
 
 
-def test_second_store_exits_78_while_first_serves(store: RunningStore, peer: Peer) -> None:
+def test_second_cache_store_exits_with_78_while_first_one_serves(
+    store: RunningStore, peer: Peer
+) -> None:
     """A second store exits with 78 and names the first one's process id; the first one keeps
     serving."""
     done = store.command("cache-store")
@@ -78,7 +82,7 @@ def test_second_store_exits_78_while_first_serves(store: RunningStore, peer: Pee
         ({"CACHE_DIRECTORY": "/dev/null/inner"}, "is not a folder"),
     ],
 )
-def test_invalid_setting_exits_78_with_one_sentence(
+def test_cache_store_with_invalid_setting_exits_with_78_and_one_sentence(
     home: Path, settings: dict[str, str], message: str
 ) -> None:
     """A setting with which no store can run is exit code 78 and one sentence."""
@@ -91,7 +95,7 @@ def test_invalid_setting_exits_78_with_one_sentence(
     store.close()
 
 
-def test_store_waits_for_lock_of_ending_store(home: Path) -> None:
+def test_starting_cache_store_waits_for_lock_of_ending_store(home: Path) -> None:
     """A store waits a short time for a lock that another process still holds."""
     (home / "blocks").mkdir(mode=0o700)
     script = (
@@ -117,7 +121,7 @@ def test_store_waits_for_lock_of_ending_store(home: Path) -> None:
     store.close()
 
 
-def test_store_ends_when_lifeline_closes(store: RunningStore, peer: Peer) -> None:
+def test_cache_store_ends_when_its_parent_is_killed(store: RunningStore, peer: Peer) -> None:
     """When the parent is killed its lifeline closes and the store ends."""
     script = (
         "import os, subprocess, sys\n"
@@ -148,7 +152,7 @@ def _is_running(pid: int) -> bool:
     return bool(done.stdout.strip()) and not done.stdout.startswith("Z")
 
 
-def test_partial_files_of_lost_session_are_deleted(
+def test_partial_files_are_deleted_when_rank_disconnects_from_store(
     store: RunningStore, make_peer: MakePeer
 ) -> None:
     """When a rank leaves, its partial files are deleted and its committed files stay."""
@@ -203,7 +207,7 @@ DiskError = Callable[[RunningStore, Peer], "contextlib.AbstractContextManager[No
 
 @pytest.mark.proof
 @pytest.mark.parametrize("disk_error", [_deleted, _replaced_by_a_file, _file_size_limit])
-def test_disk_error_switches_store_off_within_second(
+def test_cache_store_switches_off_within_a_second_of_disk_error(
     store: RunningStore, peer: Peer, disk_error: DiskError
 ) -> None:
     """Ranks are told at once, every request is refused, and the store is on again afterwards."""
@@ -259,7 +263,9 @@ def _filled_disk(store: RunningStore, peer: Peer) -> Iterator[None]:
     filler.unlink()
 
 
-def test_full_disk_switches_store_off(disk_store: tuple[RunningStore, Peer] | None) -> None:
+def test_cache_store_switches_off_when_disk_fills_up(
+    disk_store: tuple[RunningStore, Peer] | None,
+) -> None:
     """A disk of 64 MiB that fills up switches the store off; freed space switches it on.
 
     Where mounting is not permitted, `_file_size_limit` above stands in for it.
@@ -274,7 +280,7 @@ def test_full_disk_switches_store_off(disk_store: tuple[RunningStore, Peer] | No
     assert peer.has(block_hash(1), block_hash(2)) == [True, True]
 
 
-def test_store_starts_off_on_full_or_read_only_disk(
+def test_cache_store_starts_switched_off_on_full_or_read_only_disk(
     disk_store: tuple[RunningStore, Peer] | None,
 ) -> None:
     """On a full or read-only disk the store starts off, reports the cause, and is on later."""
@@ -307,7 +313,7 @@ def _cause_after_start(peer: Peer) -> str:
     return report.cause
 
 
-def test_store_restores_mode_of_read_only_directory(home: Path) -> None:
+def test_cache_store_resets_read_only_directory_to_mode_0700(home: Path) -> None:
     """The store's own directory with a read-only mode gets its mode 0700 back."""
     (home / "blocks").mkdir(mode=0o500)
     store = RunningStore(home)

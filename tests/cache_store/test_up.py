@@ -42,7 +42,9 @@ def _wait_for_starts(running: RunningLockstep, count: int) -> None:
     wait_until(lambda: running.text.count("store_on") >= count, 30.0, poll_s=0.05)
 
 
-def test_up_starts_restarts_and_stops_store(up: StartUp, home: Path) -> None:
+def test_lockstep_up_starts_cache_store_and_restarts_it_when_killed(
+    up: StartUp, home: Path
+) -> None:
     """The store is started with the rest, restarted when it is killed, and stopped after the
     ranks."""
     running = up()
@@ -62,7 +64,7 @@ def test_up_starts_restarts_and_stops_store(up: StartUp, home: Path) -> None:
 
 
 @pytest.mark.proof
-def test_killed_store_restarts_without_backoff(up: StartUp) -> None:
+def test_repeatedly_killed_cache_store_is_restarted_without_delay(up: StartUp) -> None:
     """A store that served before it was killed is restarted at once, however often it is killed."""
     running = up()
     running.wait_until_ready()
@@ -78,7 +80,9 @@ def test_killed_store_restarts_without_backoff(up: StartUp) -> None:
         assert float(line.rpartition(" in ")[2].removesuffix(" s")) <= 0.2, line
 
 
-def test_up_serves_without_usable_store_directory(up: StartUp, home: Path) -> None:
+def test_lockstep_answers_requests_when_cache_directory_is_unusable(
+    up: StartUp, home: Path
+) -> None:
     """A store that cannot run is reported once, and requests are answered."""
     (home / "run").mkdir()
     (home / "run" / "blocks").write_text("mine")
@@ -96,7 +100,7 @@ def test_up_serves_without_usable_store_directory(up: StartUp, home: Path) -> No
     assert (home / "run" / "blocks").read_text() == "mine"
 
 
-def test_up_starts_no_store_when_ssd_is_off(up: StartUp, home: Path) -> None:
+def test_lockstep_up_starts_no_cache_store_when_ssd_is_off(up: StartUp, home: Path) -> None:
     """With `cache.ssd` off there is no store process and no directory."""
     running = up(ssd="false")
     running.wait_until_ready()

@@ -21,7 +21,7 @@ from tests.unit.cache_store.conftest import MakeStore
 from tests.unit.cache_store.harness import NAMESPACE, RECORD_BYTES, Rank, Store, block_hash
 
 
-def test_store_locates_committed_records(store: Store, rank: Rank) -> None:
+def test_cache_store_locates_committed_records_at_their_offsets(store: Store, rank: Rank) -> None:
     """Each committed record is located at its offset; an uncommitted block is a miss."""
     assert rank.commit(1, 2, 3).accepted
     answer = rank.commit(4)
@@ -36,7 +36,7 @@ def test_store_locates_committed_records(store: Store, rank: Rank) -> None:
     assert report.namespaces == 1
 
 
-def test_folders_have_mode_0700(store: Store, rank: Rank) -> None:
+def test_cache_store_folders_have_mode_0700(store: Store, rank: Rank) -> None:
     """Directory, namespace folder and rank folder have mode 0700 and the documented layout."""
     folder = Path(rank.folder)
 
@@ -45,7 +45,7 @@ def test_folders_have_mode_0700(store: Store, rank: Rank) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_restart_rebuilds_index_from_files(make_store: MakeStore) -> None:
+def test_restarted_cache_store_locates_all_committed_records_again(make_store: MakeStore) -> None:
     """After a restart every record is located at the same place."""
     rank = Rank(make_store())
     rank.commit(1, 2, 3)
@@ -58,7 +58,9 @@ def test_restart_rebuilds_index_from_files(make_store: MakeStore) -> None:
     assert again.has(1, 2, 3, 4) == [True] * 4
 
 
-def test_same_hash_in_other_folder_is_miss(store: Store, rank: Rank) -> None:
+def test_block_hash_is_miss_for_other_ranks_world_sizes_and_namespaces(
+    store: Store, rank: Rank
+) -> None:
     """A hash stored by one rank is a miss for other ranks, world sizes and namespaces."""
     rank.commit(1)
 
@@ -81,7 +83,7 @@ def test_same_hash_in_other_folder_is_miss(store: Store, rank: Rank) -> None:
     ("namespace", "rank", "world_size"),
     [("", 0, 1), (NAMESPACE, 1, 1), (NAMESPACE, 5, 2)],
 )
-def test_store_refuses_invalid_rank_or_namespace(
+def test_cache_store_refuses_rank_outside_world_or_empty_namespace(
     store: Store, namespace: str, rank: int, world_size: int
 ) -> None:
     """An empty namespace or a rank outside its world gets no folder, and the refusal is logged."""
@@ -96,7 +98,7 @@ def _commit(rank: Rank, name: str, records: list[WrittenRecord]) -> BlocksCommit
     return rank.ask(CommitBlocks(name=name, records=records), BlocksCommitted)
 
 
-def test_commit_is_refused_when_record_list_differs_from_file(store: Store, rank: Rank) -> None:
+def test_commit_is_refused_when_its_record_list_differs_from_file(store: Store, rank: Rank) -> None:
     """A commit that lists other records than the file holds is refused, and the file is deleted."""
     for change in ("fewer", "more", "other", "shifted", "reordered"):
         name, records = rank.write(1, 2)
@@ -128,7 +130,7 @@ def test_commit_is_refused_when_record_list_differs_from_file(store: Store, rank
         ("zeros", "not start"),
     ],
 )
-def test_commit_of_torn_file_is_refused(rank: Rank, damage: str, detail: str) -> None:
+def test_commit_of_incomplete_block_file_is_refused(rank: Rank, damage: str, detail: str) -> None:
     """A file whose size or header does not match its records is refused and deleted."""
     name, records = rank.write(1)
     path = Path(rank.folder) / name
@@ -144,7 +146,7 @@ def test_commit_of_torn_file_is_refused(rank: Rank, damage: str, detail: str) ->
     assert not path.exists()
 
 
-def test_commit_of_other_ranks_record_is_refused(store: Store, rank: Rank) -> None:
+def test_commit_of_record_that_names_another_rank_is_refused(store: Store, rank: Rank) -> None:
     """A record that names another rank is not taken into this rank's folder."""
     other = Rank(store, "other", rank=1, world_size=2)
     name, records = other.write(1)
@@ -155,7 +157,7 @@ def test_commit_of_other_ranks_record_is_refused(store: Store, rank: Rank) -> No
     assert (answer.accepted, answer.detail) == (False, "A record belongs to another folder.")
 
 
-def test_commit_of_file_without_partial_prefix_is_refused(store: Store, rank: Rank) -> None:
+def test_commit_of_already_committed_file_is_refused_and_keeps_it(store: Store, rank: Rank) -> None:
     """A commit that names a file the store already owns is refused, and the file stays."""
     rank.commit(1)
     (file,) = store.files()
@@ -168,7 +170,7 @@ def test_commit_of_file_without_partial_prefix_is_refused(store: Store, rank: Ra
     assert rank.has(1) == [True]
 
 
-def test_commit_of_link_or_pipe_is_refused(rank: Rank, tmp_path: Path) -> None:
+def test_commit_of_symbolic_link_or_pipe_is_refused(rank: Rank, tmp_path: Path) -> None:
     """A symbolic link or pipe is refused, and the link's target stays."""
     name, records = rank.write(1)
     elsewhere = tmp_path / "elsewhere"
@@ -182,7 +184,7 @@ def test_commit_of_link_or_pipe_is_refused(rank: Rank, tmp_path: Path) -> None:
     assert elsewhere.exists()
 
 
-def test_commit_is_refused_when_directory_is_at_path_of_file(store: Store, rank: Rank) -> None:
+def test_commit_is_refused_when_block_file_path_is_a_directory(store: Store, rank: Rank) -> None:
     """A folder at the name of a block file fails that commit only; the store stays on."""
     (Path(rank.folder) / f"{block_hash(1).hex()}.blocks" / "mine").mkdir(parents=True)
 
@@ -193,7 +195,7 @@ def test_commit_is_refused_when_directory_is_at_path_of_file(store: Store, rank:
     assert rank.commit(2).accepted
 
 
-def test_commit_and_locate_fail_without_namespace(store: Store) -> None:
+def test_without_open_namespace_commit_is_refused_and_block_is_miss(store: Store) -> None:
     """Without an open namespace a commit is refused and every located block is a miss."""
     rank = Rank(store)
     name, records = rank.write(1)
@@ -203,7 +205,9 @@ def test_commit_and_locate_fail_without_namespace(store: Store) -> None:
     assert other.locate(1, 2)[1] == [None, None]
 
 
-def test_newer_copy_of_record_supersedes_older(store: Store, rank: Rank) -> None:
+def test_cache_store_locates_newest_copy_when_record_is_committed_twice(
+    store: Store, rank: Rank
+) -> None:
     """A record that is committed again is located in the newer file; a file without current records
     is deleted."""
     rank.commit(1, 2)
@@ -222,7 +226,7 @@ def test_newer_copy_of_record_supersedes_older(store: Store, rank: Rank) -> None
     assert store.report().bytes_used == 2 * RECORD_BYTES
 
 
-def test_older_copy_is_located_when_newer_file_is_evicted(make_store: MakeStore) -> None:
+def test_cache_store_locates_older_copy_when_newer_file_is_evicted(make_store: MakeStore) -> None:
     """When the newer file is evicted, the older copy is located, before and after a restart."""
     rank = Rank(make_store(bytes_max=4 * RECORD_BYTES))
     rank.commit(1, 2)
@@ -237,7 +241,9 @@ def test_older_copy_is_located_when_newer_file_is_evicted(make_store: MakeStore)
     assert Rank(make_store()).has(1, 2, 3, 4) == [True] * 4
 
 
-def test_older_copy_is_located_when_newer_file_is_deleted(store: Store, rank: Rank) -> None:
+def test_cache_store_locates_older_copy_after_newer_file_was_deleted_from_outside(
+    store: Store, rank: Rank
+) -> None:
     """The first locate after a file was deleted from outside finds that; the next one uses the
     older copy."""
     rank.commit(1, 2)
@@ -251,7 +257,7 @@ def test_older_copy_is_located_when_newer_file_is_deleted(store: Store, rank: Ra
     assert rank.has(1, 2, 3) == [True, True, False]
 
 
-def test_start_deletes_partial_files(make_store: MakeStore) -> None:
+def test_cache_store_deletes_partial_files_at_start(make_store: MakeStore) -> None:
     """A partial file from before a crash is deleted at the next start."""
     rank = Rank(make_store())
     name, _ = rank.write(1)
@@ -261,7 +267,9 @@ def test_start_deletes_partial_files(make_store: MakeStore) -> None:
     assert not (Path(rank.folder) / name).exists()
 
 
-def test_lost_session_deletes_its_partial_files(store: Store, rank: Rank) -> None:
+def test_cache_store_deletes_partial_files_of_rank_whose_session_ends(
+    store: Store, rank: Rank
+) -> None:
     """When a session ends, its partial files are deleted, and its folder too if that is empty."""
     rank.write(1)
     folder = Path(rank.folder)
@@ -272,7 +280,9 @@ def test_lost_session_deletes_its_partial_files(store: Store, rank: Rank) -> Non
     assert not folder.parent.exists()
 
 
-def test_lost_session_keeps_recent_partial_files_of_successor(store: Store, rank: Rank) -> None:
+def test_end_of_session_keeps_recent_partial_files_of_successor_session(
+    store: Store, rank: Rank
+) -> None:
     """While another session uses the folder, only old partial files are deleted, after a minute."""
     successor = Rank(store, "successor")
     old, _ = rank.write(1)
@@ -287,7 +297,9 @@ def test_lost_session_keeps_recent_partial_files_of_successor(store: Store, rank
     assert _commit(successor, fresh, records).accepted
 
 
-def test_opening_other_namespace_deletes_partial_files(store: Store, rank: Rank) -> None:
+def test_partial_files_of_rank_are_deleted_when_it_changes_namespace(
+    store: Store, rank: Rank
+) -> None:
     """Changing the namespace deletes the rank's partial files and keeps its committed blocks."""
     rank.commit(1)
     name, _ = rank.write(2)
@@ -303,7 +315,7 @@ def test_opening_other_namespace_deletes_partial_files(store: Store, rank: Rank)
     assert rank.has(1) == [True]
 
 
-def test_clear_deletes_one_namespace_or_all(store: Store, rank: Rank) -> None:
+def test_clear_deletes_files_of_one_namespace_or_of_all(store: Store, rank: Rank) -> None:
     """Clearing deletes a namespace or all of them; pinned files are deleted when they are
     released."""
     other = Rank(store, "other", namespace="cd" * 32)
@@ -324,7 +336,7 @@ def test_clear_deletes_one_namespace_or_all(store: Store, rank: Rank) -> None:
     assert store.report().bytes_used == 0
 
 
-def test_list_reports_records_and_age_per_folder(store: Store, rank: Rank) -> None:
+def test_list_reports_records_bytes_and_age_of_each_rank_folder(store: Store, rank: Rank) -> None:
     """The list has one entry per folder: records, bytes and seconds since the last use."""
     other = Rank(store, "other", rank=1, world_size=2)
     rank.commit(1, 2)
@@ -342,7 +354,7 @@ def test_list_reports_records_and_age_per_folder(store: Store, rank: Rank) -> No
     assert rank.ask(ListBlocks(page=1), BlocksListed).folders == []
 
 
-def test_file_deleted_from_outside_is_miss(store: Store, rank: Rank) -> None:
+def test_block_is_miss_when_its_file_was_deleted_from_outside(store: Store, rank: Rank) -> None:
     """A file that was deleted from outside is a miss and is removed from the index."""
     rank.commit(1)
     (file,) = store.files()

@@ -106,7 +106,9 @@ def _expected_blocks(state: tuple[FileState, ...]) -> set[int]:
 
 
 @pytest.mark.proof
-def test_no_crash_state_serves_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_store_serves_no_wrong_block_from_any_crash_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In all 12,167 states no wrong block is served, and no block of a whole file is missed."""
     monkeypatch.setattr(directory, "_PROBE_BYTES", 1)
     root = tmp_path / "blocks"

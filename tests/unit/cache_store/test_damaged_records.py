@@ -100,7 +100,7 @@ class _RecordFile:
 
 
 @pytest.mark.proof
-def test_damaged_record_is_refused_or_unchanged(
+def test_reader_refuses_damaged_block_record_unless_its_payload_is_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each damaged record is refused, or its payload equals the expected one byte for byte."""

@@ -28,7 +28,7 @@ def _claim(path: Path) -> Directory:
     return directory
 
 
-def test_directory_gets_mode_0700(tmp_path: Path) -> None:
+def test_cache_directory_is_created_or_changed_to_mode_0700(tmp_path: Path) -> None:
     """Parents are created; the directory gets mode 0700 even if it had another one."""
     path = tmp_path / "a" / "b"
     _claim(path).release()
@@ -40,7 +40,7 @@ def test_directory_gets_mode_0700(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_second_claim_of_directory_is_refused(tmp_path: Path) -> None:
+def test_second_store_is_refused_cache_directory_until_first_releases_it(tmp_path: Path) -> None:
     """The refusal names the owner's process id and address; a released directory can be claimed."""
     first = _claim(tmp_path / "blocks")
     first.claim()
@@ -54,7 +54,7 @@ def test_second_claim_of_directory_is_refused(tmp_path: Path) -> None:
     _claim(tmp_path / "blocks").release()
 
 
-def test_lock_is_free_after_owner_is_killed(tmp_path: Path) -> None:
+def test_cache_directory_can_be_claimed_after_its_owner_is_killed(tmp_path: Path) -> None:
     """The kernel releases the lock of a killed process; the lock file's content does not matter."""
     path = tmp_path / "blocks"
     script = (
@@ -75,7 +75,7 @@ def test_lock_is_free_after_owner_is_killed(tmp_path: Path) -> None:
     _claim(path).release()
 
 
-def test_file_at_directory_path_is_config_error(tmp_path: Path) -> None:
+def test_file_at_cache_directory_path_raises_config_error(tmp_path: Path) -> None:
     """A file at the directory's path or in place of a parent is reported and not changed."""
     (tmp_path / "blocks").write_text("mine")
 
@@ -86,7 +86,9 @@ def test_file_at_directory_path_is_config_error(tmp_path: Path) -> None:
     assert (tmp_path / "blocks").read_text() == "mine"
 
 
-def test_folder_of_other_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory_owned_by_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another user's folder is refused and not changed."""
     path = tmp_path / "blocks"
     path.mkdir(0o755)
@@ -99,7 +101,7 @@ def test_folder_of_other_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(path.iterdir()) == []
 
 
-def test_shared_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
+def test_cache_directory_is_refused_when_shared_and_holding_foreign_files(tmp_path: Path) -> None:
     """A folder that other users may read and that holds foreign files is not taken over."""
     path = tmp_path / "home"
     path.mkdir(0o755)
@@ -112,7 +114,7 @@ def test_shared_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     assert [entry.name for entry in path.iterdir()] == ["letter.txt"]
 
 
-def test_symbolic_link_as_lock_file_is_refused(tmp_path: Path) -> None:
+def test_cache_directory_is_refused_when_its_lock_file_is_symbolic_link(tmp_path: Path) -> None:
     """A symbolic link in place of the lock file is not followed, and its target is not changed."""
     path = tmp_path / "blocks"
     path.mkdir(0o700)
@@ -125,10 +127,10 @@ def test_symbolic_link_as_lock_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "letter").read_text() == "dear"
 
 
-def test_error_of_folder_creation_decides_exception(
+def test_creating_cache_directory_raises_config_error_only_without_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Missing permission is a configuration error; a read-only disk is an OSError."""
+    """Missing permission raises ConfigError; a read-only disk raises OSError."""
     for code, error in ((errno.EACCES, ConfigError), (errno.EROFS, OSError)):
 
         def fail(*_: object, code: int = code, **__: object) -> None:
@@ -139,7 +141,9 @@ def test_error_of_folder_creation_decides_exception(
             _claim(tmp_path / "blocks")
 
 
-def test_foreign_files_are_left_alone(make_store: MakeStore, tmp_path: Path) -> None:
+def test_foreign_files_in_cache_directory_are_kept_counted_and_logged_once(
+    make_store: MakeStore, tmp_path: Path
+) -> None:
     """Foreign files stay, are counted and are logged once; a foreign folder counts as one."""
     rank = Rank(make_store())
     rank.commit(1)
@@ -173,7 +177,7 @@ def test_foreign_files_are_left_alone(make_store: MakeStore, tmp_path: Path) -> 
     assert rank.has(1) == [True]
 
 
-def test_start_quarantines_torn_files(make_store: MakeStore) -> None:
+def test_cache_store_quarantines_incomplete_block_files_at_start(make_store: MakeStore) -> None:
     """A file whose headers do not match its size is quarantined and counted at start."""
     rank = Rank(make_store())
     for number in range(5):
@@ -193,7 +197,7 @@ def test_start_quarantines_torn_files(make_store: MakeStore) -> None:
     assert "files_quarantined" in store.log_events()
 
 
-def test_files_of_other_format_version_stay_until_eviction(
+def test_block_files_of_other_format_version_stay_until_evicted(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records of another format version are not damage: they stay until their room is needed."""
@@ -211,7 +215,7 @@ def test_files_of_other_format_version_stay_until_eviction(
     assert len(store.files()) == 1
 
 
-def test_file_moved_to_other_ranks_folder_is_quarantined(make_store: MakeStore) -> None:
+def test_block_file_moved_into_folder_of_other_rank_is_quarantined(make_store: MakeStore) -> None:
     """A file that was moved into another rank's folder is not located there."""
     store = make_store()
     rank, other = Rank(store, rank=0, world_size=2), Rank(store, "other", rank=1, world_size=2)
@@ -229,12 +233,12 @@ def test_file_moved_to_other_ranks_folder_is_quarantined(make_store: MakeStore) 
     ("free", "expected"),
     [(0, 0), (400, 100), (8 * DEFAULT_BYTES_MAX, DEFAULT_BYTES_MAX)],
 )
-def test_default_limit_is_quarter_of_free_space(free: int, expected: int) -> None:
+def test_default_cache_size_limit_is_quarter_of_free_space(free: int, expected: int) -> None:
     """The default limit is a quarter of the free space, at most 100 GiB."""
     assert default_bytes_max(free) == expected
 
 
-def test_default_limit_counts_own_files_as_free(
+def test_default_cache_size_limit_counts_own_files_as_free_space(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store's own files count as free space, so that restarts do not lower the limit."""
@@ -245,7 +249,9 @@ def test_default_limit_counts_own_files_as_free(
     assert make_store(bytes_max=0).report().bytes_max == (2**30 + 3 * RECORD_BYTES) // 4
 
 
-def test_start_indexes_many_files_with_threads(tmp_path: Path, make_store: MakeStore) -> None:
+def test_cache_store_indexes_all_of_hundreds_of_files_at_start(
+    tmp_path: Path, make_store: MakeStore
+) -> None:
     """Hundreds of files in several folders are all indexed at start."""
     store = make_store()
     ranks = [
@@ -262,7 +268,7 @@ def test_start_indexes_many_files_with_threads(tmp_path: Path, make_store: MakeS
     assert Rank(store, rank=2, world_size=3).has(*range(600)) == [True] * 600
 
 
-def test_probe_does_not_write(store: Store) -> None:
+def test_periodic_disk_check_writes_nothing_to_cache_directory(store: Store) -> None:
     """The probe runs twice a second and does not write to the disk."""
     before = store.directory.path.stat().st_mtime_ns
 
@@ -271,7 +277,7 @@ def test_probe_does_not_write(store: Store) -> None:
     assert store.directory.path.stat().st_mtime_ns == before
 
 
-def test_store_starts_off_when_disk_is_full(
+def test_cache_store_starts_switched_off_when_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a full disk the store starts switched off and reports the cause."""

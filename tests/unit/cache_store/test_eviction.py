@@ -8,7 +8,7 @@ from tests.unit.cache_store.conftest import MakeStore
 from tests.unit.cache_store.harness import RECORD_BYTES, Rank, block_hash
 
 
-def test_least_recently_used_file_is_evicted(make_store: MakeStore) -> None:
+def test_cache_store_evicts_least_recently_used_file_over_size_limit(make_store: MakeStore) -> None:
     """Over the limit the least recently used file is evicted; a locate counts as use."""
     rank = Rank(make_store(bytes_max=3 * RECORD_BYTES))
     for number in (1, 2, 3):
@@ -26,7 +26,7 @@ def test_least_recently_used_file_is_evicted(make_store: MakeStore) -> None:
     assert report.counters["evicted_bytes_total"] == RECORD_BYTES
 
 
-def test_end_of_prefix_is_evicted_before_its_start(make_store: MakeStore) -> None:
+def test_last_blocks_of_prefix_are_evicted_before_its_first_blocks(make_store: MakeStore) -> None:
     """Of blocks located together the last ones are evicted first, because they need the others."""
     rank = Rank(make_store(bytes_max=3 * RECORD_BYTES))
     for number in (1, 2, 3):
@@ -38,7 +38,7 @@ def test_end_of_prefix_is_evicted_before_its_start(make_store: MakeStore) -> Non
     assert rank.has(1, 2, 3) == [True, True, False]
 
 
-def test_evict_first_files_are_evicted_in_given_order(make_store: MakeStore) -> None:
+def test_blocks_named_in_evict_first_are_evicted_in_given_order(make_store: MakeStore) -> None:
     """Blocks that the scheduler names are evicted in its order, before the least recently used."""
     rank = Rank(make_store(bytes_max=4 * RECORD_BYTES))
     for number in (1, 2, 3, 4):
@@ -52,7 +52,7 @@ def test_evict_first_files_are_evicted_in_given_order(make_store: MakeStore) -> 
     assert rank.has(1, 3, 5).count(True) == 2, "one more had to go: the least recently used"
 
 
-def test_evict_first_deletes_nothing_below_limit(make_store: MakeStore) -> None:
+def test_blocks_named_in_evict_first_stay_while_cache_is_below_limit(make_store: MakeStore) -> None:
     """`evict_first` sets an order and deletes nothing while there is room."""
     rank = Rank(make_store())
     rank.commit(1)
@@ -62,7 +62,7 @@ def test_evict_first_deletes_nothing_below_limit(make_store: MakeStore) -> None:
     assert rank.has(1, 2) == [True, True]
 
 
-def test_file_is_evicted_by_its_most_valuable_record(make_store: MakeStore) -> None:
+def test_block_file_stays_while_one_record_is_not_in_evict_first(make_store: MakeStore) -> None:
     """A file stays while one of its records is not named; using one record uses its file."""
     rank = Rank(make_store(bytes_max=4 * RECORD_BYTES))
     rank.commit(1, 2)
@@ -78,7 +78,7 @@ def test_file_is_evicted_by_its_most_valuable_record(make_store: MakeStore) -> N
     assert rank.has(1, 2, 5) == [True, True, False], "using one record has used its file"
 
 
-def test_pinned_file_is_not_evicted(make_store: MakeStore) -> None:
+def test_located_block_is_not_evicted_before_its_release(make_store: MakeStore) -> None:
     """A located block stays until its release, even if it is the oldest and named first."""
     rank = Rank(make_store(bytes_max=2 * RECORD_BYTES))
     rank.commit(1)
@@ -100,7 +100,9 @@ def test_pinned_file_is_not_evicted(make_store: MakeStore) -> None:
     rank.release(second)
 
 
-def test_file_over_limit_is_refused_without_eviction(make_store: MakeStore) -> None:
+def test_commit_of_file_larger_than_limit_is_refused_without_eviction(
+    make_store: MakeStore,
+) -> None:
     """A file larger than the limit is refused and deleted, and no other file is evicted."""
     rank = Rank(make_store(bytes_max=3 * RECORD_BYTES))
     rank.commit(1, 2)
@@ -112,7 +114,7 @@ def test_file_over_limit_is_refused_without_eviction(make_store: MakeStore) -> N
     assert len(list(Path(rank.folder).iterdir())) == 1
 
 
-def test_lost_session_releases_its_pins(make_store: MakeStore) -> None:
+def test_located_blocks_can_be_evicted_after_their_session_ends(make_store: MakeStore) -> None:
     """A session that ended pins no files."""
     store = make_store(bytes_max=2 * RECORD_BYTES)
     lost = Rank(store, "lost")
@@ -126,7 +128,7 @@ def test_lost_session_releases_its_pins(make_store: MakeStore) -> None:
     assert rank.commit(3).accepted
 
 
-def test_file_stays_pinned_until_all_queries_release_it(make_store: MakeStore) -> None:
+def test_block_file_is_not_evicted_until_all_queries_release_it(make_store: MakeStore) -> None:
     """A file located by two queries stays until both release it; reusing a query id replaces its
     pins."""
     store = make_store(bytes_max=RECORD_BYTES)
@@ -143,7 +145,7 @@ def test_file_stays_pinned_until_all_queries_release_it(make_store: MakeStore) -
     assert rank.commit(2).accepted
 
 
-def test_recency_survives_a_restart(make_store: MakeStore) -> None:
+def test_order_of_eviction_survives_restart_of_cache_store(make_store: MakeStore) -> None:
     """The order of use is read from the files after a restart."""
     rank = Rank(make_store())
     for number in range(6):
@@ -157,7 +159,7 @@ def test_recency_survives_a_restart(make_store: MakeStore) -> None:
     assert rank.has(3, 0) == [False, True], "3 was asked for after 0, as its continuation"
 
 
-def test_commit_counts_as_use(make_store: MakeStore) -> None:
+def test_eviction_order_uses_commit_time_and_not_write_time(make_store: MakeStore) -> None:
     """A file's last use is its commit, not the time at which its rank wrote it."""
     rank = Rank(make_store())
     rank.commit(1)
@@ -170,7 +172,7 @@ def test_commit_counts_as_use(make_store: MakeStore) -> None:
     assert rank.has(1, 2) == [False, True]
 
 
-def test_start_evicts_down_to_lowered_limit(make_store: MakeStore) -> None:
+def test_cache_store_started_with_lower_limit_evicts_down_to_it(make_store: MakeStore) -> None:
     """A store started with a lower limit evicts before it serves."""
     rank = Rank(make_store())
     for number in range(5):
@@ -182,7 +184,7 @@ def test_start_evicts_down_to_lowered_limit(make_store: MakeStore) -> None:
     assert store.report().bytes_used == 2 * RECORD_BYTES
 
 
-def test_quarantined_files_are_evicted_first(make_store: MakeStore) -> None:
+def test_quarantined_files_are_evicted_before_any_valid_block(make_store: MakeStore) -> None:
     """Quarantined files count towards the limit and are evicted before any block."""
     rank = Rank(make_store(bytes_max=3 * RECORD_BYTES))
     for number in (1, 2, 3):
@@ -196,7 +198,7 @@ def test_quarantined_files_are_evicted_first(make_store: MakeStore) -> None:
     assert rank.has(1, 3, 4) == [True, True, True]
 
 
-def test_empty_folder_is_deleted_after_eviction(make_store: MakeStore) -> None:
+def test_namespace_folder_is_deleted_when_its_last_file_is_evicted(make_store: MakeStore) -> None:
     """The folder of a namespace is deleted with its last file."""
     store = make_store(bytes_max=RECORD_BYTES)
     old = Rank(store, "old", namespace="cd" * 32)
@@ -210,7 +212,7 @@ def test_empty_folder_is_deleted_after_eviction(make_store: MakeStore) -> None:
     assert not folder.parent.exists()
 
 
-def test_file_time_in_future_counts_as_now(make_store: MakeStore) -> None:
+def test_block_file_with_modification_time_in_future_is_located(make_store: MakeStore) -> None:
     """After the clock was set back, files with a future time are still located."""
     rank = Rank(make_store())
     rank.commit(1)

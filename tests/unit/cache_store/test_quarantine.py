@@ -5,7 +5,9 @@ from tests.unit.cache_store.conftest import MakeStore
 from tests.unit.cache_store.harness import RECORD_BYTES, Rank, Store, block_hash
 
 
-def test_older_copy_is_located_when_newer_record_is_quarantined(make_store: MakeStore) -> None:
+def test_cache_store_locates_older_copy_when_newer_record_is_quarantined(
+    make_store: MakeStore,
+) -> None:
     """Quarantine removes the whole file of the bad record; older copies in other files are
     located."""
     rank = Rank(make_store())
@@ -20,7 +22,9 @@ def test_older_copy_is_located_when_newer_record_is_quarantined(make_store: Make
     assert Rank(make_store()).has(1, 2, 3) == [False] * 3
 
 
-def test_quarantine_removes_file_and_keeps_copy(store: Store, rank: Rank) -> None:
+def test_file_of_bad_record_moves_to_quarantine_and_is_not_located(
+    store: Store, rank: Rank
+) -> None:
     """The file of a bad record is no longer located; it moves to the quarantine when its pins are
     released."""
     rank.commit(1, 2)
@@ -40,7 +44,7 @@ def test_quarantine_removes_file_and_keeps_copy(store: Store, rank: Rank) -> Non
     assert rank.has(1, 2) == [True, True]
 
 
-def test_quarantine_keeps_16_newest_files(make_store: MakeStore) -> None:
+def test_quarantine_keeps_only_its_16_newest_files(make_store: MakeStore) -> None:
     """At most 16 files are kept, also across a restart; unknown causes are counted as `other`."""
     rank = Rank(make_store())
     for number in range(20):

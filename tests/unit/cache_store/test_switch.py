@@ -39,7 +39,9 @@ def _notices_to(store: Store, rank: Rank, before: int) -> list[tuple[str, str]]:
     return found
 
 
-def test_deleted_directory_switches_store_off_and_on(store: Store, rank: Rank) -> None:
+def test_cache_store_switches_off_when_directory_is_deleted_and_recreates_it(
+    store: Store, rank: Rank
+) -> None:
     """The next probe finds the deletion and ranks are told; a second later the directory is
     recreated."""
     rank.commit(1)
@@ -64,7 +66,9 @@ def test_deleted_directory_switches_store_off_and_on(store: Store, rank: Rank) -
     assert store.log_events() == ["store_on", "namespace_opened", "store_off", "store_on"]
 
 
-def test_store_stays_off_while_disk_is_unmounted(make_store: MakeStore, tmp_path: Path) -> None:
+def test_cache_store_stays_off_while_its_disk_is_unmounted(
+    make_store: MakeStore, tmp_path: Path
+) -> None:
     """While the parent folder is missing the store creates nothing; it is on when the folder is
     back."""
     store = make_store()
@@ -81,7 +85,7 @@ def test_store_stays_off_while_disk_is_unmounted(make_store: MakeStore, tmp_path
     assert rank.has(1) == [True]
 
 
-def test_errors_while_off_are_logged_once(store: Store, rank: Rank) -> None:
+def test_cache_store_that_is_off_logs_repeated_errors_only_once(store: Store, rank: Rank) -> None:
     """Errors of a store that is off are neither logged again nor do they delay the retry."""
     for _ in range(5):
         rank.send(SpillFailed(detail="No space left on device"))
@@ -92,7 +96,9 @@ def test_errors_while_off_are_logged_once(store: Store, rank: Rank) -> None:
     assert store.report().on
 
 
-def test_store_stays_off_while_file_replaces_directory(store: Store, rank: Rank) -> None:
+def test_cache_store_stays_off_while_a_file_replaces_its_directory(
+    store: Store, rank: Rank
+) -> None:
     """The store stays off while a file is at the directory's path, and retries until it is gone."""
     shutil.rmtree(store.directory.path)
     store.directory.path.write_text("mine")
@@ -107,7 +113,9 @@ def test_store_stays_off_while_file_replaces_directory(store: Store, rank: Rank)
     assert store.report().on
 
 
-def test_write_error_of_rank_switches_store_off(store: Store, rank: Rank) -> None:
+def test_cache_store_switches_off_at_once_when_rank_reports_write_error(
+    store: Store, rank: Rank
+) -> None:
     """A rank's write error switches the store off at once; the files are located again
     afterwards."""
     rank.commit(1)
@@ -121,7 +129,9 @@ def test_write_error_of_rank_switches_store_off(store: Store, rank: Rank) -> Non
     assert rank.has(1) == [True]
 
 
-def test_retry_interval_doubles_up_to_20_s(store: Store, rank: Rank) -> None:
+def test_retry_interval_of_switched_off_cache_store_doubles_up_to_20_s(
+    store: Store, rank: Rank
+) -> None:
     """The retry interval doubles up to 20 s and is reset after a minute without errors."""
     opened = []
     for _ in range(8):
@@ -142,7 +152,7 @@ def test_retry_interval_doubles_up_to_20_s(store: Store, rank: Rank) -> None:
     ("flag", "free", "cause"),
     [(os.ST_RDONLY, 2**30, "Read-only file system"), (0, 2**23, "No space left on device")],
 )
-def test_probe_finds_read_only_or_full_disk(
+def test_cache_store_switches_off_when_disk_becomes_read_only_or_full(
     store: Store, rank: Rank, monkeypatch: pytest.MonkeyPatch, flag: int, free: int, cause: str
 ) -> None:
     """The probe notices a disk that is read-only or full without writing to it."""
@@ -165,7 +175,7 @@ def test_probe_finds_read_only_or_full_disk(
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
-def test_disk_error_during_commit_switches_store_off(
+def test_cache_store_switches_off_when_disk_fails_during_commit(
     store: Store, rank: Rank, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """A disk error during a commit refuses it and switches the store off until the next retry."""
@@ -185,7 +195,9 @@ def test_disk_error_during_commit_switches_store_off(
     assert rank.has(1) == [True]
 
 
-def test_partial_files_are_deleted_before_store_is_on(store: Store, rank: Rank) -> None:
+def test_cache_store_deletes_partial_files_before_it_is_switched_on_again(
+    store: Store, rank: Rank
+) -> None:
     """Partial files from the time off are deleted before ranks are told that the store is on."""
     rank.send(SpillFailed(detail="No space left on device"))
     name, _ = rank.write(1)
@@ -195,7 +207,7 @@ def test_partial_files_are_deleted_before_store_is_on(store: Store, rank: Rank) 
     assert not (Path(rank.folder) / name).exists()
 
 
-def test_pins_are_kept_while_store_is_off(make_store: MakeStore) -> None:
+def test_located_block_file_is_kept_while_cache_store_is_off(make_store: MakeStore) -> None:
     """A pinned file stays readable through an off period; a cleared one is not located again."""
     store = make_store()
     rank = Rank(store)
@@ -212,7 +224,9 @@ def test_pins_are_kept_while_store_is_off(make_store: MakeStore) -> None:
     assert store.files() == []
 
 
-def test_file_released_while_off_is_deleted_when_on(store: Store, rank: Rank) -> None:
+def test_cleared_file_released_while_store_is_off_is_deleted_when_on(
+    store: Store, rank: Rank
+) -> None:
     """A cleared file that is released while the store is off is deleted when it is on again."""
     rank.commit(1)
     query_id, _ = rank.locate(1)
@@ -226,7 +240,9 @@ def test_file_released_while_off_is_deleted_when_on(store: Store, rank: Rank) ->
     assert store.files() == []
 
 
-def test_rank_that_connects_while_off_gets_folder_later(store: Store, rank: Rank) -> None:
+def test_rank_that_connects_while_store_is_off_gets_folder_when_on(
+    store: Store, rank: Rank
+) -> None:
     """A rank that connects while the store is off gets no folder, then its folder when it is on."""
     rank.send(SpillFailed(detail="No space left on device"))
     late = Rank(store, "late", rank=1, world_size=2)
@@ -246,7 +262,7 @@ def test_rank_that_connects_while_off_gets_folder_later(store: Store, rank: Rank
     assert Path(folders[-1]).is_dir()
 
 
-def test_directory_is_opened_once_at_a_time(store: Store) -> None:
+def test_cache_store_starts_no_second_open_while_directory_is_being_opened(store: Store) -> None:
     """While the directory is being opened, no second open and no probe begins."""
     store.handle(DirectoryUnusable("gone"))
     store.clock.advance(1.0)
