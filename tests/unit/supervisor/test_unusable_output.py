@@ -77,7 +77,9 @@ def _exit_code_after_serving(process: "subprocess.Popen[bytes]", port: int) -> i
         process.wait()
 
 
-def test_up_serves_and_ends_when_output_is_not_read(environment: dict[str, str], port: int) -> None:
+def test_lockstep_up_serves_and_ends_when_its_output_is_not_read(
+    environment: dict[str, str], port: int
+) -> None:
     """A full pipe, as of a pager or a stopped terminal, does not block start, service or end."""
     with _full_pipe() as writing:
         process = subprocess.Popen(
@@ -86,7 +88,9 @@ def test_up_serves_and_ends_when_output_is_not_read(environment: dict[str, str],
         assert _exit_code_after_serving(process, port) == limits.EXIT_OK
 
 
-def test_up_runs_without_standard_output(environment: dict[str, str], port: int) -> None:
+def test_lockstep_up_serves_when_standard_output_is_closed(
+    environment: dict[str, str], port: int
+) -> None:
     """With `>&-`, nothing but the output is missing."""
     shell = ["sh", "-c", 'exec "$@" >&-', "sh", *UP]
     process = subprocess.Popen(shell, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
@@ -94,7 +98,9 @@ def test_up_runs_without_standard_output(environment: dict[str, str], port: int)
     assert _exit_code_after_serving(process, port) == limits.EXIT_OK
 
 
-def test_up_on_full_disk_exits_78_with_remedy(environment: dict[str, str]) -> None:
+def test_lockstep_up_exits_with_78_when_run_folder_is_on_full_disk(
+    environment: dict[str, str],
+) -> None:
     """If the run folder cannot be written, no process is started and the error names the
     setting."""
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "

@@ -65,7 +65,7 @@ def _kill(child: Child) -> None:
     os.kill(child.pid, signal.SIGKILL)
 
 
-def test_child_reports_seconds_since_sigstop(child: Child) -> None:
+def test_child_process_reports_seconds_since_it_was_stopped_by_sigstop(child: Child) -> None:
     """The time counts from the moment that the supervisor sees the stop, and ends with SIGCONT."""
     child.start_if_due(0.0)
     pid = child.pid
@@ -82,7 +82,9 @@ def test_child_reports_seconds_since_sigstop(child: Child) -> None:
     assert child.pid == pid
 
 
-def test_killed_stopped_child_is_restarted(child: Child, output: io.StringIO) -> None:
+def test_stopped_child_process_is_restarted_after_supervisor_kills_it(
+    child: Child, output: io.StringIO
+) -> None:
     """SIGKILL ends a stopped process too; the reason is printed once, and another process
     starts."""
     child.start_if_due(0.0)
@@ -102,7 +104,7 @@ def test_killed_stopped_child_is_restarted(child: Child, output: io.StringIO) ->
     assert child.starts == 2
 
 
-def test_restart_delay_doubles_unless_child_was_ready(child: Child) -> None:
+def test_restart_delay_of_child_doubles_unless_child_was_ready(child: Child) -> None:
     """A child that was killed waits longer each time, unless it was ready before."""
     child.start_if_due(0.0)
     now_s = 0.0
@@ -119,7 +121,7 @@ def test_restart_delay_doubles_unless_child_was_ready(child: Child) -> None:
         assert _pid(child) is not None
 
 
-def test_child_with_disabled_restart_stays_ended(child: Child) -> None:
+def test_child_process_with_disabled_restart_is_not_started_again(child: Child) -> None:
     """An optional role that cannot run is not started again."""
     child.start_if_due(0.0)
     child.kill_stuck("is in the way")
@@ -132,7 +134,7 @@ def test_child_with_disabled_restart_stays_ended(child: Child) -> None:
     assert child.has_ended(1e9)
 
 
-def test_failed_start_is_retried_with_backoff(
+def test_failed_start_of_child_process_is_retried_with_growing_delay(
     child: Child, output: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A missing interpreter or a lack of descriptors does not end the supervisor or leak
@@ -163,7 +165,7 @@ def test_failed_start_is_retried_with_backoff(
     assert child.starts == 1
 
 
-def test_overlong_line_is_logged_in_pieces(
+def test_overlong_output_line_of_child_is_logged_in_pieces(
     child: Child, output: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long line is neither held in memory as a whole nor left in the pipe, where it would block
@@ -186,7 +188,7 @@ def test_overlong_line_is_logged_in_pieces(
     assert any(line.endswith("| after it") for line in lines)
 
 
-def test_last_exit_code_is_kept(child: Child, tmp_path: Path) -> None:
+def test_child_reports_exit_code_0_after_clean_end(child: Child, tmp_path: Path) -> None:
     """After a clean end the last exit code is 0."""
     child.start_if_due(0.0)
     pid = child.pid
@@ -200,7 +202,7 @@ def test_last_exit_code_is_kept(child: Child, tmp_path: Path) -> None:
     assert child.last_code == limits.EXIT_OK
 
 
-def test_backoff_doubles_up_to_maximum() -> None:
+def test_restart_delay_doubles_from_0_1_s_up_to_10_s() -> None:
     """The delay starts at 0.1 s, doubles, and never exceeds 10 s."""
     backoff = Backoff()
 
@@ -210,7 +212,7 @@ def test_backoff_doubles_up_to_maximum() -> None:
     assert (waits_s[0], waits_s[-1]) == (FIRST_DELAY_S, LONGEST_DELAY_S)
 
 
-def test_backoff_resets_after_healthy_run() -> None:
+def test_restart_delay_resets_after_child_ran_for_a_minute() -> None:
     """A process that ran for a minute restarts after the first delay."""
     backoff = Backoff()
     for _ in range(5):
@@ -220,7 +222,7 @@ def test_backoff_resets_after_healthy_run() -> None:
     assert backoff.after(ran_for_s=0.5) == 2 * FIRST_DELAY_S
 
 
-def test_backoff_stays_at_first_delay_after_readiness() -> None:
+def test_restart_delay_does_not_grow_when_each_run_became_ready() -> None:
     """After a hundred short runs that each reached readiness, the delay has not grown."""
     backoff = Backoff()
 
@@ -232,7 +234,7 @@ def test_backoff_stays_at_first_delay_after_readiness() -> None:
     assert waits_s == {FIRST_DELAY_S}
 
 
-def test_requested_end_does_not_change_backoff() -> None:
+def test_restart_delay_is_unchanged_when_rank_ended_on_request() -> None:
     """A rank that ended with its world waits neither longer nor shorter than before."""
     backoff = Backoff()
     backoff.after(ran_for_s=1.0)

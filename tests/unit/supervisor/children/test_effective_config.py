@@ -17,7 +17,7 @@ _TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_siz
 
 @settings(max_examples=cases(40, 200))
 @given(path=_TEXT, name=_TEXT, stall_ms=st.floats(1.0, 60_000.0), remote=st.booleans())
-def test_effective_config_gives_back_same_settings(
+def test_config_file_written_for_children_is_read_back_unchanged(
     path: str, name: str, stall_ms: float, remote: bool
 ) -> None:
     """Any text and number is read back unchanged, including control characters and quotes."""
@@ -37,14 +37,14 @@ def _read(text: str) -> Config:
     return config_from_tree(msgspec.toml.decode(text))
 
 
-def test_effective_config_contains_run_folder() -> None:
+def test_config_file_written_for_children_contains_run_folder() -> None:
     """Children do not derive the run folder again, because their TMPDIR might differ."""
     config = load_config(flags={"gateway.port": "9123"})
 
     assert _read(effective_config.as_toml(config)).paths.run_dir == str(config.run_dir)
 
 
-def test_effective_config_file_has_mode_0600(tmp_path: Path) -> None:
+def test_config_file_written_for_children_has_mode_0600(tmp_path: Path) -> None:
     """An older file with another mode gets the mode too."""
     (tmp_path / effective_config.FILE_NAME).write_text("old")
     (tmp_path / effective_config.FILE_NAME).chmod(0o644)
@@ -55,7 +55,7 @@ def test_effective_config_file_has_mode_0600(tmp_path: Path) -> None:
     assert load_config(str(path)).gateway == Config().gateway
 
 
-def test_setting_variables_are_removed_from_child_environment() -> None:
+def test_environment_of_child_process_contains_no_setting_variables() -> None:
     """A variable that a flag has overridden must not take effect in the child; other variables
     remain."""
     environment = {"LOCKSTEP_WORLD_SIZE": "1", "PATH": "/bin", "HF_HOME": "/models"}

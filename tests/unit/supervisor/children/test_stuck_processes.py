@@ -19,7 +19,7 @@ def _dismissed(*pids: int, host: str = HOST) -> list[DismissedRank]:
     return [DismissedRank(host=host, pid=pid) for pid in pids]
 
 
-def test_dismissed_rank_is_due_after_grace_period() -> None:
+def test_dismissed_rank_must_be_killed_after_grace_period_of_half_second() -> None:
     """The grace period of half a second counts from the first report of the rank, not from the
     last."""
     lingering_ranks = LingeringRanks(HOST)
@@ -33,7 +33,7 @@ def test_dismissed_rank_is_due_after_grace_period() -> None:
     assert lingering_ranks.due(10.9) == {7, 8}
 
 
-def test_rank_is_not_due_after_it_left_reports() -> None:
+def test_dismissed_rank_is_not_killed_after_it_left_scheduler_reports() -> None:
     """A rank that is reported again gets a new grace period."""
     lingering_ranks = LingeringRanks(HOST)
     lingering_ranks.update(status_report(dismissed=_dismissed(7)), 10.0)
@@ -45,7 +45,7 @@ def test_rank_is_not_due_after_it_left_reports() -> None:
     assert lingering_ranks.due(100.3) == set()
 
 
-def test_rank_of_current_world_is_never_killed_as_stuck() -> None:
+def test_rank_of_current_epoch_is_not_killed_when_its_pid_was_dismissed() -> None:
     """A process id can be reused: a rank of the current world is not the dismissed process."""
     lingering_ranks = LingeringRanks(HOST)
     current = rank_status(0)
@@ -58,7 +58,7 @@ def test_rank_of_current_world_is_never_killed_as_stuck() -> None:
     assert lingering_ranks.due(12.0) == set()
 
 
-def test_dismissed_ranks_of_other_hosts_are_ignored() -> None:
+def test_supervisor_kills_no_dismissed_rank_of_another_host() -> None:
     """The same process id on another host belongs to another process."""
     lingering_ranks = LingeringRanks(HOST)
 
@@ -67,7 +67,7 @@ def test_dismissed_ranks_of_other_hosts_are_ignored() -> None:
     assert lingering_ranks.due(99.0) == set()
 
 
-def test_silent_scheduler_expires_after_twice_peer_silence() -> None:
+def test_scheduler_counts_as_hung_after_silence_of_twice_peer_limit() -> None:
     """A scheduler that reports in time never expires."""
     scheduler_liveness = SchedulerLiveness()
     scheduler_liveness.update(1, 100.0)
@@ -79,7 +79,7 @@ def test_silent_scheduler_expires_after_twice_peer_silence() -> None:
     assert not scheduler_liveness.expired(1, 100.0 + SILENT_S)
 
 
-def test_new_scheduler_expires_after_start_period() -> None:
+def test_new_scheduler_counts_as_hung_when_silent_beyond_start_period() -> None:
     """Reports of the previous scheduler do not count for a new process."""
     scheduler_liveness = SchedulerLiveness()
     scheduler_liveness.update(1, 1_000.0)
@@ -90,7 +90,7 @@ def test_new_scheduler_expires_after_start_period() -> None:
     assert not scheduler_liveness.expired(3, 9_000.0 + START_S)
 
 
-def test_scheduler_that_never_reported_never_expires() -> None:
+def test_scheduler_that_never_reported_is_never_counted_as_hung() -> None:
     """The supervisor itself may lack the permission to ask."""
     scheduler_liveness = SchedulerLiveness()
 

@@ -29,7 +29,7 @@ class _Announcements:
         return self._stream.getvalue()
 
 
-def test_readiness_is_announced_once_with_curl_command() -> None:
+def test_lockstep_up_prints_ready_line_with_curl_command_only_once() -> None:
     """The first ready line comes with the command; a later epoch gets one line."""
     announcements = _Announcements()
 
@@ -41,7 +41,7 @@ def test_readiness_is_announced_once_with_curl_command() -> None:
     assert announcements.show(epoch=2) == "lockstep  | ready again (epoch 2)\n"
 
 
-def test_epoch_1_of_new_scheduler_is_announced() -> None:
+def test_lockstep_up_announces_epoch_1_again_after_scheduler_restart() -> None:
     """Epoch 1 after a restart of the scheduler is a new epoch."""
     announcements = _Announcements()
     announcements.show()
@@ -49,7 +49,7 @@ def test_epoch_1_of_new_scheduler_is_announced() -> None:
     assert announcements.show(start=2) == "lockstep  | ready again (epoch 1)\n"
 
 
-def test_drain_is_announced_at_start_and_end() -> None:
+def test_lockstep_up_announces_start_and_end_of_drain() -> None:
     """While the world drains, no rank is announced as loading."""
     announcements = _Announcements()
     announcements.show()
@@ -65,7 +65,9 @@ def test_drain_is_announced_at_start_and_end() -> None:
     ("failure", "remedy"),
     [("configuration", "stopping everything"), ("epochs", "`lockstep restart scheduler`")],
 )
-def test_failure_is_announced_once_with_remedy(failure: str, remedy: str) -> None:
+def test_lockstep_up_announces_scheduler_failure_once_with_remedy(
+    failure: str, remedy: str
+) -> None:
     """The reason and the remedy are printed once per scheduler."""
     announcements = _Announcements()
     facts: dict[str, Any] = {"ready": False, "reason": "It broke.", "failure": failure}

@@ -64,7 +64,9 @@ def test_console_writes_all_lines_in_order_to_reader(pipe: tuple[int, NonBlockin
     assert found + _read_available(reading) == "".join(lines)
 
 
-def test_console_drops_lines_when_reader_does_not_read(pipe: tuple[int, NonBlockingStream]) -> None:
+def test_console_drops_and_counts_lines_when_reader_does_not_read(
+    pipe: tuple[int, NonBlockingStream],
+) -> None:
     """When pipe and buffer are full, lines are dropped; the number of dropped lines is printed
     later."""
     reading, stream = pipe
@@ -92,7 +94,9 @@ def test_console_drops_lines_when_reader_does_not_read(pipe: tuple[int, NonBlock
     assert found.index("dropped") > found.rindex(line)
 
 
-def test_flush_waits_for_slow_reader(pipe: tuple[int, NonBlockingStream]) -> None:
+def test_console_flush_waits_until_slow_reader_has_read_everything(
+    pipe: tuple[int, NonBlockingStream],
+) -> None:
     """`flush` gives a slow reader time to read everything."""
     reading, stream = pipe
     console = Console(stream)
@@ -117,7 +121,7 @@ def test_flush_waits_for_slow_reader(pipe: tuple[int, NonBlockingStream]) -> Non
     assert "".join(found).endswith("the end\n")
 
 
-def test_console_ignores_closed_pipe() -> None:
+def test_console_raises_no_error_when_its_pipe_is_closed() -> None:
     """With `| head`, output is lost, and the console neither buffers it nor raises."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -132,7 +136,7 @@ def test_console_ignores_closed_pipe() -> None:
         console.flush()
 
 
-def test_console_survives_full_disk() -> None:
+def test_console_raises_no_error_when_disk_is_full() -> None:
     """Lines are lost while the disk is full. Linux has a device that is always full."""
     device = Path("/dev/full") if Path("/dev/full").exists() else Path(os.devnull)
     with device.open("w", encoding="utf-8") as stream:

@@ -24,7 +24,7 @@ FINDINGS = [
 ]
 
 
-def test_costs_are_derived_from_findings() -> None:
+def test_canary_latency_and_bandwidth_are_computed_from_measured_sums() -> None:
     """Latency is that of the fastest one-element sum, bandwidth that of the largest sum."""
     measured = canary_lines.costs(FINDINGS)
     assert measured is not None
@@ -46,13 +46,13 @@ def test_status_shows_canary_line_of_each_rank() -> None:
     assert "canary" not in render(status_report())
 
 
-def test_slow_bandwidth_is_shown_in_megabytes() -> None:
+def test_status_shows_canary_bandwidth_below_one_gigabyte_in_megabytes() -> None:
     """A bandwidth of 105 MB/s is not shown in gigabytes."""
     slow = [*FINDINGS[:3], finding("sum of 2,048 x 64 float32", 524_288, 5_000.0)]
     assert canary_lines.describe(slow) == "12 us a sum, 105 MB/s in large ones"
 
 
-def test_status_has_column_of_shard_size() -> None:
+def test_status_table_has_column_for_weight_bytes_of_each_rank() -> None:
     """The size of a rank's weights has a column; an unknown size is a dash."""
     ranks = [msgspec.structs.replace(rank_status(0), shard_bytes=3 * 2**20), rank_status(1)]
     *_, columns, first, second = render(status_report(ranks=ranks)).splitlines()

@@ -19,7 +19,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_loading_line_on_terminal_has_bar_per_rank() -> None:
+def test_loading_line_on_terminal_shows_progress_bar_per_rank() -> None:
     """Each rank has a bar and its state."""
     loading = status_report(
         ready=False,
@@ -45,7 +45,7 @@ def test_loading_line_fits_terminal_width(count: int) -> None:
     assert ("rank 0 0 %" in line) == (count > 4)
 
 
-def test_loading_line_in_log_changes_every_ten_percent() -> None:
+def test_loading_line_in_log_changes_only_every_ten_percent() -> None:
     """A log gets one line for ten percent, not one for each report."""
     lines = {
         progress_text.loading_line(
@@ -59,7 +59,7 @@ def test_loading_line_in_log_changes_every_ten_percent() -> None:
     assert "Loading: rank 0 30 %" in lines
 
 
-def test_loading_line_without_ranks_says_waiting() -> None:
+def test_loading_line_says_waiting_for_ranks_before_first_rank_connects() -> None:
     """Before the first rank has connected, the line says that Lockstep waits for ranks."""
     assert progress_text.loading_line(status_report(ranks=[]), with_bar=True) == "Waiting for ranks"
 
@@ -72,14 +72,14 @@ def test_loading_line_without_ranks_says_waiting() -> None:
         ("localhost", "http://localhost:9000"),
     ],
 )
-def test_base_url_is_valid_for_every_host(host: str, url: str) -> None:
+def test_printed_base_url_has_valid_form_for_every_host_setting(host: str, url: str) -> None:
     """Every allowed host is shown as clients write it in a URL."""
     config = load_config(flags={"gateway.host": host, "gateway.port": "9000"})
 
     assert progress_text.base_url(config) == url
 
 
-def test_ready_line_has_model_address_ranks_and_backend() -> None:
+def test_ready_line_shows_model_address_number_of_ranks_and_backend() -> None:
     """The line names model, address, number of ranks and backend."""
     config = load_config(flags={"world.size": "2"})
 
@@ -91,7 +91,7 @@ def test_ready_line_has_model_address_ranks_and_backend() -> None:
     )
 
 
-def test_curl_line_is_valid_shell_for_any_model_name() -> None:
+def test_printed_curl_command_is_valid_shell_for_any_model_name() -> None:
     """A shell parses the line as one command with a valid JSON body."""
     config = load_config(flags={"model.served_name": 'it\'s "mine"'})
 
@@ -118,7 +118,7 @@ def test_status_table_shows_world_queue_kv_and_ranks() -> None:
         assert "  ".join(words) in _squeezed(text)
 
 
-def test_status_that_is_not_ready_begins_with_reason() -> None:
+def test_status_text_begins_with_reason_when_lockstep_is_not_ready() -> None:
     """The first line gives the reason."""
     text = render(status_report(ready=False, reason="rank 1 is missing", draining=True))
 
@@ -129,7 +129,7 @@ def test_status_that_is_not_ready_begins_with_reason() -> None:
     ("failure", "remedy"),
     [("configuration", "change the setting"), ("epochs", "lockstep restart scheduler")],
 )
-def test_failure_is_shown_with_remedy(failure: str, remedy: str) -> None:
+def test_status_text_shows_failure_of_scheduler_with_remedy(failure: str, remedy: str) -> None:
     """The second line gives the remedy."""
     lines = render(status_report(ready=False, reason="It broke.", failure=failure)).splitlines()
 
@@ -137,7 +137,7 @@ def test_failure_is_shown_with_remedy(failure: str, remedy: str) -> None:
     assert remedy in lines[1]
 
 
-def test_draining_status_names_command_that_ends_drain() -> None:
+def test_status_text_names_command_that_ends_drain_while_draining() -> None:
     """The second line names `lockstep drain --off`."""
     lines = render(status_report(ready=False, reason="Draining.", draining=True)).splitlines()
 
@@ -145,7 +145,7 @@ def test_draining_status_names_command_that_ends_drain() -> None:
     assert "lockstep drain --off" in lines[1]
 
 
-def test_dismissed_ranks_are_shown_with_host() -> None:
+def test_status_text_shows_dismissed_rank_processes_with_their_hosts() -> None:
     """Rank processes that have not ended yet are shown with their hosts; without any there is no
     line."""
     left = [DismissedRank(host="mac-1", pid=7), DismissedRank(host="mac-2", pid=8)]
@@ -164,7 +164,7 @@ def _squeezed(text: str) -> str:
     )
 
 
-def test_console_in_log_has_names_and_no_escapes() -> None:
+def test_console_writes_plain_text_with_role_names_to_log() -> None:
     """A log gets plain text, and a progress line only when it changes."""
     stream = io.StringIO()
     console = Console(stream)
@@ -193,7 +193,7 @@ def test_console_on_terminal_redraws_progress_below_log_line(
     assert "\x1b[36mrank 0" in stream.getvalue()
 
 
-def test_console_ignores_closed_stream() -> None:
+def test_console_raises_no_error_when_its_stream_is_closed() -> None:
     """Output to a closed stream must not keep the supervisor from stopping its children."""
     stream = io.StringIO()
     console = Console(stream)
@@ -202,7 +202,7 @@ def test_console_ignores_closed_stream() -> None:
     console.print_line("text")
 
 
-def test_status_has_line_per_drafting_method() -> None:
+def test_status_text_has_one_draft_line_per_speculation_method() -> None:
     """The line has proposed and accepted drafts, acceptance by position and tokens per step."""
     text = render(
         status_report(
@@ -218,6 +218,6 @@ def test_status_has_line_per_drafting_method() -> None:
     assert "steps_total 9" in text
 
 
-def test_status_without_drafts_has_no_drafts_line() -> None:
+def test_status_text_has_no_draft_line_without_speculation() -> None:
     """Without speculation the table has no such line."""
     assert "\n  drafts " not in render(status_report(counters={"steps_total": 9.0}))

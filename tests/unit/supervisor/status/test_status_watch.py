@@ -59,7 +59,9 @@ def _poll_until(
     wait_until(poll, DEADLINE_S, poll_s=0.0)
 
 
-def test_reconnected_link_is_not_new_scheduler(tmp_path: Path) -> None:
+def test_reconnection_to_same_scheduler_process_is_not_reported_as_new_scheduler(
+    tmp_path: Path,
+) -> None:
     """Only another process counts as a new scheduler; a new connection to the same process does
     not."""
     config = load_config(flags={"paths.run_dir": str(tmp_path)})
