@@ -91,7 +91,9 @@ HTTP: dict[str, bytes] = {
 
 
 @pytest.mark.alone
-def test_invalid_requests_do_not_slow_stream(model_folder: Path, tmp_path: Path) -> None:
+def test_running_stream_keeps_its_token_gaps_while_invalid_requests_arrive(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """Every invalid request gets a 4xx, and the stream's p99 gap stays in bounds."""
     with RunningGateway.start(model_folder, tmp_path, body_timeout_s=1.0) as gateway:
         stream = BackgroundStream(gateway, _TOKEN_S)

@@ -117,7 +117,7 @@ _COMMON_FIELDS: list[tuple[str, bytes, str | None]] = [
 @pytest.mark.parametrize(
     ("case", "fields", "param"), _COMMON_FIELDS, ids=lambda value: str(value)[:24]
 )
-def test_invalid_field_of_either_endpoint_is_refused_by_name(
+def test_invalid_field_of_chat_or_completion_is_refused_by_name(
     background_stream: BackgroundStream, case: str, fields: bytes, param: str | None, path: str
 ) -> None:
     """B8 to B10, B23 to B30, B36 to B38, B42: a 400 names the field."""
@@ -178,7 +178,7 @@ _CHAT_FIELDS: list[tuple[str, bytes, str | None]] = [
 @pytest.mark.parametrize(
     ("case", "fields", "param"), _CHAT_FIELDS, ids=lambda value: str(value)[:24]
 )
-def test_invalid_chat_field_is_refused_by_name(
+def test_gateway_answers_400_that_names_invalid_chat_field(
     background_stream: BackgroundStream, case: str, fields: bytes, param: str | None
 ) -> None:
     """B5, B28, B35, B37, B40: templates, schemas and tools are refused and never compiled."""
@@ -207,7 +207,7 @@ _MESSAGES: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("message", "param"), _MESSAGES, ids=lambda value: str(value)[:40])
-def test_invalid_message_is_refused_by_index_and_field(
+def test_gateway_answers_400_that_names_index_of_invalid_message(
     background_stream: BackgroundStream, message: bytes, param: str
 ) -> None:
     """B34: unknown roles, missing or nested content and unmatched tool results get a 400."""
@@ -215,7 +215,9 @@ def test_invalid_message_is_refused_by_index_and_field(
     _check_refused(background_stream, _CHAT, body, f"messages[1].{param}")
 
 
-def test_too_many_messages_are_refused(background_stream: BackgroundStream) -> None:
+def test_gateway_answers_400_when_request_has_too_many_messages(
+    background_stream: BackgroundStream,
+) -> None:
     """B34: 10,000 messages are too many; 4,096 are too long for the context."""
     one = b'{"role":"user","content":"x"}'
     for count in (10_000, 4_096):
@@ -250,7 +252,7 @@ def test_too_many_messages_are_refused(background_stream: BackgroundStream) -> N
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_body_without_json_object_is_refused(
+def test_gateway_answers_400_when_body_is_no_json_object(
     background_stream: BackgroundStream, body: bytes, param: str | None
 ) -> None:
     """B1 to B4, B6, B7: a body that is not a JSON object in UTF-8 gets a 400."""
@@ -260,13 +262,17 @@ def test_body_without_json_object_is_refused(
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "x" * 2**20, "", "other", "tiny/../tiny", "\x00"]
 )
-def test_other_model_name_is_refused(background_stream: BackgroundStream, name: str) -> None:
+def test_gateway_answers_404_when_model_name_is_not_the_served_one(
+    background_stream: BackgroundStream, name: str
+) -> None:
     """B41: a model name is compared with the served name and never opened as a path."""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "x"}]}).encode()
     _check_refused(background_stream, _CHAT, body, "model", 404)
 
 
-def test_media_parts_are_refused_and_not_fetched(background_stream: BackgroundStream) -> None:
+def test_gateway_answers_400_to_media_parts_and_fetches_no_url(
+    background_stream: BackgroundStream,
+) -> None:
     """B43: images, audio and files get a 400, and the gateway opens no connection to the URL."""
     with socket.socket() as target:
         target.bind(("127.0.0.1", 0))
@@ -286,7 +292,9 @@ def test_media_parts_are_refused_and_not_fetched(background_stream: BackgroundSt
             target.accept()
 
 
-def test_each_of_many_response_schemas_is_refused(background_stream: BackgroundStream) -> None:
+def test_gateway_answers_400_to_each_of_300_different_response_schemas(
+    background_stream: BackgroundStream,
+) -> None:
     """B39: each schema is refused by itself, so a stream of different schemas fills no cache."""
     for number in range(300):
         body = _START[_CHAT] + b"," + _schema(const=number) + b"}"

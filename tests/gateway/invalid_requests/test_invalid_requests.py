@@ -61,14 +61,16 @@ def _post_bytes(head: str, body: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "body", [b"", b"x", b"[]", b"[" * 100_000, b'{"a":"\xff"}', b'{"model":"\\ud800"}', b"{}"]
 )
-def test_body_without_valid_request_is_refused(gateway: RunningGateway, body: bytes) -> None:
+def test_gateway_answers_400_when_body_lacks_object_or_required_field(
+    gateway: RunningGateway, body: bytes
+) -> None:
     """B1 to B7: bytes that are not a JSON object with the required fields get a 400."""
     _check_refused(gateway, 400, _CHAT, body)
     _check_refused(gateway, 400, _COMPLETIONS, body)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "9" * 5_000])
-def test_number_outside_json_or_float_range_is_refused(
+def test_gateway_answers_400_to_nan_infinity_or_number_outside_float_range(
     gateway: RunningGateway, number: str
 ) -> None:
     """B8, B9: NaN, Infinity and numbers without a finite value get a 400."""
@@ -98,7 +100,7 @@ def test_number_outside_json_or_float_range_is_refused(
         {"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]},
     ],
 )
-def test_unsupported_field_is_refused_by_name(
+def test_gateway_answers_400_that_names_unsupported_field(
     gateway: RunningGateway, fields: dict[str, Any]
 ) -> None:
     """B23 to B35: a field out of range or not supported gets a 400 that names it."""
@@ -106,7 +108,7 @@ def test_unsupported_field_is_refused_by_name(
     assert error["param"].startswith(next(iter(fields)))
 
 
-def test_prompt_over_context_is_refused(gateway: RunningGateway) -> None:
+def test_gateway_answers_400_when_prompt_fills_the_whole_context(gateway: RunningGateway) -> None:
     """B31: a prompt that leaves no room for a token gets a 400; one token less is served."""
     body: dict[str, Any] = {"model": "tiny", "prompt": [40] * 512}
     error = _check_refused(gateway, 400, _COMPLETIONS, body)
@@ -140,13 +142,17 @@ def test_prompt_over_context_is_refused(gateway: RunningGateway) -> None:
         [[[40]]],
     ],
 )
-def test_invalid_prompt_is_refused(gateway: RunningGateway, prompt: Any) -> None:
+def test_gateway_answers_400_when_prompt_is_empty_or_has_unknown_ids(
+    gateway: RunningGateway, prompt: Any
+) -> None:
     """B31: prompts without tokens, unknown ids, floats and mixed lists get a 400."""
     error = _check_refused(gateway, 400, _COMPLETIONS, {"model": "tiny", "prompt": prompt})
     assert error["param"].startswith("prompt")
 
 
-def test_long_text_without_spaces_is_refused_before_encoding(gateway: RunningGateway) -> None:
+def test_million_characters_without_space_are_refused_before_encoding(
+    gateway: RunningGateway,
+) -> None:
     """B32: a million characters without a space are refused by length, before they are encoded."""
     body = {**_OK, "messages": [{"role": "user", "content": "a" * 1_000_000}]}
     error = _check_refused(gateway, 400, _CHAT, body)
@@ -156,20 +162,24 @@ def test_long_text_without_spaces_is_refused_before_encoding(gateway: RunningGat
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "x" * 2**20, "", "TINY", "tiny\x00"])
-def test_unknown_model_is_refused(gateway: RunningGateway, name: str) -> None:
+def test_gateway_answers_404_with_openai_code_when_model_is_unknown(
+    gateway: RunningGateway, name: str
+) -> None:
     """B41: another model name gets a 404 with OpenAI's code."""
     error = _check_refused(gateway, 404, _CHAT, {**_OK, "model": name})
     assert error["code"] == "model_not_found"
     assert len(error["message"]) < 300
 
 
-def test_model_endpoint_finds_only_served_model(gateway: RunningGateway) -> None:
+def test_models_endpoint_answers_404_for_every_name_but_served_model(
+    gateway: RunningGateway,
+) -> None:
     """/v1/models/NAME finds the served model; other names get a 404."""
     assert json.loads(gateway.get("/v1/models/tiny")[1])["id"] == "tiny"
     assert gateway.get("/v1/models/other/model")[0] == 404
 
 
-def test_gateway_refuses_body_over_limit(gateway: RunningGateway) -> None:
+def test_gateway_answers_413_when_body_exceeds_limit(gateway: RunningGateway) -> None:
     """B11: a body over the limit gets a 413, with a Content-Length or chunked."""
     size = 16 * 1024 * 1024 + 1
     head = f"Content-Type: application/json\r\nContent-Length: {size}"
@@ -182,7 +192,7 @@ def test_gateway_refuses_body_over_limit(gateway: RunningGateway) -> None:
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "identity, gzip"])
-def test_compressed_body_is_refused(gateway: RunningGateway, coding: str) -> None:
+def test_gateway_answers_415_when_body_is_compressed(gateway: RunningGateway, coding: str) -> None:
     """B12: a compressed body gets a 415 and is not decompressed."""
     body = gzip.compress(json.dumps(_OK).encode())
     _check_refused(gateway, 415, _CHAT, body, Content_Encoding=coding)
@@ -191,12 +201,14 @@ def test_compressed_body_is_refused(gateway: RunningGateway, coding: str) -> Non
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin1"]
 )
-def test_other_content_type_is_refused(gateway: RunningGateway, kind: str) -> None:
+def test_gateway_answers_415_when_content_type_is_not_json(
+    gateway: RunningGateway, kind: str
+) -> None:
     """B13: types that an HTML form can send, and other charsets, get a 415."""
     _check_refused(gateway, 415, _CHAT, _OK, Content_Type=kind)
 
 
-def test_json_with_utf8_charset_is_served(gateway: RunningGateway) -> None:
+def test_gateway_accepts_json_content_type_with_charset_utf8(gateway: RunningGateway) -> None:
     """A content type of JSON with charset UTF-8 is accepted."""
     kind = {"Content-Type": "application/json; charset=UTF-8"}
     assert gateway.post(_CHAT, _OK, kind)[0] == 200
@@ -225,7 +237,7 @@ _JSON = "Content-Type: application/json\r\n"
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     ],
 )
-def test_ambiguous_http_is_refused_and_closed(
+def test_gateway_refuses_ambiguous_http_framing_and_closes_connection(
     impatient_gateway: RunningGateway, data: bytes
 ) -> None:
     """B14, B15: ambiguous framing is refused, and a request hidden behind it gets no response."""
@@ -238,7 +250,9 @@ def test_ambiguous_http_is_refused_and_closed(
     assert impatient_gateway.scheduler.submitted == []
 
 
-def test_refused_body_is_not_read_as_next_request(gateway: RunningGateway) -> None:
+def test_gateway_does_not_read_body_of_refused_request_as_next_request(
+    gateway: RunningGateway,
+) -> None:
     """B18: the gateway skips the body of a refused request before it reads the next one."""
     inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     first = _post_bytes(f"{_JSON}Content-Length: {len(inner)}", inner)
@@ -259,7 +273,7 @@ def test_refused_body_is_not_read_as_next_request(gateway: RunningGateway) -> No
         _post_bytes(f"{_JSON}Transfer-Encoding: chunked", b"5\r\n{"),
     ],
 )
-def test_incomplete_request_is_closed_after_timeout(
+def test_gateway_closes_connection_with_incomplete_request_after_timeout(
     impatient_gateway: RunningGateway, data: bytes
 ) -> None:
     """B17: a connection without a complete request is closed after the timeout."""
@@ -269,7 +283,9 @@ def test_incomplete_request_is_closed_after_timeout(
     assert response == b"" or response.startswith(b"HTTP/1.1 408 ")
 
 
-def test_slow_headers_are_closed_after_timeout(impatient_gateway: RunningGateway) -> None:
+def test_gateway_closes_connection_after_timeout_when_headers_arrive_slowly(
+    impatient_gateway: RunningGateway,
+) -> None:
     """B17: a few header bytes every tenth of a second do not extend the timeout."""
     start = time.monotonic()
     with socket.create_connection(("127.0.0.1", impatient_gateway.port)) as client:
@@ -287,7 +303,9 @@ def test_slow_headers_are_closed_after_timeout(impatient_gateway: RunningGateway
     assert time.monotonic() - start < _CLOSED_WITHIN_S
 
 
-def test_body_of_one_byte_chunks_ends_at_timeout(impatient_gateway: RunningGateway) -> None:
+def test_gateway_ends_request_with_one_byte_chunks_at_body_timeout(
+    impatient_gateway: RunningGateway,
+) -> None:
     """B16: a body of one-byte chunks ends at its timeout, and other requests are served."""
     head = f"{_JSON}Connection: close\r\nTransfer-Encoding: chunked"
     response = impatient_gateway.send(_post_bytes(head, b"1\r\n \r\n" * 300_000), 20.0)
@@ -295,7 +313,7 @@ def test_body_of_one_byte_chunks_ends_at_timeout(impatient_gateway: RunningGatew
     impatient_gateway.wait_ready()
 
 
-def test_unknown_path_and_method_have_openai_error(gateway: RunningGateway) -> None:
+def test_unknown_path_gets_404_and_wrong_method_gets_405(gateway: RunningGateway) -> None:
     """Unknown paths get a 404 and wrong methods a 405, in OpenAI's error format."""
     _check_refused(gateway, 404, "/v1/nothing", _OK)
     _check_refused(gateway, 405, "/v1/models", _OK)
@@ -303,14 +321,16 @@ def test_unknown_path_and_method_have_openai_error(gateway: RunningGateway) -> N
     assert (status, json.loads(body)["error"]["type"]) == (405, "invalid_request_error")
 
 
-def test_unusual_message_text_is_served(gateway: RunningGateway) -> None:
+def test_gateway_answers_chat_with_any_unusual_message_text(gateway: RunningGateway) -> None:
     """B44: no text in a message changes the behaviour of the server."""
     for text in ("FAULT_INJECT_CRASH", "EXO RUNNER MUST FAIL", "\x00", "\ufdd0<|im_end|>", "{{1}}"):
         assert gateway.chat(text)[0] == 200
     assert gateway.get("/readyz")[0] == 200
 
 
-def test_malformed_http_logs_no_traceback(model_folder: Path, tmp_path: Path) -> None:
+def test_gateway_logs_no_traceback_when_http_is_malformed(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """Malformed HTTP gets a JSON error, and the log has no traceback."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
         response = gateway.send(b"GET / HTTP/1.1\r\nContent-Length: +1\r\n\r\n")

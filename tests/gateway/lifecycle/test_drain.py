@@ -50,7 +50,7 @@ def _wait_submitted(gateway: RunningGateway, count: int) -> None:
     wait_until(lambda: len(gateway.scheduler.submitted) >= count, 20.0)
 
 
-def test_sigterm_finishes_running_and_refuses_new_requests(
+def test_gateway_after_sigterm_finishes_running_requests_and_refuses_new_ones(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """Promise 17: /readyz is 503 at once, new requests get a 503, running ones end, exit code 0."""
@@ -79,7 +79,9 @@ def test_sigterm_finishes_running_and_refuses_new_requests(
         assert gateway.scheduler.aborts == []
 
 
-def test_requests_get_error_when_drain_time_ends(model_folder: Path, tmp_path: Path) -> None:
+def test_open_requests_end_with_error_when_drain_time_ends(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """After drain_s a stream gets an error event, a response is a 503, and the exit code is 69."""
     with RunningGateway.start(model_folder, tmp_path, drain_s=3.0) as gateway:
         gateway.scheduler.reply = reply_with(_TOKENS, pause_s=0.1)
@@ -121,7 +123,9 @@ def test_slow_reader_gets_whole_response_during_drain(model_folder: Path, tmp_pa
         assert gateway.process.wait(20) == limits.EXIT_OK
 
 
-def test_incomplete_requests_do_not_delay_exit(model_folder: Path, tmp_path: Path) -> None:
+def test_incomplete_requests_do_not_delay_exit_of_draining_gateway(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """Idle connections and incomplete requests do not delay the end."""
     settings: dict[str, Any] = {"header_timeout_s": 60.0, "body_timeout_s": 60.0}
     started = RunningGateway.start(model_folder, tmp_path, drain_s=_DRAIN_S, **settings)
@@ -147,7 +151,9 @@ def test_gateway_is_unready_while_scheduler_drains(model_folder: Path, tmp_path:
 
 
 @pytest.mark.proof
-def test_second_sigterm_ends_waiting_request_with_503(model_folder: Path, tmp_path: Path) -> None:
+def test_request_that_waits_for_scheduler_gets_503_at_second_sigterm(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """A request that waits for a scheduler gets a 503 at the second SIGTERM; exit code 69."""
     with RunningGateway.start(model_folder, tmp_path, drain_s=_DRAIN_S) as gateway:
         gateway.scheduler.stop()

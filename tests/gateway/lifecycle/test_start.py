@@ -19,7 +19,7 @@ def _settings(model_folder: Path, run_dir: Path, port: int = 0) -> dict[str, Any
     }
 
 
-def test_gateway_exits_when_port_is_in_use(model_folder: Path, tmp_path: Path) -> None:
+def test_gateway_exits_with_78_when_port_is_in_use(model_folder: Path, tmp_path: Path) -> None:
     """The message names the address and the setting."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -30,14 +30,14 @@ def test_gateway_exits_when_port_is_in_use(model_folder: Path, tmp_path: Path) -
     assert "gateway.port" in text
 
 
-def test_gateway_exits_when_model_is_missing(tmp_path: Path) -> None:
+def test_gateway_exits_with_78_when_model_folder_is_missing(tmp_path: Path) -> None:
     """A missing model folder and one without a tokenizer are errors."""
     assert "There is no model folder" in start_error(_settings(tmp_path / "none", tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     assert "tokenizer" in start_error(_settings(tmp_path, tmp_path))
 
 
-def test_gateway_imports_without_mlx(model_folder: Path) -> None:
+def test_gateway_modules_load_where_mlx_is_not_installed(model_folder: Path) -> None:
     """The gateway's modules and the tokenizer load where MLX is not installed."""
     code = (
         "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"

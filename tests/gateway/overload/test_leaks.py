@@ -96,7 +96,9 @@ def _resources(gateway: RunningGateway) -> tuple[int, int]:
 
 
 @pytest.mark.proof
-def test_failed_requests_leave_no_resources(model_folder: Path, tmp_path: Path) -> None:
+def test_gateway_holds_no_file_thread_or_memory_of_failed_requests(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """Promise 22: aborts, errors and a new scheduler leave no request, file, thread or memory."""
     rng = random.Random(4)
     settings: dict[str, Any] = {"body_timeout_s": 1.0, "prelude": FORGET_FULL_QUEUE}

@@ -83,7 +83,9 @@ def _check_each(responses: list[Response]) -> None:
 
 
 @pytest.mark.alone
-def test_goodput_and_memory_hold_at_tenfold_load(model_folder: Path, tmp_path: Path) -> None:
+def test_gateway_keeps_goodput_and_memory_at_tenfold_load(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """Promise 16: at ten times the capacity goodput and memory stay; the excess gets a 429."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
         # 4 slots and 10 tokens of 20 ms are 20 requests per second.
@@ -105,7 +107,9 @@ def test_goodput_and_memory_hold_at_tenfold_load(model_folder: Path, tmp_path: P
         assert b"lockstep_gateway_open_requests 0.0" in gateway.get("/metrics")[1]
 
 
-def test_simultaneous_requests_over_bound_get_429(model_folder: Path, tmp_path: Path) -> None:
+def test_simultaneous_requests_over_limit_get_429_and_others_are_served(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """Of 300 simultaneous requests at a bound of 8, 8 are served and 292 get a 429."""
     release = threading.Event()
     with RunningGateway.start(model_folder, tmp_path, open_requests_max=8) as gateway:
@@ -135,7 +139,7 @@ def _open(gateway: RunningGateway, data: bytes) -> socket.socket:
     return client
 
 
-def test_full_gateway_refuses_before_reading_body(model_folder: Path, tmp_path: Path) -> None:
+def test_full_gateway_answers_429_before_it_reads_body(model_folder: Path, tmp_path: Path) -> None:
     """The 429 comes before the body; a request with more choices than free places gets one too."""
     with RunningGateway.start(model_folder, tmp_path, open_requests_max=2) as gateway:
         gateway.scheduler.reply = reply_with(_TOKENS * 10, pause_s=0.1)
@@ -158,7 +162,7 @@ def test_full_gateway_refuses_before_reading_body(model_folder: Path, tmp_path: 
 
 
 @pytest.mark.proof
-def test_incomplete_bodies_free_their_places_after_timeout(
+def test_gateway_serves_again_after_requests_with_incomplete_bodies_time_out(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """Requests count from their headers on; incomplete bodies free their places at the timeout."""
@@ -221,7 +225,9 @@ def _status(gateway: RunningGateway) -> int:
 
 
 @pytest.mark.proof
-def test_prompt_that_waits_for_encoder_gets_429(model_folder: Path, tmp_path: Path) -> None:
+def test_request_gets_429_when_all_prompt_encoders_stay_busy(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """When all encoders are busy for too long, waiting requests get a 429 and not a 400."""
     prelude = (
         "import time, services.gateway.endpoints.completion_service as s; "

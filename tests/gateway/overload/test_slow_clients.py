@@ -54,7 +54,9 @@ def _flood(request: Any) -> Iterator[Any]:
 
 
 @pytest.mark.proof
-def test_unread_streams_end_at_buffer_bound(model_folder: Path, tmp_path: Path) -> None:
+def test_stream_that_client_does_not_read_ends_at_buffer_limit(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """F18: three unread streams end at the buffer's bound; a stream beside them is complete."""
     settings: dict[str, Any] = {"stream_buffer_bytes_max": _BUFFER_BYTES}
     report = ready_status(context_tokens_max=1_000_000)
@@ -122,7 +124,7 @@ _INCOMPLETE = {
 
 
 @pytest.mark.proof
-def test_incomplete_requests_are_closed_while_others_are_served(
+def test_gateway_serves_others_while_it_closes_60_incomplete_requests(
     low_descriptor_gateway: RunningGateway,
 ) -> None:
     """B17: 60 connections of each kind are closed, and other requests are served meanwhile."""
@@ -165,7 +167,7 @@ def _read_until_closed(selector: selectors.BaseSelector, timeout_s: float) -> li
 @pytest.mark.parametrize(
     "coding", [b"Content-Length: 5000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"]
 )
-def test_slow_body_is_closed_after_timeout(
+def test_gateway_closes_connection_after_timeout_when_body_arrives_slowly(
     low_descriptor_gateway: RunningGateway, coding: bytes
 ) -> None:
     """B17: one byte every tenth of a second does not extend the body's timeout."""
@@ -191,7 +193,7 @@ def test_slow_body_is_closed_after_timeout(
     assert response == b"" or response.startswith(b"HTTP/1.1 408 ")
 
 
-def test_prompts_times_choices_over_bound_are_refused(
+def test_request_is_refused_when_prompts_times_choices_exceed_limit(
     low_descriptor_gateway: RunningGateway,
 ) -> None:
     """B23: neither `n` nor many prompts with `n` may exceed the bound on sequences."""

@@ -63,7 +63,7 @@ if hasattr(socket, "TCP_USER_TIMEOUT"):
     _MECHANISMS.values(),
     ids=_MECHANISMS.keys(),
 )
-def test_stalled_client_is_cut_off_before_buffer_bound(
+def test_request_is_aborted_when_client_stops_reading_stream_until_timeout(
     model_folder: Path, tmp_path: Path, prelude: str, first_tokens: int
 ) -> None:
     """Its sequence is aborted after the stall timeout; other requests are served."""
@@ -82,7 +82,9 @@ def test_stalled_client_is_cut_off_before_buffer_bound(
 
 
 @pytest.mark.proof
-def test_slow_reader_is_not_cut_off(model_folder: Path, tmp_path: Path) -> None:
+def test_request_continues_when_client_reads_stream_slowly(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """A client that reads a little at a time is not stalled."""
     prelude = (
         "import socket, services.gateway.http.connection_limits as c; "

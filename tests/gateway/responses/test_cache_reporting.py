@@ -41,7 +41,7 @@ def _post(gateway: RunningGateway, path: str, **fields: Any) -> tuple[dict[str, 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_response_reports_cached_tokens(
+def test_response_reports_cached_tokens_by_tier_in_header_and_body(
     gateway: RunningGateway, path: str, is_streamed: bool
 ) -> None:
     """The header and the body with the usage report tokens by tier, divergence and cause."""
@@ -66,7 +66,9 @@ def test_response_reports_cached_tokens(
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
-def test_cache_fields_are_null_without_divergence(gateway: RunningGateway, path: str) -> None:
+def test_cache_fields_of_body_are_null_when_prompt_did_not_diverge(
+    gateway: RunningGateway, path: str
+) -> None:
     """Without divergence and cause the header leaves both out, and the body has null."""
     gateway.scheduler.reply = reply_with(_ids("Hello"), cached=CachedPrefix(memory_tokens=3))
     body, line = _post(gateway, path)
@@ -95,7 +97,9 @@ def _slow_start(admits_first: bool) -> Reply:
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
-def test_stream_header_is_pending_before_admission(gateway: RunningGateway, path: str) -> None:
+def test_cache_header_of_stream_is_pending_when_sent_before_admission(
+    gateway: RunningGateway, path: str
+) -> None:
     """A keep-alive before the admission sends the header; the facts follow with the usage."""
     gateway.scheduler.reply = _slow_start(admits_first=False)
     request = {**_BODIES[path], "stream_options": {"include_usage": True}}
@@ -107,7 +111,7 @@ def test_stream_header_is_pending_before_admission(gateway: RunningGateway, path
     assert headers[_HEADER].startswith("memory=12; ")
 
 
-def test_cache_header_describes_first_choice(gateway: RunningGateway) -> None:
+def test_cache_header_reports_cached_tokens_of_first_choice(gateway: RunningGateway) -> None:
     """The header describes the first choice; the usage counts each prompt once."""
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
@@ -124,7 +128,9 @@ def test_cache_header_describes_first_choice(gateway: RunningGateway) -> None:
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1 + 3
 
 
-def test_cache_fields_describe_first_admission(gateway: RunningGateway) -> None:
+def test_cached_tokens_are_those_of_first_admission_after_scheduler_restart(
+    gateway: RunningGateway,
+) -> None:
     """A restarted scheduler finds the generated tokens again; they do not count as cached."""
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
@@ -139,7 +145,9 @@ def test_cache_fields_describe_first_admission(gateway: RunningGateway) -> None:
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 18
 
 
-def test_openai_client_parses_cache_report(gateway: RunningGateway) -> None:
+def test_openai_client_parses_response_with_cache_header_and_fields(
+    gateway: RunningGateway,
+) -> None:
     """OpenAI's client accepts the header and the fields, streamed or not."""
     gateway.scheduler.reply = reply_with([*_ids("Hello"), 2], cached=_FOUND)
     messages: list[Any] = _BODIES[_CHAT]["messages"]
@@ -171,14 +179,18 @@ def test_openai_client_parses_cache_report(gateway: RunningGateway) -> None:
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize("salt", ["team/1", "a\x00b\nc", "漢" * 256, ""])
-def test_cache_salt_reaches_scheduler(gateway: RunningGateway, path: str, salt: str) -> None:
+def test_cache_salt_of_request_reaches_scheduler_unchanged(
+    gateway: RunningGateway, path: str, salt: str
+) -> None:
     """B42: a salt of any characters reaches the scheduler unchanged."""
     _post(gateway, path, cache_salt=salt)
     assert gateway.scheduler.submitted[0].cache_salt == salt
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
-def test_missing_salt_is_empty(gateway: RunningGateway, path: str) -> None:
+def test_scheduler_gets_empty_cache_salt_when_request_has_none(
+    gateway: RunningGateway, path: str
+) -> None:
     """A salt that is left out or null is empty."""
     _post(gateway, path)
     _post(gateway, path, cache_salt=None)
@@ -187,14 +199,18 @@ def test_missing_salt_is_empty(gateway: RunningGateway, path: str) -> None:
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize("salt", [1, True, ["x"], {}, "x" * 257, "x" * 2**20])
-def test_invalid_salt_is_refused(gateway: RunningGateway, path: str, salt: Any) -> None:
+def test_gateway_answers_400_when_cache_salt_is_invalid(
+    gateway: RunningGateway, path: str, salt: Any
+) -> None:
     """B42: status 400 that names the field; nothing reaches the scheduler."""
     status, body, _ = gateway.post(path, {"model": "tiny", **_BODIES[path], "cache_salt": salt})
     assert (status, body["error"]["param"]) == (400, "cache_salt")
     assert gateway.scheduler.submitted == []
 
 
-def test_chat_request_has_system_tokens_and_cache_boundaries(gateway: RunningGateway) -> None:
+def test_scheduler_gets_exact_system_tokens_and_cache_boundaries_of_chat(
+    gateway: RunningGateway,
+) -> None:
     """A conversation's system tokens and cache boundaries are exact to the token."""
     system = {"role": "system", "content": "The scheduler decides, every rank obeys."}
     user = {"role": "user", "content": "Hello, how are you?"}
@@ -210,7 +226,9 @@ def test_chat_request_has_system_tokens_and_cache_boundaries(gateway: RunningGat
         assert end < len(request.prompt)
 
 
-def test_text_and_short_chat_have_no_cache_boundaries(gateway: RunningGateway) -> None:
+def test_raw_prompt_or_short_chat_is_submitted_without_cache_boundaries(
+    gateway: RunningGateway,
+) -> None:
     """A raw prompt has no known structure; a prompt below one block cannot be cached."""
     _post(gateway, _TEXT, prompt="<|im_start|>system\nHello there<|im_end|>\n" * 8)
     _post(gateway, _CHAT, messages=[{"role": "user", "content": "Hi"}])

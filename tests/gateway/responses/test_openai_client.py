@@ -26,7 +26,7 @@ def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
         yield opened
 
 
-def test_client_reads_chat_with_logprobs(client: openai.OpenAI) -> None:
+def test_openai_client_reads_chat_choices_with_logprobs_and_usage(client: openai.OpenAI) -> None:
     """The client reads two choices with log probabilities and usage."""
     response = client.chat.completions.create(
         model="tiny",
@@ -48,7 +48,7 @@ def test_client_reads_chat_with_logprobs(client: openai.OpenAI) -> None:
     assert response.usage.prompt_tokens_details.cached_tokens == 4
 
 
-def test_client_sends_response_message_back(client: openai.OpenAI) -> None:
+def test_openai_client_can_send_response_message_in_next_request(client: openai.OpenAI) -> None:
     """The client can send the message object of a response back in the next request."""
     first = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "Hello"}]
@@ -64,7 +64,7 @@ def test_client_sends_response_message_back(client: openai.OpenAI) -> None:
     assert second.choices[0].message.content == _TEXT
 
 
-def test_client_reads_chat_stream_with_usage(client: openai.OpenAI) -> None:
+def test_openai_client_reads_chat_stream_and_its_usage(client: openai.OpenAI) -> None:
     """The client reads the chunks of a stream and then its usage."""
     stream = client.chat.completions.create(
         model="tiny",
@@ -78,7 +78,7 @@ def test_client_reads_chat_stream_with_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == len(_TOKENIZER.encode(_TEXT).ids) + 1
 
 
-def test_client_stream_helper_collects_whole_text(client: openai.OpenAI) -> None:
+def test_openai_client_stream_helper_collects_whole_text(client: openai.OpenAI) -> None:
     """The client's own accumulation of chunks gives the same text."""
     with client.chat.completions.stream(
         model="tiny", messages=[{"role": "user", "content": "Hello"}]
@@ -101,7 +101,7 @@ _TOOLS: list[Any] = [
 _CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
 
-def test_client_reads_tool_calls_and_sends_results(
+def test_openai_client_reads_tool_calls_and_sends_their_results(
     client: openai.OpenAI, gateway: RunningGateway
 ) -> None:
     """Tool calls are objects, streamed or not, and the client can send them back with results."""
@@ -130,7 +130,9 @@ def test_client_reads_tool_calls_and_sends_results(
     assert second.choices[0].message.content == "Rain."
 
 
-def test_tool_choice_none_hides_tools(client: openai.OpenAI, gateway: RunningGateway) -> None:
+def test_tool_choice_none_hides_tools_from_model(
+    client: openai.OpenAI, gateway: RunningGateway
+) -> None:
     """With tool_choice none the model does not see the tools, and call text stays text."""
     gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(_CALL).ids, 2])
     response = client.chat.completions.create(
@@ -143,7 +145,7 @@ def test_tool_choice_none_hides_tools(client: openai.OpenAI, gateway: RunningGat
     assert "weather" not in _TOKENIZER.decode(gateway.scheduler.submitted[0].prompt)
 
 
-def test_client_reads_text_completion(client: openai.OpenAI) -> None:
+def test_openai_client_reads_text_completion_whole_and_streamed(client: openai.OpenAI) -> None:
     """The client reads /v1/completions, whole and streamed."""
     whole = client.completions.create(model="tiny", prompt="x", logprobs=2, echo=False)
     assert whole.choices[0].text == _TEXT
@@ -152,13 +154,13 @@ def test_client_reads_text_completion(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == "x" + _TEXT
 
 
-def test_client_lists_served_model(client: openai.OpenAI) -> None:
+def test_openai_client_lists_and_retrieves_served_model(client: openai.OpenAI) -> None:
     """The client lists and retrieves the served model."""
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
 
 
-def test_openai_client_raises_matching_exceptions(
+def test_openai_client_raises_exception_that_matches_each_error_status(
     client: openai.OpenAI, gateway: RunningGateway
 ) -> None:
     """Statuses and bodies become the client's exceptions with their fields."""

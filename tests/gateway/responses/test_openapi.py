@@ -65,7 +65,7 @@ def document(shared_gateway: RunningGateway) -> Any:
         (_TEXT, GenerationMode.NEGATIVE),
     ],
 )
-def test_generated_requests_get_documented_responses(
+def test_every_generated_request_gets_response_documented_in_openapi(
     gateway: RunningGateway, document: Any, path: str, mode: GenerationMode
 ) -> None:
     """No generated request gets a 5xx, every response is documented, invalid ones are refused."""
@@ -122,7 +122,7 @@ _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": 
         (_TEXT, TextCompletion, TextCompletionChunk, {"prompt": "Hello", "echo": True}, "one"),
     ],
 )
-def test_responses_and_events_match_response_types(
+def test_responses_and_stream_events_have_exactly_the_documented_fields(
     gateway: RunningGateway, path: str, response_type: Any, chunk_type: Any, body: Any, text: str
 ) -> None:
     """Whole and streamed responses have exactly the documented fields."""
@@ -142,14 +142,16 @@ def test_responses_and_events_match_response_types(
         assert whole["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_status_page_matches_response_type(gateway: RunningGateway) -> None:
+def test_status_page_has_exactly_the_documented_fields(gateway: RunningGateway) -> None:
     """/v1/lockstep/status has exactly the documented fields."""
     status = json.loads(gateway.get("/v1/lockstep/status")[1])
     assert msgspec.to_builtins(msgspec.convert(status, GatewayStatus)) == status
     assert status["scheduler"]["model"] == "tiny"
 
 
-def test_openapi_document_has_configured_bounds(gateway: RunningGateway) -> None:
+def test_openapi_document_has_model_name_and_limits_of_configuration(
+    gateway: RunningGateway,
+) -> None:
     """The document has the model's name and vocabulary and the bounds of the configuration."""
     document = json.loads(gateway.get("/openapi.json")[1])
     fields = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]

@@ -68,7 +68,7 @@ def _reply_in_steps(steps: list[list[int]], rejected: int, reason: str = "stop")
         ({"speculation": {"tokens": 1}}, Speculation(tokens=1)),
     ],
 )
-def test_speculation_field_reaches_scheduler(
+def test_speculation_field_of_request_reaches_scheduler_for_every_choice(
     gateway: RunningGateway, path: str, given: dict[str, Any], expected: Speculation
 ) -> None:
     """Every choice carries the requested speculation; missing parts are the server's default."""
@@ -78,7 +78,9 @@ def test_speculation_field_reaches_scheduler(
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_unavailable_method_is_refused(gateway: RunningGateway, path: str, method: str) -> None:
+def test_gateway_answers_400_when_speculation_method_is_unavailable(
+    gateway: RunningGateway, path: str, method: str
+) -> None:
     """Status 400 names the available methods; nothing reaches the scheduler."""
     body = {"model": "tiny", **_BODIES[path], "speculation": {"method": method}}
     status, response, _ = gateway.post(path, body)
@@ -91,7 +93,7 @@ def test_unavailable_method_is_refused(gateway: RunningGateway, path: str, metho
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_usage_sums_drafts_of_all_choices(
+def test_usage_sums_draft_tokens_of_all_choices(
     gateway: RunningGateway, path: str, is_streamed: bool
 ) -> None:
     """Accepted drafts are completion tokens, rejected drafts are not."""
@@ -111,7 +113,7 @@ def test_usage_sums_drafts_of_all_choices(
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
-def test_draft_counts_are_zero_without_drafts(gateway: RunningGateway, path: str) -> None:
+def test_usage_has_zero_draft_counts_without_drafts(gateway: RunningGateway, path: str) -> None:
     """The usage always has the draft counts, as in OpenAI's API."""
     gateway.scheduler.reply = reply_with(_ids("one two"))
     usage = gateway.post(path, {"model": "tiny", **_BODIES[path]})[1]["usage"]
@@ -147,7 +149,7 @@ def test_text_and_token_count_end_at_stop_string_inside_drafts(
     ]
 
 
-def test_openai_client_parses_draft_counts(gateway: RunningGateway) -> None:
+def test_openai_client_reads_draft_counts_from_usage(gateway: RunningGateway) -> None:
     """OpenAI's client reads the counts of whole, streamed and text completions."""
     tokens = _ids("one two three")
     gateway.scheduler.reply = _reply_in_steps([tokens], rejected=2)

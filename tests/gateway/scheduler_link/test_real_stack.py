@@ -70,7 +70,7 @@ def _read(stack: RunningLockstep, body: dict[str, Any], texts: list[str]) -> thr
 
 
 @pytest.mark.proof
-def test_requests_of_killed_gateway_are_aborted(running: RunningLockstep) -> None:
+def test_scheduler_aborts_all_requests_of_killed_gateway(running: RunningLockstep) -> None:
     """F16: after SIGKILL of a gateway with 16 streams, no sequence runs or waits."""
     for _ in range(16):
         _read(running, _ENDLESS, [])
@@ -81,7 +81,9 @@ def test_requests_of_killed_gateway_are_aborted(running: RunningLockstep) -> Non
 
 @pytest.mark.proof
 @pytest.mark.timeout(300)
-def test_streams_continue_after_scheduler_pause(running: RunningLockstep) -> None:
+def test_streams_continue_with_same_tokens_after_scheduler_was_stopped_and_continued(
+    running: RunningLockstep,
+) -> None:
     """F15: during SIGSTOP /readyz is 503; afterwards the streams continue with the same tokens."""
     undisturbed: list[str] = []
     _read(running, _SEEDED, undisturbed).join(80.0)

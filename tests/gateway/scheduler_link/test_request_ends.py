@@ -79,7 +79,7 @@ def _read(gateway: RunningGateway, result: list[Any]) -> threading.Thread:
         ("deadline", None, 504, "deadline_exceeded", None),
     ],
 )
-def test_rejection_becomes_http_error(
+def test_rejection_by_scheduler_becomes_http_error_with_its_status(
     gateway: RunningGateway,
     cause: str,
     retry_after_s: float | None,
@@ -113,7 +113,7 @@ def test_rejection_becomes_http_error(
         ("stopping", 503, "unavailable"),
     ],
 )
-def test_failure_before_first_token_becomes_http_error(
+def test_request_that_fails_before_first_token_gets_http_error(
     gateway: RunningGateway, cause: FailureCause, status: int, code: str
 ) -> None:
     """Each cause has its status, streamed or not, while no byte was sent."""
@@ -134,7 +134,9 @@ def _failed(request: Any, cause: FailureCause = "failed") -> RequestFailed:
 
 
 @pytest.mark.parametrize("kind", ["failed", "gap", "repeat", "count", "error"])
-def test_failure_in_stream_becomes_error_event(gateway: RunningGateway, kind: str) -> None:
+def test_request_that_fails_in_stream_gets_error_event_without_done(
+    gateway: RunningGateway, kind: str
+) -> None:
     """The stream ends with an error event without [DONE]; wrong positions and counts fail too."""
 
     def reply(request: Any) -> Any:
@@ -162,7 +164,7 @@ def test_failure_in_stream_becomes_error_event(gateway: RunningGateway, kind: st
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("phase", ["queue", "prefill", "tokens"])
-def test_disconnect_aborts_all_choices(
+def test_gateway_aborts_every_choice_when_client_disconnects(
     gateway: RunningGateway, phase: str, is_streamed: bool
 ) -> None:
     """A client that leaves in the queue, in prefill or between tokens aborts every choice."""
@@ -190,7 +192,9 @@ def test_disconnect_aborts_all_choices(
     assert b"lockstep_gateway_open_requests 0.0" in gateway.get("/metrics")[1]
 
 
-def test_unread_stream_is_aborted_at_buffer_bound(model_folder: Path, tmp_path: Path) -> None:
+def test_stream_that_client_does_not_read_is_aborted_at_buffer_limit(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """The unread stream is aborted, and another stream is served completely."""
     many = _LONG[:200] * 10
 
@@ -218,7 +222,9 @@ def test_unread_stream_is_aborted_at_buffer_bound(model_folder: Path, tmp_path: 
         client.close()
 
 
-def test_stream_continues_with_new_scheduler(model_folder: Path, tmp_path: Path) -> None:
+def test_stream_continues_with_every_token_once_after_scheduler_is_replaced(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """The scheduler is replaced during a stream: the client gets a pause and every token once."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
         tokens = _LONG[:40]
@@ -251,7 +257,9 @@ def test_stream_continues_with_new_scheduler(model_folder: Path, tmp_path: Path)
 
 
 @pytest.mark.proof
-def test_requests_get_503_without_scheduler(model_folder: Path, tmp_path: Path) -> None:
+def test_requests_get_503_when_no_scheduler_connects_in_time(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """After RESTART_WAIT_S_MAX a 503 with Retry-After; /readyz says why, /livez stays 200."""
     prelude = "import services.gateway.completion.open_requests as r; r.RESTART_WAIT_S_MAX = 2.0"
     with RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway:
@@ -271,7 +279,9 @@ def test_requests_get_503_without_scheduler(model_folder: Path, tmp_path: Path) 
         assert _post(gateway)[0] == 200
 
 
-def test_sigterm_lets_streams_finish(model_folder: Path, tmp_path: Path) -> None:
+def test_gateway_lets_running_streams_finish_after_sigterm(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """After SIGTERM new requests get a 503, running streams finish, and the exit code is 0."""
     release = threading.Event()
     with RunningGateway.start(model_folder, tmp_path, drain_s=20.0) as gateway:
@@ -290,7 +300,9 @@ def test_sigterm_lets_streams_finish(model_folder: Path, tmp_path: Path) -> None
         assert gateway.process.wait(10) == 0
 
 
-def test_second_signal_ends_streams_with_error(model_folder: Path, tmp_path: Path) -> None:
+def test_running_streams_end_with_error_event_at_second_sigterm(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """Running streams get an error event, and the exit code is EXIT_UNAVAILABLE."""
     with RunningGateway.start(model_folder, tmp_path, drain_s=20.0) as gateway:
         gateway.scheduler.reply = reply_after(_LONG, threading.Event())
@@ -306,7 +318,9 @@ def test_second_signal_ends_streams_with_error(model_folder: Path, tmp_path: Pat
         assert len(gateway.scheduler.wait_aborts(1)) == 1
 
 
-def test_choices_over_open_requests_max_get_429(model_folder: Path, tmp_path: Path) -> None:
+def test_request_gets_429_when_its_choices_exceed_open_requests_max(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """The gateway's own bound counts choices, not requests."""
     with RunningGateway.start(model_folder, tmp_path, open_requests_max=2) as gateway:
         gateway.scheduler.reply = reply_with(_LONG, pause_s=0.05)

@@ -32,7 +32,9 @@ def test_gateway_is_unready_while_scheduler_hangs(model_folder: Path, tmp_path: 
 
 
 @pytest.mark.proof
-def test_open_requests_resume_after_session_timeout(model_folder: Path, tmp_path: Path) -> None:
+def test_open_requests_resume_when_hung_scheduler_continues_after_session_timeout(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """After PEER_SILENCE_S the session ends; the new session resumes all open requests."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
         requests = start_requests(gateway)

@@ -39,7 +39,7 @@ def _wait_new_tokens(gateway: RunningGateway, count: int) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("says_goodbye", [True, False])
-def test_requests_survive_two_scheduler_restarts(
+def test_responses_have_each_token_once_after_two_scheduler_restarts(
     model_folder: Path, tmp_path: Path, says_goodbye: bool
 ) -> None:
     """After two restarts every response, streamed or not, has each token once."""
@@ -57,7 +57,9 @@ def test_requests_survive_two_scheduler_restarts(
         assert all(TOKENS[: len(tokens)] == tokens for tokens in generated_before)
 
 
-def test_aborted_request_is_not_resubmitted(model_folder: Path, tmp_path: Path) -> None:
+def test_request_aborted_while_scheduler_is_away_is_not_resubmitted(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """A request whose client left while the scheduler was away is not submitted again."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
         gateway.scheduler.reply = reply_after(TOKENS, threading.Event())
@@ -84,7 +86,9 @@ def _open(gateway: RunningGateway, data: bytes) -> socket.socket:
 
 
 @pytest.mark.proof
-def test_deadline_holds_while_scheduler_is_away(model_folder: Path, tmp_path: Path) -> None:
+def test_request_ends_at_its_deadline_while_scheduler_is_away(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """A request ends at its deadline with a 504 or an error event."""
     with RunningGateway.start(model_folder, tmp_path, request_timeout_s=1.0) as gateway:
         requests = start_requests(gateway, count=1, pause_s=0.2)
@@ -96,7 +100,9 @@ def test_deadline_holds_while_scheduler_is_away(model_folder: Path, tmp_path: Pa
 
 
 @pytest.mark.proof
-def test_open_requests_end_when_scheduler_stays_away(model_folder: Path, tmp_path: Path) -> None:
+def test_open_requests_end_with_error_when_scheduler_stays_away(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """After RECONNECT_WAIT_S_MAX a response is a 503 and a stream gets an error event."""
     prelude = "import services.gateway.completion.open_requests as r; r.RECONNECT_WAIT_S_MAX = 1.0"
     with RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway:
@@ -110,7 +116,9 @@ def test_open_requests_end_when_scheduler_stays_away(model_folder: Path, tmp_pat
 
 
 @pytest.mark.proof
-def test_tokens_of_ended_session_are_ignored(model_folder: Path, tmp_path: Path) -> None:
+def test_response_contains_no_token_of_ended_scheduler_session_twice(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """Tokens sent to the ended session do not arrive twice; each position comes once."""
     with RunningGateway.start(model_folder, tmp_path) as gateway:
         requests = start_requests(gateway)
@@ -121,7 +129,9 @@ def test_tokens_of_ended_session_are_ignored(model_folder: Path, tmp_path: Path)
         requests.check()
 
 
-def test_resumed_request_can_end_without_new_tokens(model_folder: Path, tmp_path: Path) -> None:
+def test_resumed_request_is_complete_when_new_scheduler_sends_only_its_end(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """A new scheduler that finds `generated` complete sends only the end."""
 
     def reply(request: Any) -> Iterator[Any]:

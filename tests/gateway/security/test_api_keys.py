@@ -88,7 +88,9 @@ _MALFORMED: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("headers", _MALFORMED)
-def test_missing_or_wrong_key_gets_same_401(keyed: KeyedGateway, headers: dict[str, str]) -> None:
+def test_missing_and_wrong_api_keys_get_byte_identical_401(
+    keyed: KeyedGateway, headers: dict[str, str]
+) -> None:
     """B21: missing, empty, wrong, long and non-ASCII keys get the same 401, byte for byte."""
     gateway = keyed.gateway
     expected = gateway.post(_CHAT, _OK)
@@ -104,7 +106,9 @@ def test_missing_or_wrong_key_gets_same_401(keyed: KeyedGateway, headers: dict[s
 
 
 @pytest.mark.parametrize("value", [b"Bearer a\x00b", b"Bearer a\r\n b", b"Bearer " + b"x" * 2**20])
-def test_invalid_http_in_key_header_is_refused(keyed: KeyedGateway, value: bytes) -> None:
+def test_api_key_header_with_invalid_http_is_refused_with_4xx(
+    keyed: KeyedGateway, value: bytes
+) -> None:
     """B21: a NUL, a folded line and a mebibyte are refused by the HTTP parser with a 4xx."""
     head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: " + value + b"\r\n\r\n"
     response = keyed.gateway.send(head, 2.0)
@@ -112,13 +116,13 @@ def test_invalid_http_in_key_header_is_refused(keyed: KeyedGateway, value: bytes
     assert keyed.gateway.get("/health")[0] == 200
 
 
-def test_key_in_query_is_ignored(keyed: KeyedGateway) -> None:
+def test_api_key_in_url_query_is_ignored(keyed: KeyedGateway) -> None:
     """B22: a key in the URL does not count, because URLs end up in logs."""
     for name in ("api_key", "key", "access_token", "Authorization"):
         assert keyed.gateway.get(f"/v1/models?{name}={keyed.alice}")[0] == 401
 
 
-def test_valid_key_is_accepted_in_both_headers(keyed: KeyedGateway) -> None:
+def test_valid_api_key_is_accepted_as_bearer_token_and_x_api_key(keyed: KeyedGateway) -> None:
     """Keys from file and environment work as a bearer token in any case, and as x-api-key."""
     for key in (keyed.alice, keyed.bob, _ENVIRONMENT_KEY):
         for headers in (
@@ -130,7 +134,9 @@ def test_valid_key_is_accepted_in_both_headers(keyed: KeyedGateway) -> None:
             assert keyed.gateway.post(_CHAT, _OK, headers)[0] == 200
 
 
-def test_openai_client_authenticates_with_key(keyed: KeyedGateway) -> None:
+def test_openai_client_is_served_with_api_key_and_refused_with_wrong_one(
+    keyed: KeyedGateway,
+) -> None:
     """The client's api_key is the key; with a wrong one it raises AuthenticationError."""
     url = f"{keyed.gateway.url}/v1"
     with openai.OpenAI(base_url=url, api_key=keyed.alice, max_retries=0) as client:
@@ -142,7 +148,7 @@ def test_openai_client_authenticates_with_key(keyed: KeyedGateway) -> None:
         client.models.list()
 
 
-def test_only_probes_and_local_pages_need_no_key(keyed: KeyedGateway) -> None:
+def test_only_health_probes_and_local_pages_are_served_without_api_key(keyed: KeyedGateway) -> None:
     """Probes and, on loopback, metrics and OpenAPI document are open; unknown paths get a 401."""
     for path in ("/health", "/livez", "/readyz", "/metrics", "/openapi.json"):
         assert keyed.gateway.get(path)[0] == 200, path
@@ -159,7 +165,7 @@ def test_only_probes_and_local_pages_need_no_key(keyed: KeyedGateway) -> None:
         assert keyed.gateway.post(path, _OK)[0] == 401, path
 
 
-def test_request_without_key_is_refused_before_its_body(keyed: KeyedGateway) -> None:
+def test_request_without_api_key_is_refused_before_its_body_is_read(keyed: KeyedGateway) -> None:
     """The gateway answers after the headers and closes the connection."""
     head = (
         f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -170,7 +176,7 @@ def test_request_without_key_is_refused_before_its_body(keyed: KeyedGateway) -> 
     assert b"Connection: close\r\n" in response
 
 
-def test_cache_salt_starts_with_key_name(keyed: KeyedGateway) -> None:
+def test_cache_salt_sent_to_scheduler_starts_with_api_key_name(keyed: KeyedGateway) -> None:
     """Blocks are salted with the key's name, and a client's salt cannot name another tenant."""
     gateway = keyed.gateway
     given = [
@@ -189,7 +195,9 @@ def test_cache_salt_starts_with_key_name(keyed: KeyedGateway) -> None:
 
 
 @pytest.mark.proof
-def test_changed_key_file_takes_effect(model_folder: Path, tmp_path: Path) -> None:
+def test_added_and_removed_api_keys_take_effect_without_restart(
+    model_folder: Path, tmp_path: Path
+) -> None:
     """Added and removed keys count about a second later; a broken file changes nothing."""
     path = tmp_path / "api-keys"
     alice = _new(path, "alice")
@@ -213,7 +221,7 @@ def test_changed_key_file_takes_effect(model_folder: Path, tmp_path: Path) -> No
     assert "line 1" in logged
 
 
-def test_keys_are_not_in_logs_or_responses(model_folder: Path, tmp_path: Path) -> None:
+def test_api_keys_never_appear_in_logs_or_responses(model_folder: Path, tmp_path: Path) -> None:
     """No key, valid or not, is in logs, responses or files; key names are in the log."""
     path = tmp_path / "api-keys"
     alice = _new(path, "alice")
@@ -280,7 +288,7 @@ def _fail(request: Any) -> Any:
         ("alice secret-in-plain-text\n", "line 1, is not a name, a salt and a digest"),
     ],
 )
-def test_gateway_exits_when_key_file_is_invalid(
+def test_gateway_exits_with_78_when_api_key_file_is_invalid(
     model_folder: Path, tmp_path: Path, write: str | None, cause: str
 ) -> None:
     """One sentence with the remedy, exit code 78, and nothing of the file's content."""
@@ -294,7 +302,7 @@ def test_gateway_exits_when_key_file_is_invalid(
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o606, 0o660])
-def test_gateway_exits_when_others_can_access_key_file(
+def test_gateway_exits_when_other_users_can_access_api_key_file(
     model_folder: Path, tmp_path: Path, mode: int
 ) -> None:
     """A file that others can read or write stops the start, and the message has the remedy."""

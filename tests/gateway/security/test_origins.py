@@ -59,7 +59,7 @@ def configured(
         "[::1",
     ],
 )
-def test_foreign_host_header_is_refused(
+def test_gateway_refuses_request_with_foreign_host_header(
     gateway: RunningGateway, configured: RunningGateway, host: str
 ) -> None:
     """B19: a page that rebinds its name to 127.0.0.1 gets nothing, not even probes."""
@@ -73,12 +73,16 @@ def test_foreign_host_header_is_refused(
     "host",
     ["localhost", "localhost:99", "LocalHost", "127.0.0.1:1", "127.9.9.9", "[::1]", "[::1]:7"],
 )
-def test_loopback_host_header_is_served(gateway: RunningGateway, host: str) -> None:
+def test_gateway_serves_request_with_loopback_host_header_and_any_port(
+    gateway: RunningGateway, host: str
+) -> None:
     """Loopback names are served with any port, as a tunnel may change the port."""
     assert _get(gateway, host).startswith(b"HTTP/1.1 200 ")
 
 
-def test_configured_host_is_served(gateway: RunningGateway, configured: RunningGateway) -> None:
+def test_gateway_serves_request_with_configured_host_header(
+    gateway: RunningGateway, configured: RunningGateway
+) -> None:
     """A name in gateway.allowed_hosts is served with any port and in any case."""
     assert _get(configured, "llm.example").startswith(b"HTTP/1.1 200 ")
     assert _get(configured, "LLM.EXAMPLE:443").startswith(b"HTTP/1.1 200 ")
@@ -99,7 +103,7 @@ def test_configured_host_is_served(gateway: RunningGateway, configured: RunningG
         "",
     ],
 )
-def test_foreign_origin_is_refused(
+def test_gateway_answers_403_to_foreign_origin(
     gateway: RunningGateway, configured: RunningGateway, origin: str
 ) -> None:
     """B20: a foreign origin gets a 403 without CORS headers; so do other local pages."""
@@ -121,7 +125,7 @@ def test_foreign_origin_is_refused(
         assert b"access-control" not in response.lower()
 
 
-def test_no_cors_headers_without_configured_origin(gateway: RunningGateway) -> None:
+def test_response_has_no_cors_headers_when_no_origin_is_configured(gateway: RunningGateway) -> None:
     """Without gateway.allowed_origins no response has a CORS header."""
     for headers in ({}, {"Origin": f"http://127.0.0.1:{gateway.port}"}):
         status, _, response_headers = gateway.post(_CHAT, _OK, headers)
@@ -131,7 +135,9 @@ def test_no_cors_headers_without_configured_origin(gateway: RunningGateway) -> N
 
 
 @pytest.mark.parametrize("origin", [_PAGE, "app://notes"])
-def test_configured_origin_gets_cors_headers(configured: RunningGateway, origin: str) -> None:
+def test_response_to_configured_origin_has_cors_headers(
+    configured: RunningGateway, origin: str
+) -> None:
     """A configured origin's preflight succeeds, and its page can read responses and errors."""
     response = _preflight(configured, origin, "authorization, x-stainless-lang")
     assert response.startswith(b"http/1.1 204 ")
@@ -145,7 +151,7 @@ def test_configured_origin_gets_cors_headers(configured: RunningGateway, origin:
         assert headers["vary"] == "Origin"
 
 
-def test_configured_origin_can_read_stream(configured: RunningGateway) -> None:
+def test_event_stream_to_configured_origin_has_cors_headers(configured: RunningGateway) -> None:
     """Event streams have the CORS header too."""
     body = b'{"model":"tiny","stream":true,"messages":[{"role":"user","content":"x"}]}'
     head = (
@@ -157,7 +163,7 @@ def test_configured_origin_can_read_stream(configured: RunningGateway) -> None:
     assert b"data: [DONE]" in response
 
 
-def test_options_without_origin_is_refused(gateway: RunningGateway) -> None:
+def test_gateway_answers_405_to_options_request_without_origin(gateway: RunningGateway) -> None:
     """OPTIONS without an Origin header is not a preflight and gets a 405."""
     head = f"OPTIONS {_CHAT} HTTP/1.1\r\nHost: localhost\r\n{_CLOSE}\r\n"
     response = gateway.send(head.encode())
