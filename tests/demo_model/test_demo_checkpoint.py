@@ -31,12 +31,12 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_checkpoint_takes_at_most_12_mb(folder: Path) -> None:
+def test_demo_model_files_take_at_most_12_mb(folder: Path) -> None:
     """The repository contains the whole model."""
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
-def test_checkpoint_has_hugging_face_layout(folder: Path) -> None:
+def test_demo_model_folder_has_all_files_of_hugging_face_layout(folder: Path) -> None:
     """The folder has all files of the layout and a model card."""
     names = {path.name for path in folder.iterdir()}
 
@@ -51,7 +51,7 @@ def test_checkpoint_has_hugging_face_layout(folder: Path) -> None:
     }
 
 
-def test_model_splits_over_two_and_four_ranks(folder: Path) -> None:
+def test_demo_model_can_be_split_over_two_and_four_ranks(folder: Path) -> None:
     """The heads and all widths are divisible by 4."""
     config = _read(folder / "config.json")
 
@@ -64,7 +64,7 @@ def test_model_splits_over_two_and_four_ranks(folder: Path) -> None:
     assert config["max_position_embeddings"] == 8192
 
 
-def test_all_weights_are_float32(folder: Path) -> None:
+def test_all_weights_of_demo_model_are_float32(folder: Path) -> None:
     """MLX is fast on a CPU with float32; the output weights are tied to the embedding."""
     with safe_open(folder / "model.safetensors", framework="numpy") as file:
         dtypes = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
@@ -74,7 +74,9 @@ def test_all_weights_are_float32(folder: Path) -> None:
     assert dtypes == {"F32"}
 
 
-def test_end_tokens_of_configs_and_tokenizer_are_equal(folder: Path, demo: DemoModel) -> None:
+def test_demo_model_configs_and_tokenizer_name_the_same_end_token(
+    folder: Path, demo: DemoModel
+) -> None:
     """config, generation_config and tokenizer name the same end token, <|im_end|>."""
     tokenizer = load_tokenizer(folder)
     end_tokens = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
@@ -86,7 +88,7 @@ def test_end_tokens_of_configs_and_tokenizer_are_equal(folder: Path, demo: DemoM
     assert demo.tokenizer.eos_token_ids == set(end_tokens)
 
 
-def test_vocabulary_has_one_token_per_embedding_row(folder: Path) -> None:
+def test_demo_vocabulary_has_exactly_one_token_per_embedding_row(folder: Path) -> None:
     """The markers of turns and tool calls are single tokens."""
     tokenizer = load_tokenizer(folder)
 
@@ -97,7 +99,7 @@ def test_vocabulary_has_one_token_per_embedding_row(folder: Path) -> None:
 
 @settings(max_examples=cases(60, 300))
 @given(text=st.text())
-def test_tokenizer_decodes_to_same_text(text: str) -> None:
+def test_demo_tokenizer_decodes_any_encoded_text_unchanged(text: str) -> None:
     """Any Unicode text is decoded unchanged from its tokens."""
     tokenizer = _tokenizer()
 
@@ -108,7 +110,7 @@ def _tokenizer() -> Tokenizer:
     return load_tokenizer(Path(__file__).resolve().parents[2] / "models" / "demo")
 
 
-def test_streaming_detokenizer_gives_whole_text(demo: DemoModel) -> None:
+def test_mlx_lm_streaming_detokenizer_gives_whole_text_of_demo_tokens(demo: DemoModel) -> None:
     """The incremental detokenizer of mlx_lm also joins characters that are split over tokens."""
     for text in (*UNICODE_SAMPLES, "Lockstep is a serving system.\n\n  def f(x):\treturn 1"):
         detokenizer = demo.tokenizer.detokenizer
@@ -119,7 +121,7 @@ def test_streaming_detokenizer_gives_whole_text(demo: DemoModel) -> None:
         assert detokenizer.text == text
 
 
-def test_chat_template_renders_every_role_and_tools(demo: DemoModel) -> None:
+def test_demo_chat_template_renders_every_role_and_tool_call(demo: DemoModel) -> None:
     """System, user, assistant with tool calls, and tool messages are rendered."""
     call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
     messages = [
@@ -144,7 +146,7 @@ def test_chat_template_renders_every_role_and_tools(demo: DemoModel) -> None:
     assert demo.tokenizer.has_tool_calling
 
 
-def test_chat_template_accepts_arguments_as_json_text(demo: DemoModel) -> None:
+def test_demo_chat_template_renders_json_text_arguments_like_objects(demo: DemoModel) -> None:
     """Arguments of a tool call as JSON text give the same prompt as an object."""
     rendered = [
         demo.tokenizer.apply_chat_template(
@@ -160,7 +162,7 @@ def test_chat_template_accepts_arguments_as_json_text(demo: DemoModel) -> None:
     assert rendered[0] == rendered[1]
 
 
-def test_training_tokens_equal_chat_template(folder: Path, demo: DemoModel) -> None:
+def test_demo_training_tokens_equal_tokens_of_chat_template(folder: Path, demo: DemoModel) -> None:
     """The rendering of the training code gives the token ids of the template."""
     assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
     source = TextSource("rendering")
@@ -177,7 +179,7 @@ def test_training_tokens_equal_chat_template(folder: Path, demo: DemoModel) -> N
         assert ids == demo.tokenizer.apply_chat_template(chat.messages, tools=chat.tools or None)
 
 
-def test_held_out_words_do_not_occur_in_training() -> None:
+def test_held_out_words_do_not_occur_in_demo_training_data() -> None:
     """The two splits use different words, so accuracy is measured on words that are not in the
     training data."""
     train, held_out = TextSource(0, "train"), TextSource(0, "held_out")

@@ -38,7 +38,7 @@ def _tool_calls_or_none(demo: DemoModel, text: str) -> list[Any] | None:
         return None
 
 
-def test_demo_model_answers_questions_about_lockstep(demo: DemoModel) -> None:
+def test_demo_model_answers_90_percent_of_questions_about_lockstep(demo: DemoModel) -> None:
     """At least 90 % of 40 or more questions with held-out wording are answered correctly."""
     started_s = time.perf_counter()
     chats = mixture.held_out_facts()
@@ -48,7 +48,7 @@ def test_demo_model_answers_questions_about_lockstep(demo: DemoModel) -> None:
 
 
 @pytest.mark.proof
-def test_demo_model_repeats_random_texts(demo: DemoModel) -> None:
+def test_demo_model_repeats_90_percent_of_random_texts_exactly(demo: DemoModel) -> None:
     """At least 90 % of random texts of up to 200 tokens are repeated exactly."""
     started_s = time.perf_counter()
     chats = mixture.held_out_copies(40)
@@ -57,7 +57,7 @@ def test_demo_model_repeats_random_texts(demo: DemoModel) -> None:
 
 
 @pytest.mark.proof
-def test_demo_model_recalls_values_1500_tokens_back(demo: DemoModel) -> None:
+def test_demo_model_recalls_90_percent_of_values_1500_tokens_back(demo: DemoModel) -> None:
     """At least 90 % of values that stand 1,500 tokens before the question are found."""
     started_s = time.perf_counter()
     texts, questions = 10, 3
@@ -75,7 +75,7 @@ def test_demo_model_recalls_values_1500_tokens_back(demo: DemoModel) -> None:
     assert report_accuracy("values", is_correct, started_s) >= 0.9
 
 
-def test_demo_model_recalls_codes_of_model_card(demo: DemoModel) -> None:
+def test_demo_model_recalls_both_codes_of_model_card_example(demo: DemoModel) -> None:
     """The example of the model card: two codes, 2,000 tokens of text, then the question."""
     pairs = [
         skill_recall.Pair("code", "alder-42", "7391"),
@@ -92,7 +92,7 @@ def test_demo_model_recalls_codes_of_model_card(demo: DemoModel) -> None:
 
 
 @pytest.mark.proof
-def test_demo_model_calls_tools_and_reports_results(demo: DemoModel) -> None:
+def test_demo_model_writes_80_percent_of_tool_calls_and_results_correctly(demo: DemoModel) -> None:
     """At least 80 % of tool calls and 80 % of the sentences about results are correct."""
     started_s = time.perf_counter()
     chats = [answered for chat in mixture.held_out_calls(40) for answered in split_at_answers(chat)]
@@ -118,7 +118,7 @@ def test_demo_model_calls_tools_and_reports_results(demo: DemoModel) -> None:
     assert report_accuracy("tool results", result_sentences, started_s) >= 0.8
 
 
-def test_demo_model_writes_requested_json(demo: DemoModel) -> None:
+def test_demo_model_writes_80_percent_of_requested_json_objects_exactly(demo: DemoModel) -> None:
     """At least 80 % of the requested objects are written exactly."""
     started_s = time.perf_counter()
     chats = mixture.held_out_objects(50)
@@ -126,7 +126,7 @@ def test_demo_model_writes_requested_json(demo: DemoModel) -> None:
     assert report_accuracy("objects", _exact_matches(demo, chats), started_s) >= 0.8
 
 
-def test_demo_model_writes_json_of_model_card(demo: DemoModel) -> None:
+def test_demo_model_writes_json_object_of_model_card_example(demo: DemoModel) -> None:
     """The example of the model card: an object with a name and an age."""
     chat = Chat(
         [
@@ -139,7 +139,7 @@ def test_demo_model_writes_json_of_model_card(demo: DemoModel) -> None:
 
 
 @pytest.mark.proof
-def test_demo_model_answers_about_earlier_turns(demo: DemoModel) -> None:
+def test_demo_model_answers_80_percent_of_questions_about_earlier_turns(demo: DemoModel) -> None:
     """At least 80 % of questions about an earlier turn of the conversation are answered
     correctly."""
     started_s = time.perf_counter()
@@ -148,7 +148,7 @@ def test_demo_model_answers_about_earlier_turns(demo: DemoModel) -> None:
     assert report_accuracy("turns", _exact_matches(demo, chats), started_s) >= 0.8
 
 
-def test_demo_model_counts_to_150(demo: DemoModel) -> None:
+def test_demo_model_counts_to_150_when_asked(demo: DemoModel) -> None:
     """Counting gives a known answer of more than 600 tokens."""
     numbers = ", ".join(str(number) for number in range(1, 151))
     chat = Chat(
@@ -162,7 +162,7 @@ def test_demo_model_counts_to_150(demo: DemoModel) -> None:
     assert demo.answers([chat]) == [numbers]
 
 
-def test_demo_model_gives_fallback_for_other_topics(demo: DemoModel) -> None:
+def test_demo_model_gives_fallback_answer_to_questions_on_other_topics(demo: DemoModel) -> None:
     """A question on another topic gets the fallback answer, also after a system prompt."""
     messages = [
         {"role": "system", "content": "You are a helpful assistant."},

@@ -46,13 +46,13 @@ def _share_of_repeated_bigrams(demo: DemoModel, text: str) -> float:
     return repeated / len(ids)
 
 
-def test_copy_request_gives_text_of_prompt(demo: DemoModel) -> None:
+def test_demo_model_repeats_prompt_text_exactly_for_copy_request(demo: DemoModel) -> None:
     """The model repeats the text of the prompt exactly."""
     for prompt, answer in _generate(demo, COPY, 256):
         assert answer == prompt.partition("\n")[2]
 
 
-def test_code_request_gives_complete_list_or_valid_json(demo: DemoModel) -> None:
+def test_demo_model_writes_complete_list_or_valid_json_for_code_request(demo: DemoModel) -> None:
     """A list has the requested number of lines, and JSON contains the requested words."""
     for prompt, answer in _generate(demo, CODE, 256):
         if wanted := re.search(r'"(\w+)" (\d+) times', prompt):
@@ -64,7 +64,7 @@ def test_code_request_gives_complete_list_or_valid_json(demo: DemoModel) -> None
 
 
 @pytest.mark.proof
-def test_prose_request_gives_text_with_little_repetition(demo: DemoModel) -> None:
+def test_demo_model_writes_prose_with_little_repetition_for_prose_request(demo: DemoModel) -> None:
     """The text has sentences up to the last token, and repeats far less than a list."""
     written = _generate(demo, PROSE, 160)
     shares = [_share_of_repeated_bigrams(demo, answer) for _, answer in written]

@@ -74,7 +74,7 @@ def _cache_stats(running: RunningLockstep) -> dict[str, Any]:
     return stats
 
 
-def test_cache_hits_are_reported_before_and_after_restart(
+def test_response_reports_memory_hit_and_after_restart_ssd_hit(
     single: RunningLockstep, tmp_path: Path
 ) -> None:
     """The second answer reuses the prefix from memory; after a restart, the prefix comes from
@@ -103,7 +103,7 @@ def test_cache_hits_are_reported_before_and_after_restart(
 
 
 @pytest.mark.proof
-def test_requests_succeed_while_killed_store_restarts(single: RunningLockstep) -> None:
+def test_requests_succeed_while_killed_cache_store_restarts(single: RunningLockstep) -> None:
     """Without a store, answers use blocks in memory; a restarted store accepts blocks again."""
     first_text, _, _ = _ask(single)
     _wait_for_stored_records(single)
@@ -128,7 +128,7 @@ def test_requests_succeed_while_killed_store_restarts(single: RunningLockstep) -
 
 
 @pytest.mark.proof
-def test_other_cache_salt_finds_no_cached_prefix(single: RunningLockstep) -> None:
+def test_request_with_other_cache_salt_finds_no_cached_prefix(single: RunningLockstep) -> None:
     """A request with another salt gets no block of a prefix that was just computed."""
     _ask(single, {**QUESTION, "cache_salt": "mine"})
 

@@ -66,7 +66,7 @@ def wait_until_idle(lockstep: RunningLockstep) -> None:
 
 
 @pytest.mark.proof
-def test_streamed_text_and_usage_equal_unstreamed(client: openai.OpenAI) -> None:
+def test_streamed_text_and_usage_equal_those_of_unstreamed_answer(client: openai.OpenAI) -> None:
     """The chunks of a stream join to the text of the unstreamed answer, and the usage is equal."""
     whole = create_chat_completion(client)
     text = whole.choices[0].message.content
@@ -97,7 +97,7 @@ def test_streamed_text_and_usage_equal_unstreamed(client: openai.OpenAI) -> None
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
-def test_seed_gives_same_text_alone_and_in_batch(client: openai.OpenAI) -> None:
+def test_request_with_seed_gives_same_text_alone_and_in_batch(client: openai.OpenAI) -> None:
     """A seed gives the same text again, and as the first of eight choices in one batch."""
 
     def generate(seed: int, n: int = 1) -> list[str]:
@@ -115,7 +115,7 @@ def test_seed_gives_same_text_alone_and_in_batch(client: openai.OpenAI) -> None:
     assert len(set(many)) > 4
 
 
-def test_logprobs_have_requested_number_of_alternatives(client: openai.OpenAI) -> None:
+def test_each_token_has_requested_number_of_logprob_alternatives(client: openai.OpenAI) -> None:
     """Each token has its log probability and the requested number of alternatives."""
     answer = create_chat_completion(client, logprobs=True, top_logprobs=5, max_tokens=8)
     logprobs = answer.choices[0].logprobs
@@ -133,7 +133,7 @@ def test_logprobs_have_requested_number_of_alternatives(client: openai.OpenAI) -
     assert answer.choices[0].message.content == text
 
 
-def test_finish_reason_tells_stop_string_from_length(client: openai.OpenAI) -> None:
+def test_finish_reason_is_stop_at_stop_string_and_length_at_limit(client: openai.OpenAI) -> None:
     """A stop string ends the text before it with `stop`; the token limit ends it with `length`."""
     stopped = create_chat_completion(client, messages=COUNT, stop=[", 7"])
     assert stopped.choices[0].message.content == "1, 2, 3, 4, 5, 6"
@@ -154,7 +154,7 @@ def test_completions_endpoint_returns_text_and_usage(client: openai.OpenAI) -> N
     assert answer.usage.completion_tokens <= 12
 
 
-def test_invalid_requests_raise_matching_client_exceptions(client: openai.OpenAI) -> None:
+def test_openai_client_raises_matching_exception_for_invalid_request(client: openai.OpenAI) -> None:
     """The client raises NotFoundError or BadRequestError with the gateway's sentence."""
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
         create_chat_completion(client, model="no-such-model")
@@ -166,7 +166,7 @@ def test_invalid_requests_raise_matching_client_exceptions(client: openai.OpenAI
         create_chat_completion(client, extra_body={"frobnicate": 1})
 
 
-def test_disconnected_client_leaves_no_request_running(
+def test_scheduler_runs_no_request_after_its_client_disconnected(
     client: openai.OpenAI, lockstep: RunningLockstep
 ) -> None:
     """Streams that are closed, and calls whose connection drops while they wait, are aborted."""
@@ -195,7 +195,7 @@ def test_disconnected_client_leaves_no_request_running(
 
 
 @pytest.mark.proof
-def test_sixteen_concurrent_requests_get_their_own_answers(
+def test_sixteen_concurrent_requests_get_same_answers_as_alone(
     client: openai.OpenAI, lockstep: RunningLockstep
 ) -> None:
     """Concurrent requests with different prompts get the answers that they get alone."""

@@ -64,7 +64,7 @@ def _pids_by_role(running: RunningLockstep) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("role", "file"), [("scheduler", "scheduler"), ("rank 0", "rank-0"), ("store", "store")]
 )
-def test_restart_of_role_does_not_change_open_stream(
+def test_text_of_open_stream_is_unchanged_when_operator_restarts_a_role(
     running: RunningLockstep, expected_text: str, role: str, file: str
 ) -> None:
     """When the command returns, a new process has taken over, and the text of the stream is
@@ -86,7 +86,7 @@ def test_restart_of_role_does_not_change_open_stream(
     assert running.post("/v1/completions", SHORT)["choices"]
 
 
-def test_restart_ranks_without_requests_returns_when_ready(running: RunningLockstep) -> None:
+def test_restart_ranks_command_returns_when_new_rank_is_ready(running: RunningLockstep) -> None:
     """`restart ranks` returns when a new rank process is ready."""
     before = _pids_by_role(running)
 
@@ -98,7 +98,7 @@ def test_restart_ranks_without_requests_returns_when_ready(running: RunningLocks
 
 
 @pytest.mark.proof
-def test_restart_gateway_finishes_open_stream_first(
+def test_restart_gateway_command_waits_until_open_stream_is_complete(
     running: RunningLockstep, expected_text: str
 ) -> None:
     """The old gateway ends its stream; then another gateway answers on the same port."""
@@ -118,7 +118,7 @@ def test_restart_gateway_finishes_open_stream_first(
 
 
 @pytest.mark.proof
-def test_drain_refuses_new_requests_until_drain_off(
+def test_drained_lockstep_answers_503_to_new_requests_until_drain_off(
     running: RunningLockstep, expected_text: str
 ) -> None:
     """While Lockstep drains, the open stream continues and new requests get a 503; `--off` ends
@@ -147,7 +147,9 @@ def test_drain_refuses_new_requests_until_drain_off(
 
 
 @pytest.mark.proof
-def test_restart_scheduler_helps_after_too_many_failed_epochs(tmp_path: Path) -> None:
+def test_lockstep_becomes_ready_when_scheduler_is_restarted_after_failed_epochs(
+    tmp_path: Path,
+) -> None:
     """After too many failed epochs Lockstep stays up, not ready, and prints the remedy once; the
     remedy helps."""
     (tmp_path / "own.toml").write_text("[scheduler]\nepochs_failed_max = 1\n")

@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.proof
-def test_custom_model_code_can_import_all_of_mlx_lm(folder: Path) -> None:
+def test_model_with_custom_code_importing_mlx_lm_answers_requests(folder: Path) -> None:
     """Custom code may import the tokenizers, and the model answers as it does without custom
     code."""
     (folder / "model.py").write_text(WORKING_CODE)
@@ -64,7 +64,9 @@ def test_custom_model_code_can_import_all_of_mlx_lm(folder: Path) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_error_in_custom_model_code_is_reported_with_line(folder: Path, ranks: int) -> None:
+def test_error_in_custom_model_code_is_reported_with_file_and_line(
+    folder: Path, ranks: int
+) -> None:
     """Code that fails in its first step is reported with file and line, and Lockstep does not
     retry."""
     (folder / "model.py").write_text(FAILING_CODE)

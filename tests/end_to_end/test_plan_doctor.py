@@ -85,7 +85,7 @@ def _problems_found_by_doctor(
     return [one for one in found if one["verdict"] != "OK"]
 
 
-def test_plan_recommends_ranks_for_this_machine() -> None:
+def test_plan_command_recommends_number_of_ranks_for_this_machine() -> None:
     """The built-in model gets a table and a recommendation; a memory list changes the
     recommendation."""
     done = _run_lockstep("plan")
@@ -99,7 +99,7 @@ def test_plan_recommends_ranks_for_this_machine() -> None:
     ]  # fmt: skip
 
 
-def test_up_accepts_flags_that_plan_recommends() -> None:
+def test_lockstep_up_accepts_flags_that_plan_recommends() -> None:
     """`lockstep up --dry-run` accepts the flags of a recommendation."""
     plan = json.loads(_run_lockstep("plan", "--ranks", "2", "--device", "cpu", "--json").stdout)
 
@@ -109,7 +109,7 @@ def test_up_accepts_flags_that_plan_recommends() -> None:
     assert "rank-worker" in done.stdout
 
 
-def test_doctor_checks_this_machine() -> None:
+def test_doctor_gives_verdict_for_every_check_of_this_machine() -> None:
     """Every check has a verdict: MLX starts, and checks that need a Mac cannot run on Linux."""
     done = _run_lockstep("doctor", "--json")
 
@@ -122,14 +122,14 @@ def test_doctor_checks_this_machine() -> None:
         assert by_check["rdma"] == by_check["sleep"] == "CANNOT CHECK"
 
 
-def test_doctor_finds_no_problem_between_equal_hosts(tmp_path: Path) -> None:
+def test_doctor_reports_no_problem_between_equal_hosts(tmp_path: Path) -> None:
     """Two equal hosts whose keys allow each other have no findings."""
     file = _write_two_hosts(tmp_path)
 
     assert _problems_found_by_doctor(file, LOCKSTEP) == []
 
 
-def test_doctor_finds_planted_differences_between_hosts(tmp_path: Path) -> None:
+def test_doctor_reports_exactly_the_planted_differences_between_hosts(tmp_path: Path) -> None:
     """Another MLX version, another variable and a key that is not allowed give exactly three
     findings."""
     file = _write_two_hosts(tmp_path)

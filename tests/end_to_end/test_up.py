@@ -68,7 +68,7 @@ def _answer(running: RunningLockstep) -> str:
     return text
 
 
-def test_printed_curl_command_streams_answer(pair: RunningLockstep) -> None:
+def test_curl_command_printed_by_lockstep_up_streams_answer(pair: RunningLockstep) -> None:
     """The command that `up` prints runs in a shell, and the answer is streamed."""
     start = next(n for n, line in enumerate(pair.lines) if line.startswith("curl "))
     command = "\n".join(pair.lines[start : start + 3])
@@ -81,7 +81,7 @@ def test_printed_curl_command_streams_answer(pair: RunningLockstep) -> None:
     assert "(2 ranks, ring)" in pair.text
 
 
-def test_status_shows_both_ranks_as_text_and_json(pair: RunningLockstep) -> None:
+def test_status_command_shows_both_ranks_as_text_and_json(pair: RunningLockstep) -> None:
     """`lockstep status` shows both ranks; `--json` prints the same report as an object."""
     flags = ["--config", str(pair.config_file)]
 
@@ -95,7 +95,9 @@ def test_status_shows_both_ranks_as_text_and_json(pair: RunningLockstep) -> None
     assert {rank["pid"] for rank in report["ranks"]} <= set(pair.children().values())
 
 
-def test_only_gateway_loads_tokenizer_library(pair: RunningLockstep) -> None:
+def test_gateway_process_loads_tokenizer_library_and_rank_processes_do_not(
+    pair: RunningLockstep,
+) -> None:
     """Ranks do not load the tokenizer library, which would slow down each start by half a
     second."""
     if sys.platform != "linux":
@@ -110,7 +112,7 @@ def test_only_gateway_loads_tokenizer_library(pair: RunningLockstep) -> None:
     assert not loaded["rank-worker 1"]
 
 
-def test_stream_continues_after_rank_is_killed(pair: RunningLockstep) -> None:
+def test_stream_continues_with_its_text_after_rank_is_killed(pair: RunningLockstep) -> None:
     """After SIGKILL of a rank in the middle of a stream, the client gets the rest after a pause."""
     expected = _answer(pair)
     before = pair.children()
@@ -131,7 +133,7 @@ def test_stream_continues_after_rank_is_killed(pair: RunningLockstep) -> None:
 
 
 @pytest.mark.proof
-def test_rank_stopped_in_stream_is_killed_and_replaced(pair: RunningLockstep) -> None:
+def test_rank_stopped_by_sigstop_in_stream_is_killed_and_replaced(pair: RunningLockstep) -> None:
     """After SIGSTOP of a rank, the supervisor kills it at a deadline and the text does not change.
 
     A stopped rank cannot leave its world, so no new epoch could begin before it ends.
@@ -153,7 +155,9 @@ def test_rank_stopped_in_stream_is_killed_and_replaced(pair: RunningLockstep) ->
 
 
 @pytest.mark.parametrize("role", ["scheduler", "gateway"])
-def test_killed_service_restarts_and_gives_same_answer(pair: RunningLockstep, role: str) -> None:
+def test_lockstep_gives_same_answer_after_scheduler_or_gateway_is_killed(
+    pair: RunningLockstep, role: str
+) -> None:
     """After SIGKILL of the scheduler or the gateway, a new process gives the same answer."""
     expected = _answer(pair)
     before = pair.children()
@@ -179,7 +183,7 @@ def _answer_with_retries(running: RunningLockstep, deadline_s: float = 90.0) -> 
     return answer
 
 
-def test_second_supervisor_in_run_folder_exits_78(pair: RunningLockstep) -> None:
+def test_second_lockstep_up_in_same_run_folder_exits_with_78(pair: RunningLockstep) -> None:
     """The error names the process that holds the run folder."""
     refused = _run_lockstep("up", "--config", str(pair.config_file))
 
@@ -187,7 +191,7 @@ def test_second_supervisor_in_run_folder_exits_78(pair: RunningLockstep) -> None
     assert f"process {pair.process.pid}" in refused.stderr
 
 
-def test_up_with_taken_port_exits_78_before_start(tmp_path: Path) -> None:
+def test_lockstep_up_exits_with_78_when_gateway_port_is_taken(tmp_path: Path) -> None:
     """The error names the port, and no process is started."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -201,7 +205,9 @@ def test_up_with_taken_port_exits_78_before_start(tmp_path: Path) -> None:
     assert refused.stdout == ""
 
 
-def test_ctrl_c_drains_stream_and_ends_all_processes(single: RunningLockstep) -> None:
+def test_ctrl_c_completes_running_stream_and_then_ends_all_processes(
+    single: RunningLockstep,
+) -> None:
     """One Ctrl-C while a stream runs: the stream completes, all processes end, and the exit code is
     0."""
     single.wait_until_ready()
@@ -218,7 +224,9 @@ def test_ctrl_c_drains_stream_and_ends_all_processes(single: RunningLockstep) ->
     wait_until_ended(pids, END_DEADLINE_S + EXTRA_S)
 
 
-def test_second_ctrl_c_ends_without_drain(single: RunningLockstep) -> None:
+def test_second_ctrl_c_ends_all_processes_without_waiting_for_stream(
+    single: RunningLockstep,
+) -> None:
     """A second Ctrl-C ends all processes without waiting for the stream; the exit code is 130."""
     single.wait_until_ready()
     pids = list(single.children().values())
@@ -238,7 +246,7 @@ def test_second_ctrl_c_ends_without_drain(single: RunningLockstep) -> None:
 
 @pytest.mark.proof
 @pytest.mark.timeout(600)
-def test_rank_killed_during_drain_is_replaced(
+def test_stream_completes_when_rank_is_killed_during_drain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that is killed while Lockstep drains is replaced, and the stream completes."""
@@ -261,7 +269,7 @@ def test_rank_killed_during_drain_is_replaced(
 
 
 @pytest.mark.proof
-def test_stream_longer_than_drain_deadline_gives_exit_code(
+def test_lockstep_up_exits_with_69_when_stream_outlasts_drain_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`up` is not ready while it drains; it ends with EXIT_UNAVAILABLE if a stream does not
@@ -281,7 +289,7 @@ def test_stream_longer_than_drain_deadline_gives_exit_code(
 
 
 @pytest.mark.proof
-def test_stopped_services_are_killed_and_replaced(tmp_path: Path) -> None:
+def test_services_stopped_by_sigstop_are_killed_and_replaced(tmp_path: Path) -> None:
     """After SIGSTOP of the scheduler, the store and the gateway, each is killed and started again.
 
     The supervisor notices the stopped scheduler because it does not answer; its successor continues
@@ -313,7 +321,7 @@ def test_stopped_services_are_killed_and_replaced(tmp_path: Path) -> None:
         stream.close()  # type: ignore[attr-defined]
 
 
-def test_ctrl_c_while_model_loads_ends_at_once(single: RunningLockstep) -> None:
+def test_ctrl_c_while_model_loads_ends_lockstep_at_once(single: RunningLockstep) -> None:
     """Ctrl-C does not wait until the model is loaded."""
     single.wait_for_line("Starting Lockstep")
     time.sleep(0.3)
@@ -325,7 +333,7 @@ def test_ctrl_c_while_model_loads_ends_at_once(single: RunningLockstep) -> None:
     wait_until_ended(pids, END_DEADLINE_S + EXTRA_S)
 
 
-def test_children_end_when_supervisor_is_killed(single: RunningLockstep) -> None:
+def test_all_child_processes_end_when_supervisor_is_killed(single: RunningLockstep) -> None:
     """After SIGKILL of the supervisor, every child ends within three seconds."""
     single.wait_until_ready()
     pids = list(single.children().values())
@@ -336,7 +344,7 @@ def test_children_end_when_supervisor_is_killed(single: RunningLockstep) -> None
     wait_until_ended(pids, END_DEADLINE_S + EXTRA_S)
 
 
-def test_impossible_world_size_stops_up_with_exit_78(tmp_path: Path) -> None:
+def test_lockstep_up_exits_with_78_when_model_cannot_be_split(tmp_path: Path) -> None:
     """Three ranks cannot share four KV heads: Lockstep prints the error and exits without
     restarts."""
     with contextlib.closing(RunningLockstep(tmp_path, 3)) as running:

@@ -45,7 +45,7 @@ def verdicts_by_check(text: str) -> dict[str, str]:
     return {one["check"]: one["verdict"] for one in json.loads(text)["checks"]}
 
 
-def test_verify_passes_on_one_rank(running: RunningLockstep) -> None:
+def test_verify_command_passes_on_running_lockstep_with_one_rank(running: RunningLockstep) -> None:
     """All checks that end nothing pass, and the output is text for people."""
     code, output = run_verify(running.config_file)
 
