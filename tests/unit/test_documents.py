@@ -30,7 +30,7 @@ _VERB = re.compile(r"\bmake ([a-z]+)\b")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_paths_and_links_lead_somewhere(document: Path) -> None:
+def test_every_path_and_link_in_documents_leads_to_existing_file(document: Path) -> None:
     """Files and folders that a document names are there, and so are its relative links."""
     text = document.read_text(encoding="utf-8")
     named = [ROOT / path for path in _PATH.findall(text)]
@@ -52,7 +52,7 @@ def _code_spans() -> list[tuple[str, str]]:
     return spans
 
 
-def test_code_locations_in_documents_exist() -> None:
+def test_every_code_location_in_documents_exists() -> None:
     """Each `file.py:function` of a document names a definition in that file."""
     missing = []
     for document, span in _code_spans():
@@ -76,7 +76,7 @@ def _defines(file: Path, symbol: str) -> bool:
     return True
 
 
-def test_symbols_and_modules_in_documents_exist() -> None:
+def test_every_class_and_module_named_in_documents_exists() -> None:
     """Each `ClassName` and each `package.module` of a document is defined in the code."""
     defined = set(_FOREIGN_SYMBOLS)
     modules = set()
@@ -98,7 +98,7 @@ def test_symbols_and_modules_in_documents_exist() -> None:
     assert missing == []
 
 
-def test_settings_in_documents_exist() -> None:
+def test_every_setting_named_in_documents_exists() -> None:
     """Each `section.key` and each LOCKSTEP_ variable of a document is a setting."""
     sections = loading.sections()
     keys = {
@@ -126,7 +126,7 @@ def test_settings_in_documents_exist() -> None:
 _NOT_SETTINGS = {"model.safetensors", "cache.py", "gateway.py"}
 
 
-def test_metrics_in_documents_exist() -> None:
+def test_every_metric_named_in_documents_is_exposed_by_gateway() -> None:
     """Each `lockstep_...` metric of a document is one that the gateway exposes."""
     page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     exposed = set(re.findall(r"`(lockstep_\w+)`", page))
@@ -140,7 +140,7 @@ def test_metrics_in_documents_exist() -> None:
     assert missing == []
 
 
-def test_flags_in_documents_exist() -> None:
+def test_every_lockstep_flag_in_documents_exists() -> None:
     """Each `--flag` after `lockstep` in a document is an option of some command."""
     commands = (ROOT / "services" / "commands").rglob("*.py")
     texts = "\n".join(path.read_text(encoding="utf-8") for path in commands)
@@ -159,12 +159,12 @@ def test_flags_in_documents_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_reference_page_equals_generated_page(page: Path) -> None:
+def test_reference_page_equals_page_generated_from_code(page: Path) -> None:
     """`make generated` would not change a page of the reference."""
     assert page.read_text(encoding="utf-8") == PAGES[page]()
 
 
-def test_make_verbs_exist() -> None:
+def test_every_make_target_named_in_documents_exists() -> None:
     """Every `make verb` in a document is a target of the Makefile."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
@@ -177,7 +177,7 @@ def test_make_verbs_exist() -> None:
     assert set(_VERB.findall(code)) <= targets
 
 
-def test_every_dependency_is_explained() -> None:
+def test_architecture_document_explains_every_dependency() -> None:
     """ARCHITECTURE.md says why each package is needed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
@@ -187,7 +187,7 @@ def test_every_dependency_is_explained() -> None:
     assert {name for name in names if name not in explained[2]} == set()
 
 
-def test_dependencies_are_pinned() -> None:
+def test_constraints_file_pins_exact_version_of_every_dependency() -> None:
     """constraints.txt has an exact version of everything that pyproject.toml asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]

@@ -103,7 +103,7 @@ def _found_in_sources() -> dict[str, set[str]]:
     }
 
 
-def test_sources_use_only_allowed_code_loading_and_fetching() -> None:
+def test_sources_use_pickle_eval_and_url_libraries_only_where_allowed() -> None:
     """No file uses pickle, eval, exec, marshal or a URL library, except those in `_ALLOWED`."""
     found = _found_in_sources()
 
@@ -112,8 +112,8 @@ def test_sources_use_only_allowed_code_loading_and_fetching() -> None:
         assert names - _allowed(path) == set(), path
 
 
-def test_every_allowance_is_used() -> None:
-    """Each name in `_ALLOWED` is in its file: an unused allowance would hide a later breach."""
+def test_every_exception_to_foreign_code_rule_is_still_needed() -> None:
+    """Each name in `_ALLOWED` is in its file: an unused exception would hide a later breach."""
     used: dict[str, set[str]] = {prefix: set() for prefix in _ALLOWED}
     for path, names in _found_in_sources().items():
         for prefix in _ALLOWED:
@@ -162,7 +162,7 @@ def test_every_allowance_is_used() -> None:
         "import torch",
     ],
 )
-def test_forbidden_code_is_found_in_every_notation(breach: str) -> None:
+def test_check_finds_forbidden_imports_under_aliases_and_in_functions(breach: str) -> None:
     """The test finds imports at the top, in functions and under aliases, and plain references."""
     assert list(_found(ast.parse(breach)))
 
@@ -182,6 +182,6 @@ def test_forbidden_code_is_found_in_every_notation(breach: str) -> None:
         "role = 'system'",
     ],
 )
-def test_harmless_code_with_similar_names_is_not_found(harmless: str) -> None:
+def test_check_does_not_report_harmless_code_with_similar_names(harmless: str) -> None:
     """Names that only resemble forbidden ones are not reported."""
     assert list(_found(ast.parse(harmless))) == []

@@ -64,7 +64,7 @@ def _files() -> list[Path]:
     return [path for path in [*sources, *documents] if path != _SELF]
 
 
-def test_prose_contains_no_banned_phrase() -> None:
+def test_docstrings_comments_and_documents_contain_no_banned_phrase() -> None:
     """Docstrings, comments and documents contain no banned phrase."""
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -81,6 +81,6 @@ def test_prose_contains_no_banned_phrase() -> None:
     "sentence",
     ["Whoever asks is answered.", "What is waited for comes.", "Nobody holds it.", "So many rows."],
 )
-def test_banned_phrase_is_found(sentence: str) -> None:
+def test_check_of_prose_finds_every_banned_phrase(sentence: str) -> None:
     """The rule sees the phrases that it exists for."""
     assert _BANNED.search(sentence)

@@ -14,8 +14,8 @@ def _variable(name: str) -> str:
     return found[1]
 
 
-def test_every_suite_is_run() -> None:
-    """Each folder of tests is in a group, or beside them, or all of it runs alone."""
+def test_makefile_runs_every_folder_of_tests() -> None:
+    """Each folder of tests is in a group, or beside the groups, or all of its tests run alone."""
     suites = {
         path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")
     }
@@ -30,8 +30,8 @@ def test_every_suite_is_run() -> None:
         assert all("pytestmark = pytest.mark.alone\n" in file.read_text() for file in files)
 
 
-def test_whatever_runs_alone_is_run() -> None:
-    """The mark stands only in suites that are looked through for it."""
+def test_makefile_runs_every_folder_with_tests_marked_alone() -> None:
+    """The mark `alone` occurs only in folders that the Makefile searches for it."""
     mark = "pytest.mark." + "alone"
     marked = {
         path.relative_to(ROOT / "tests").parts[0]

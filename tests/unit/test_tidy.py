@@ -110,15 +110,15 @@ def _none(faults: list[str]) -> None:
         pytest.fail("\n".join(faults), pytrace=False)
 
 
-def test_there_is_something_to_read() -> None:
-    """Each folder has files: a rule that finds no file finds no fault."""
+def test_every_source_folder_contains_files_to_check() -> None:
+    """Each folder has files: a rule that reads no file finds no fault."""
     folders = {name.partition("/")[0] for name in _sources()}
 
     assert folders == set(_FOLDERS)
     assert "tests/unit/test_tidy.py" in _sources()
 
 
-def test_files_are_short() -> None:
+def test_source_files_have_at_most_400_lines_of_100_columns() -> None:
     """A file holds one idea: at most 400 lines of at most 100 columns."""
     long = []
     for name, text in _sources().items():
@@ -129,7 +129,7 @@ def test_files_are_short() -> None:
     _none(long)
 
 
-def test_functions_are_short() -> None:
+def test_functions_have_at_most_60_lines() -> None:
     """A function fits on a screen: at most 60 lines."""
     long = [
         f"{function.place} has {function.lines} lines"
@@ -141,12 +141,12 @@ def test_functions_are_short() -> None:
     _none(long)
 
 
-def test_modules_say_what_lives_there() -> None:
+def test_every_module_has_a_docstring() -> None:
     """Every module begins with a docstring."""
     _none([name for name, facts in _facts().items() if not facts.documented])
 
 
-def test_tests_state_their_promise() -> None:
+def test_every_test_function_has_a_docstring() -> None:
     """Every test function has a docstring that states the promise."""
     silent = [
         function.place
@@ -159,12 +159,12 @@ def test_tests_state_their_promise() -> None:
     _none(silent)
 
 
-def test_nothing_can_run_foreign_code() -> None:
+def test_sources_contain_no_pickle_eval_or_exec() -> None:
     """No pickle or its kin, no eval, no exec: bytes from elsewhere never become code."""
     _none([place for facts in _facts().values() for place in facts.banned])
 
 
-def test_only_what_speaks_to_terminals_prints() -> None:
+def test_services_call_print_only_in_modules_for_terminals() -> None:
     """Services log; only the command line, the supervisor, the bench and tools print."""
     prints = [
         place
@@ -176,7 +176,7 @@ def test_only_what_speaks_to_terminals_prints() -> None:
     _none(prints)
 
 
-def test_no_skipped_tests() -> None:
+def test_no_test_is_skipped_or_expected_to_fail() -> None:
     """A test runs or does not exist; what the machine lacks is decided inside the test."""
     skipping = re.compile(r"pytest\.(mark\.)?(skip|skipif|xfail|importorskip)\b\(")
 
@@ -189,7 +189,7 @@ def test_no_skipped_tests() -> None:
     )
 
 
-def test_words() -> None:
+def test_files_contain_no_unfinished_marks_or_paths_of_a_machine() -> None:
     """Nothing is left unfinished, and no file knows the machine on which it was written."""
     texts = {_name(path): path for pattern in _TEXTS for path in ROOT.glob(pattern)}
     read = _sources() | {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
@@ -198,8 +198,8 @@ def test_words() -> None:
     _none([name for name, text in read.items() if _MACHINE_PATHS.search(text)])
 
 
-def test_public_class_names_differ_between_rooms() -> None:
-    """One name has one meaning: two rooms share a class name only for the grain of all rooms."""
+def test_public_class_names_differ_between_services() -> None:
+    """Each public class name belongs to one service, except the names in `_GRAIN`."""
     owners: dict[str, set[str]] = {}
     for name, text in _sources().items():
         if name.startswith(("services/", "shared/")):
@@ -212,7 +212,7 @@ def test_public_class_names_differ_between_rooms() -> None:
     _none([f"{name}: {sorted(rooms)}" for name, rooms in shared.items() if name not in _GRAIN])
 
 
-def test_folders_hold_about_a_dozen_entries() -> None:
+def test_folders_have_at_most_13_entries_except_few_roots() -> None:
     """A folder shows at most 13 files and folders at one level; a few roots hold up to 15."""
     entries: dict[str, set[str]] = {}
     for name in _sources():

@@ -89,7 +89,7 @@ def _check(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
     )  # fmt: skip
 
 
-def test_the_walls_stand(copy: Path) -> None:
+def test_all_import_contracts_are_kept(copy: Path) -> None:
     """Without a breach every contract is kept."""
     done = _check(copy, "lint-imports", "--no-cache", "--no-logo")
 
@@ -97,7 +97,9 @@ def test_the_walls_stand(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "line", "wall"), IMPORT_BREACHES)
-def test_a_forbidden_import_breaks_a_contract(copy: Path, file: str, line: str, wall: str) -> None:
+def test_forbidden_import_breaks_an_import_contract(
+    copy: Path, file: str, line: str, wall: str
+) -> None:
     """Each wall is named when it is breached."""
     path = copy / file
     text = path.read_text(encoding="utf-8")
@@ -114,7 +116,7 @@ def test_a_forbidden_import_breaks_a_contract(copy: Path, file: str, line: str, 
 
 
 @pytest.mark.parametrize(("file", "lines"), CALL_BREACHES)
-def test_a_forbidden_call_is_refused(copy: Path, file: str, lines: str) -> None:
+def test_linter_refuses_call_that_its_folder_forbids(copy: Path, file: str, lines: str) -> None:
     """Sockets, collectives, clocks, pickles, eval and shells stay where they are allowed."""
     path = copy / file
     text = path.read_text(encoding="utf-8")
