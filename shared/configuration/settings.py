@@ -124,6 +124,14 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time window of `epochs_failed_max`."""
 
 
+class TenantsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of one tenant: one API key or, without keys, one client address."""
+
+    share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.75
+    """Largest part of each shared limit (open requests, memory for bodies, waiting requests and
+    tokens) that one tenant may use, so that others always find room. 1: no limit per tenant."""
+
+
 class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The ranks and their collectives."""
 
@@ -242,6 +250,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     gateway: GatewayConfig = GatewayConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    tenants: TenantsConfig = TenantsConfig()
     world: WorldConfig = WorldConfig()
     rank_worker: RankWorkerConfig = RankWorkerConfig()
     cache: CacheConfig = CacheConfig()

@@ -5,6 +5,7 @@ none while the gateway listens on a loopback address.
 """
 
 import hashlib
+import ipaddress
 
 from aiohttp import hdrs, web
 
@@ -74,6 +75,16 @@ def key_name(request: web.Request) -> str:
     return name
 
 
+def tenant(request: web.Request) -> str:
+    """Return the name of the tenant that a request counts for.
+
+    It is the API key's name or, without keys, the client's address. Of an IPv6 address only the
+    first 64 bits count, because one client usually has all addresses with them.
+    """
+    name = key_name(request)
+    return f"key {name}" if name else f"address {_network(request.remote or '')}"
+
+
 def cache_salt(request: web.Request, own: str | None) -> str:
     """Return the salt of a request, which keeps its cached blocks apart from other clients' blocks.
 
@@ -90,6 +101,18 @@ def cache_salt(request: web.Request, own: str | None) -> str:
     if not own:
         return name
     return f"{name}/{hashlib.blake2b(own.encode(), digest_size=32).hexdigest()}"
+
+
+def _network(address: str) -> str:
+    """Return an IPv4 address, or the first 64 bits of an IPv6 address."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return str(parsed)
+    mapped = parsed.ipv4_mapped
+    return str(mapped or ipaddress.ip_network((parsed, 64), strict=False).network_address)
 
 
 def _sent_key(request: web.Request) -> bytes:

@@ -11,6 +11,7 @@ from services.gateway.http.authentication import (
     Authenticator,
     cache_salt,
     key_name,
+    tenant,
 )
 from services.gateway.http.cors import OriginPolicy
 from services.gateway.http.errors import ApiError
@@ -101,3 +102,28 @@ def test_gateway_accepts_only_host_names_of_its_bound_address(
     configured = GatewayConfig(host=bound, allowed_hosts=["named.example"])
     assert _is_own(configured, "named.example:443")
     assert not _is_own(configured, "evil.com")
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("192.0.2.7", "address 192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "address 2001:db8:1:2::"),
+        ("::ffff:192.0.2.7", "address 192.0.2.7"),
+        ("fe80::1%eth0", "address fe80::"),
+        (None, "address "),
+    ],
+)
+def test_tenant_without_key_is_client_address_or_its_network(
+    address: str | None, expected: str
+) -> None:
+    """Without a key a client counts by its IPv4 address, or the first 64 bits of its IPv6 one."""
+    assert tenant(_request("/v1/models").clone(remote=address)) == expected
+
+
+def test_tenant_with_key_is_key_name_at_every_address() -> None:
+    """With a key a client counts by the key's name, wherever it connects from."""
+    request = _request("/v1/models", Authorization=f"Bearer {_SECRET}").clone(remote="192.0.2.7")
+    _access("127.0.0.1").check(request)
+
+    assert tenant(request) == "key alice"
