@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from services.rank_worker.sampling.gumbel_max import truncate
-from services.rank_worker.sampling.row_settings import read_settings
+from services.rank_worker.sampling.row_settings import RowSettings
 from shared.messages import Sampling
 
 
@@ -24,7 +24,7 @@ def token_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     for token, addend in sampling.logit_bias:
         logits[:, token] += addend
     scaled = logits / sampling.temperature
-    settings = [read_settings(sampling, scaled.shape[1])] * len(scaled)
+    settings = [RowSettings(sampling, scaled.shape[1])] * len(scaled)
     order, kept = (np.array(one) for one in truncate(mx.array(scaled), settings))
     shares = np.zeros(scaled.shape)
     for row in range(len(scaled)):

@@ -1,5 +1,6 @@
 """Drafts that one step verifies. Owns their order; does not propose or accept any."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -23,11 +24,8 @@ class StepDrafts:
         self.proposed_ids = ids if isinstance(ids, mx.array) else None
         """`ids` where the ranks propose the drafts; None where the plan holds them."""
         self._host_ids = None if isinstance(ids, mx.array) else list(ids)
-        self._offsets: dict[int, int] = {}
-        total = 0
-        for sequence_id, count in counts.items():
-            self._offsets[sequence_id] = total
-            total += count
+        starts = itertools.accumulate(counts.values(), initial=0)
+        self._offsets = dict(zip(counts, starts, strict=False))
         self.ids = ids if isinstance(ids, mx.array) else mx.array(list(ids), dtype=mx.int32)
         """int32 [drafts], on the device."""
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from services.rank_worker.sampling.row_settings import RowSelection
+from services.rank_worker.sampling.row_settings import RowSelection, RowSettings
 from shared.messages import TokenLogprobs
 
 
@@ -63,19 +63,23 @@ class PendingLogprobs:
 
 
 def pending_logprobs(
-    logits: mx.array, rows: RowSelection, tokens: mx.array, alternatives: Sequence[int]
-) -> PendingLogprobs:
-    """Build the log probabilities of some rows.
+    logits: mx.array, tokens: mx.array, settings: Sequence[RowSettings]
+) -> PendingLogprobs | None:
+    """Build the log probabilities of the rows that ask for them.
 
     Args:
         logits: float32 [R, V], raw.
-        rows: the S rows that ask for them.
         tokens: int32 [R], sampled.
-        alternatives: for each of the S rows, how many of the likeliest tokens to return.
+        settings: of each row.
 
     Returns:
-        Natural logarithms of the softmax of the raw logits, not computed yet.
+        Natural logarithms of the softmax of the raw logits, not computed yet; None if no row asks
+        for any.
     """
+    rows = RowSelection.where([row.alternatives is not None for row in settings])
+    if not len(rows):
+        return None
+    alternatives = [settings[index].alternatives or 0 for index in rows.indices]
     logprobs = rows.take(logits)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logprobs, rows.take(tokens)[:, None], axis=-1)[:, 0]

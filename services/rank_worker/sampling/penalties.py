@@ -19,15 +19,10 @@ def add_bias(logits: mx.array, rows: Sequence[RowSettings]) -> mx.array:
 
     Args:
         logits: float32 [R, V].
-        rows: settings of each row, with (token id, addend) pairs.
+        rows: settings of each row, at least one of them with a bias.
     """
-    row_index: list[int] = []
-    tokens: list[int] = []
-    addends: list[float] = []
-    for index, settings in enumerate(rows):
-        row_index += [index] * len(settings.bias)
-        tokens += [token for token, _ in settings.bias]
-        addends += [addend for _, addend in settings.bias]
+    biases = [(index, *bias) for index, settings in enumerate(rows) for bias in settings.bias]
+    row_index, tokens, addends = zip(*biases, strict=True)
     where = mx.array(row_index, dtype=mx.int32), mx.array(tokens, dtype=mx.int32)
     return logits.at[where].add(mx.array(addends, dtype=mx.float32))
 
@@ -158,12 +153,8 @@ class TokenCounts:
     def _grow(self) -> None:
         old = self._counts.shape[0]
         more = max(4, old)
-        self._counts = mx.concatenate(
-            [self._counts, mx.zeros((more, self._vocab_size), dtype=mx.int32)]
-        )
-        self._seen = mx.concatenate(
-            [self._seen, mx.zeros((more, self._vocab_size), dtype=mx.bool_)]
-        )
+        self._counts = mx.pad(self._counts, [(0, more), (0, 0)])
+        self._seen = mx.pad(self._seen, [(0, more), (0, 0)])
         # Rows are popped from the end, the lowest first.
         self._free_rows = list(range(old + more - 1, old - 1, -1))
 

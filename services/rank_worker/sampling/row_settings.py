@@ -1,6 +1,5 @@
 """Sampling settings of one row, and selection of the rows that need a step of the sampling."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -13,53 +12,38 @@ GREEDY_TEMPERATURE_MAX = 1e-5
 rows take the highest logit."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class RowSettings:
     """Sampling settings of one sequence, with flags for the parts of sampling that they need."""
 
-    sampling: Sampling
-    key_state: int
-    """See `keys.initial_state`."""
-    is_random: bool
-    """Whether the token is drawn at random; otherwise it is the one with the highest logit."""
-    is_truncated: bool
-    """Whether top_k, top_p or min_p is set, which costs a sort of the row."""
-    is_penalized: bool
-    """Whether a repetition, presence or frequency penalty is set, which needs token counts."""
-    bias: list[tuple[int, float]]
-    """(token id, addend), without ids outside the vocabulary."""
-    alternatives: int | None
-    """Number of likeliest tokens whose log probabilities are returned beside the sampled token's;
-    None: no log probability is returned."""
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        """Derive a row's settings from a request's.
 
-    @property
-    def is_greedy_only(self) -> bool:
-        """Whether the row only takes the highest raw logit and returns no log probabilities."""
-        return not (
+        Args:
+            sampling: the request's sampling settings.
+            vocab_size: number of token ids; a bias for higher ids is dropped.
+        """
+        self.sampling = sampling
+        self.key_state = keys.initial_state(sampling.seed)
+        self.is_random = sampling.temperature >= GREEDY_TEMPERATURE_MAX
+        """Whether the token is drawn at random; otherwise it is the one with the highest logit."""
+        truncates = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.is_truncated = self.is_random and truncates
+        """Whether top_k, top_p or min_p is set, which costs a sort of the row."""
+        self.is_penalized = (
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0
+        )
+        """Whether a repetition, presence or frequency penalty is set, which needs token counts."""
+        self.bias = [(token, addend) for token, addend in sampling.logit_bias if token < vocab_size]
+        """(token id, addend), without ids outside the vocabulary."""
+        self.alternatives = sampling.top_logprobs
+        """Number of likeliest tokens whose log probabilities are returned beside the sampled
+        token's; None: no log probability is returned."""
+        self.is_greedy_only = not (
             self.is_random or self.is_penalized or self.bias or self.alternatives is not None
         )
-
-
-def read_settings(sampling: Sampling, vocab_size: int) -> RowSettings:
-    """Derive a row's settings from a request's.
-
-    Args:
-        sampling: the request's sampling settings.
-        vocab_size: number of token ids; a bias for higher ids is dropped.
-    """
-    is_random = sampling.temperature >= GREEDY_TEMPERATURE_MAX
-    return RowSettings(
-        sampling=sampling,
-        key_state=keys.initial_state(sampling.seed),
-        is_random=is_random,
-        is_truncated=is_random
-        and (0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0),
-        is_penalized=sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0,
-        bias=[(token, addend) for token, addend in sampling.logit_bias if token < vocab_size],
-        alternatives=sampling.top_logprobs,
-    )
+        """Whether the row only takes the highest raw logit and returns no log probabilities."""
 
 
 class RowSelection:

@@ -14,7 +14,7 @@ from services.rank_worker.sampling.drafts import StepDrafts
 from services.rank_worker.sampling.gumbel_max import sample_gumbel_max
 from services.rank_worker.sampling.logprobs import PendingLogprobs, pending_logprobs
 from services.rank_worker.sampling.penalties import TokenCounts, UncountedTokens, add_bias, penalize
-from services.rank_worker.sampling.row_settings import RowSelection, RowSettings, read_settings
+from services.rank_worker.sampling.row_settings import RowSelection, RowSettings
 from shared.errors import InvariantBroken
 from shared.messages import Sampling
 
@@ -65,7 +65,7 @@ class Sampler:
             prompt: token ids, int32 [prompt tokens].
             completion: token ids known so far, int32 [completion tokens].
         """
-        settings = read_settings(sampling, self._vocab_size)
+        settings = RowSettings(sampling, self._vocab_size)
         self._settings[sequence_id] = settings
         if settings.is_penalized:
             self._counts.admit(sequence_id, prompt, completion)
@@ -120,7 +120,7 @@ class Sampler:
         if len(counted):
             ids = [sequence_ids[index] for index in counted.indices]
             self._counts.add(ids, counted.take(tokens))
-        return SampledTokens(tokens, raw.max(axis=-1), _logprobs(raw, tokens, rows))
+        return SampledTokens(tokens, raw.max(axis=-1), pending_logprobs(raw, tokens, rows))
 
     def sample_drafts(
         self,
@@ -234,23 +234,6 @@ def _fit_vocabulary(logits: mx.array, vocab_size: int) -> mx.array:
     if missing > 0:
         return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
     return logits[:, :vocab_size] if missing else logits
-
-
-def _logprobs(
-    logits: mx.array, tokens: mx.array, rows: Sequence[RowSettings]
-) -> PendingLogprobs | None:
-    """Build the log probabilities of the rows that ask for them; None if no row does.
-
-    Args:
-        logits: float32 [R, V], raw.
-        tokens: int32 [R], sampled.
-        rows: the settings of each row.
-    """
-    asking = RowSelection.where([row.alternatives is not None for row in rows])
-    if not len(asking):
-        return None
-    alternatives = [rows[index].alternatives or 0 for index in asking.indices]
-    return pending_logprobs(logits, asking, tokens, alternatives)
 
 
 def id_synchronizer(

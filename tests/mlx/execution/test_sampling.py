@@ -9,7 +9,7 @@ import pytest
 
 from services.rank_worker.sampling.gumbel_max import gumbel_noise, truncate
 from services.rank_worker.sampling.keys import draw_key, initial_state
-from services.rank_worker.sampling.row_settings import read_settings
+from services.rank_worker.sampling.row_settings import RowSettings
 from services.rank_worker.sampling.sampler import Sampler
 from shared.messages import Sampling
 
@@ -61,7 +61,7 @@ def _penalized(
     return out
 
 
-def test_penalties_and_bias_match_numpy() -> None:
+def test_greedy_rows_with_penalties_and_bias_take_token_numpy_computes() -> None:
     """Greedy rows with penalties and bias take the token that numpy computes."""
     mixes = [
         Sampling(seed=1, temperature=0.0, repetition_penalty=1.8),
@@ -85,7 +85,7 @@ def test_penalties_and_bias_match_numpy() -> None:
             completions[row].append(got[row])
 
 
-def test_token_counts_include_unread_draws() -> None:
+def test_frequency_penalty_counts_drawn_tokens_whose_results_are_unread() -> None:
     """With a huge frequency penalty no token repeats, although no result is read in between."""
     sampler = _sampler([Sampling(seed=1, temperature=0.0, frequency_penalty=100.0)])
     logits = mx.array(_logits(1))
@@ -95,7 +95,7 @@ def test_token_counts_include_unread_draws() -> None:
     assert sorted(int(np.array(one)[0]) for one in drawn) == list(range(VOCAB))
 
 
-def test_slot_of_dropped_sequence_has_no_token_counts() -> None:
+def test_new_sequence_does_not_inherit_token_counts_of_slot() -> None:
     """A sequence in the slot of a dropped one does not inherit its counts."""
     sampling = Sampling(seed=1, temperature=0.0, frequency_penalty=100.0)
     sampler = _sampler([sampling] * 6)
@@ -135,10 +135,10 @@ CUTS = [
 ]
 
 
-def test_cut_offs_keep_same_tokens_as_numpy() -> None:
+def test_top_k_top_p_and_min_p_keep_tokens_numpy_keeps() -> None:
     """top_k, then top_p of the rest, then min_p keep the tokens that numpy keeps, row by row."""
     scaled = _logits(len(CUTS), seed=5)
-    rows = [read_settings(sampling, VOCAB) for sampling in CUTS]
+    rows = [RowSettings(sampling, VOCAB) for sampling in CUTS]
 
     order, kept = (np.array(one) for one in truncate(mx.array(scaled), rows))
 
@@ -146,7 +146,7 @@ def test_cut_offs_keep_same_tokens_as_numpy() -> None:
         assert set(order[row][kept[row]].tolist()) == _kept(scaled[row], sampling)
 
 
-def test_draws_hit_kept_tokens_only() -> None:
+def test_draws_never_return_token_that_was_cut_off() -> None:
     """Thousands of draws never hit a token that was cut off."""
     sampling = Sampling(seed=3, temperature=1.5, top_k=6, top_p=0.95)
     logits = _logits(1, seed=6)
@@ -167,7 +167,7 @@ def test_draws_hit_kept_tokens_only() -> None:
     [Sampling(seed=11, temperature=0.7), Sampling(seed=11, temperature=1.3, top_k=12, top_p=0.97)],
     ids=["plain", "cut"],
 )
-def test_draws_follow_softmax_distribution(sampling: Sampling) -> None:
+def test_sampled_tokens_follow_softmax_distribution(sampling: Sampling) -> None:
     """20,000 draws at different positions pass a chi-square test at 0.1 %."""
     logits = np.random.default_rng(2).normal(0.0, 1.0, (1, 24)).astype(np.float32)
     sampler = _sampler([sampling] * 1_000, vocab_size=24)
@@ -187,7 +187,7 @@ def test_draws_follow_softmax_distribution(sampling: Sampling) -> None:
     assert chi_square < 49.73
 
 
-def test_noise_of_row_is_independent_of_batch() -> None:
+def test_sampling_noise_of_row_has_equal_bits_in_any_batch() -> None:
     """The noise of a key has the same bits alone, in any batch and at any place in it."""
     states = [initial_state(seed) for seed in (1, 2**63 - 1)]
     row_keys = [draw_key(state, position) for state in states for position in (0, 9, 77)]
@@ -200,7 +200,7 @@ def test_noise_of_row_is_independent_of_batch() -> None:
     assert len({row.tobytes() for row in batch}) == len(row_keys)
 
 
-def test_noise_equals_frozen_values() -> None:
+def test_sampling_noise_equals_frozen_values() -> None:
     """The first noise values equal frozen ones; a change would change every seeded completion."""
     noise = np.array(
         gumbel_noise([draw_key(initial_state(0), 0), draw_key(initial_state(42), 1_000)], 4)
@@ -233,7 +233,7 @@ def test_mixed_batch_draws_same_tokens_as_single_rows() -> None:
         assert got[3] == logits[3].argmax()
 
 
-def test_logprobs_ignore_bias_penalties_and_temperature() -> None:
+def test_log_probabilities_ignore_bias_penalties_and_temperature() -> None:
     """Log probabilities are of the unmodified logits; alternatives are sorted and as many as
     requested.
     """
@@ -261,7 +261,7 @@ def test_logprobs_ignore_bias_penalties_and_temperature() -> None:
         assert got.top_logprobs == pytest.approx(truth[row][order].tolist(), abs=1e-4)
 
 
-def test_extreme_settings_draw_valid_token() -> None:
+def test_extreme_sampling_settings_and_infinite_logits_draw_valid_token() -> None:
     """The limits of all settings, and logits of minus infinity, give a valid token."""
     mixes = [
         Sampling(seed=1, temperature=1e-4),
@@ -284,7 +284,7 @@ def test_extreme_settings_draw_valid_token() -> None:
     assert got[4] == got[5] == 9
 
 
-def test_bfloat16_logits_are_drawn_in_float32() -> None:
+def test_bfloat16_logits_give_valid_draw_and_lowest_tied_id() -> None:
     """bfloat16 logits give a valid draw; ties of greedy rows go to the lowest id."""
     logits = mx.zeros((2, VOCAB), dtype=mx.bfloat16)
     mixes = [Sampling(seed=1, temperature=0.0), Sampling(seed=1, temperature=1.0)]
