@@ -6,7 +6,6 @@ Except while a rank loads, collectives run only as part of a step plan (ARCHITEC
 import os
 import re
 from collections.abc import Sequence
-from typing import NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -101,7 +100,16 @@ def init(backend: Backend, rank: int, world_size: int) -> Collectives:
     if backend == "off":
         return Collectives(None, rank, world_size)
     if not mx.distributed.is_available(backend):
-        _raise_unavailable(backend)
+        if backend == "jaccl":
+            # Not a ConfigError: world.jaccl_fallback may change the backend to ring.
+            raise WorldLost(
+                "MLX finds no RDMA on this machine, but jaccl needs it: use macOS 26.2 or later on "
+                "a Mac with Thunderbolt 5, and run `rdma_ctl enable` once in its recovery system."
+            )
+        raise ConfigError(
+            f"MLX on this machine has no {backend}: set world.backend to ring, or install MLX for "
+            "CUDA (the extra `cuda13`)."
+        )
     try:
         group = mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:
@@ -113,19 +121,6 @@ def init(backend: Backend, rank: int, world_size: int) -> Collectives:
             f"but MLX joined as rank {group.rank()} of {group.size()}."
         )
     return Collectives(group, rank, world_size)
-
-
-def _raise_unavailable(backend: Backend) -> NoReturn:
-    if backend == "jaccl":
-        # Not a ConfigError: world.jaccl_fallback may change the backend to ring.
-        raise WorldLost(
-            "MLX finds no RDMA on this machine, but jaccl needs it: use macOS 26.2 or later on a "
-            "Mac with Thunderbolt 5, and run `rdma_ctl enable` once in its recovery system."
-        )
-    raise ConfigError(
-        f"MLX on this machine has no {backend}: set world.backend to ring, or install MLX for "
-        "CUDA (the extra `cuda13`)."
-    )
 
 
 def _name_error_numbers(text: str) -> str:

@@ -89,21 +89,10 @@ def _run_epoch(config: Config, rank: int, clock: Clock) -> int:
             if not config.model.trust_remote_code:
                 # Skips the parts of mlx-lm that only a model's own Python file may need.
                 lazy_mlx_lm.import_mlx_lm()
-            from services.rank_worker import worker  # noqa: PLC0415
+            from services.rank_worker.worker import Worker  # noqa: PLC0415
 
-            worker.serve(
-                config,
-                order,
-                link,
-                environment.close,
-                device=device,
-                clock=clock,
-                blas=blas_library,
-            )
-    except ConfigError as error:
-        _log.error("rank_failed", detail=str(error))
-        return _report_failure(link, order, error, str(error), error.exit_code)
-    except (UnavailableError, RanksUnreachable) as error:
+            Worker(config, order, link, device, clock, blas_library).serve(environment.close)
+    except (ConfigError, UnavailableError, RanksUnreachable) as error:
         # Not a bug: a traceback would hide the message.
         _log.error("rank_failed", detail=str(error))
         return _report_failure(link, order, error, str(error), error.exit_code)

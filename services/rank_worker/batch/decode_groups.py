@@ -52,8 +52,9 @@ def group_decode_rows(
         Groups of indices into `slots`, ascending within each group; every row is in one group.
     """
     all_rows = list(range(len(slots)))
-    padding = _computed_tokens(slots, max(token_counts)) - sum(token_counts)
-    if padding <= forward_cost_tokens:
+    # One forward over several rows also computes the rows between them.
+    row_count = 1 if len(slots) == 1 else slots[-1] + 1
+    if row_count * max(token_counts) - sum(token_counts) <= forward_cost_tokens:
         return [all_rows]
     # Longest first: only rows that are adjacent in this order share a forward.
     longest_first = sorted(all_rows, key=lambda index: -token_counts[index])
@@ -79,9 +80,3 @@ def group_decode_rows(
         groups.append(sorted(longest_first[group_starts[stop] : stop]))
         stop = group_starts[stop]
     return groups[::-1]
-
-
-def _computed_tokens(slots: Sequence[int], width: int) -> int:
-    """Return the tokens that a forward computes, those of rows between these slots included."""
-    rows = 1 if len(slots) == 1 else slots[-1] + 1
-    return rows * width

@@ -35,12 +35,8 @@ def padded_width(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def _own_width(chunk: PrefillChunk) -> int:
-    return chunk.length
-
-
 def group_chunks(
-    chunks: Sequence[PrefillChunk], width: Callable[[PrefillChunk], int] = _own_width
+    chunks: Sequence[PrefillChunk], width: Callable[[PrefillChunk], int] = lambda one: one.length
 ) -> list[list[PrefillChunk]]:
     """Split the prefill chunks of a plan into forwards.
 

@@ -27,6 +27,56 @@ class RunningSequence:
     """The drafts that a step verifies for it, until a plan says how many of them are accepted;
     None: there are no such drafts."""
 
+    def decoded_token(self) -> TokenReference:
+        """Return the token that its next decode reads: its last one.
+
+        Raises:
+            InvariantBroken: its prefill has not ended.
+        """
+        if self.last_token is None:
+            raise InvariantBroken(f"slot {self.slot} decodes before its prefill has ended")
+        return self.last_token
+
+
+class ElementGather:
+    """A list of elements from several arrays, which one operation on the device collects."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[int, int] = {}
+        """Start of each array in the concatenation of all, by `id`."""
+        self._sources: list[mx.array] = []
+        self._total = 0
+        self._indices: list[int] = []
+
+    def add(self, array: mx.array, first: int, count: int) -> None:
+        """Append `count` elements of an array to the list.
+
+        Args:
+            array: [n], or [B, L, H], which counts as n = B * L elements; it must live until `take`.
+            first: index of the first element.
+            count: number of elements.
+        """
+        if id(array) not in self._offsets:
+            flat = array.reshape(-1, array.shape[-1]) if array.ndim == 3 else array
+            self._offsets[id(array)] = self._total
+            self._sources.append(flat)
+            self._total += flat.shape[0]
+        start = self._offsets[id(array)] + first
+        self._indices += range(start, start + count)
+
+    def pad(self, length: int) -> None:
+        """Append any elements until the list has this length."""
+        self._indices += [0] * (length - len(self._indices))
+
+    def take(self) -> mx.array:
+        """Return the elements in order, [elements] or [elements, H], in the dtype of the arrays."""
+        sources = self._sources
+        joined = sources[0] if len(sources) == 1 else mx.concatenate(sources)
+        if self._indices == list(range(self._total)):
+            # For tokens: the rows are those of the previous step, so its tokens are the input.
+            return joined
+        return joined[mx.array(self._indices, dtype=mx.int32)]
+
 
 def last_tokens(sequences: Sequence[RunningSequence], slots: Sequence[int]) -> mx.array:
     """Return the last token of each slot, int32 [slots]; any token where a slot has no sequence.
@@ -39,28 +89,20 @@ def last_tokens(sequences: Sequence[RunningSequence], slots: Sequence[int]) -> m
         InvariantBroken: a sequence decodes before its prefill has ended.
     """
     by_slot = {sequence.slot: sequence for sequence in sequences}
-    arrays: list[mx.array] = []
-    offsets: dict[int, int] = {}
-    indices: list[int] = []
-    total = 0
-    for slot in slots:
-        if slot not in by_slot:
-            indices.append(0)
-            continue
-        last_token = by_slot[slot].last_token
-        if last_token is None:
-            raise InvariantBroken(f"slot {slot} decodes before its prefill has ended")
-        ids, index = last_token
-        if id(ids) not in offsets:
-            offsets[id(ids)] = total
-            arrays.append(ids)
-            total += ids.shape[0]
-        indices.append(offsets[id(ids)] + index)
-    tokens = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
-    if indices == list(range(total)):
-        # The rows are those of the previous step, so its tokens are the input.
-        return tokens
-    return tokens[mx.array(indices, dtype=mx.int32)]
+    tokens = ElementGather()
+    for row, slot in enumerate(slots):
+        if slot in by_slot:
+            tokens.add(*by_slot[slot].decoded_token(), 1)
+        tokens.pad(row + 1)
+    return tokens.take()
+
+
+def pad_tokens(rows: Sequence[np.ndarray | Sequence[int]], width: int) -> mx.array:
+    """Return rows of token ids as one array, int32 [rows, width], padded with 0 on the right."""
+    padded = np.zeros((len(rows), width), dtype=np.int32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return mx.array(padded)
 
 
 class SequenceBatch:
@@ -71,16 +113,11 @@ class SequenceBatch:
 
     def __init__(self) -> None:
         self._sequences: dict[int, RunningSequence] = {}
-        self._sequence_ids: dict[int, int] = {}
-        """Sequence id of each occupied slot."""
-
-    def sequence_ids(self) -> list[int]:
-        """Return all sequence ids, ascending."""
-        return sorted(self._sequences)
+        """By sequence id."""
 
     def occupied_slots(self) -> list[tuple[int, int]]:
         """Return (slot, sequence id) of every occupied slot, in slot order."""
-        return sorted(self._sequence_ids.items())
+        return sorted((one.slot, one.sequence_id) for one in self._sequences.values())
 
     def find(self, sequence_id: int) -> RunningSequence:
         """Return the running sequence with this id.
@@ -109,18 +146,6 @@ class SequenceBatch:
             )
         return sequence
 
-    def slot_of(self, sequence_id: int) -> int:
-        """Return the slot of a sequence; raises InvariantBroken if it is not in the batch."""
-        return self.find(sequence_id).slot
-
-    def slot_of_verified(self, sequence_id: int) -> int:
-        """Return the slot of a sequence.
-
-        Raises:
-            InvariantBroken: it is not in the batch, or drafts of it wait for a plan to accept them.
-        """
-        return self.find_verified(sequence_id).slot
-
     def add(self, sequence: RunningSequence, row_count: int) -> None:
         """Add a sequence to the batch in the slot that it names.
 
@@ -133,18 +158,17 @@ class SequenceBatch:
                 `row_count`.
         """
         sequence_id, slot = sequence.sequence_id, sequence.slot
-        if sequence_id in self._sequences or slot in self._sequence_ids or slot >= row_count:
+        is_taken = sequence_id in self._sequences or slot in dict(self.occupied_slots())
+        if is_taken or slot >= row_count:
             raise InvariantBroken(
                 f"sequence {sequence_id} cannot enter slot {slot}: "
                 f"{row_count} rows, occupied: {self.occupied_slots()}"
             )
-        self._sequence_ids[slot] = sequence_id
         self._sequences[sequence_id] = sequence
 
     def remove(self, sequence_id: int) -> RunningSequence:
         """Remove a sequence and return it; raises InvariantBroken if it is not in the batch."""
         sequence = self.find(sequence_id)
-        del self._sequence_ids[sequence.slot]
         del self._sequences[sequence_id]
         return sequence
 
@@ -163,13 +187,12 @@ class SequenceBatch:
         """
         sequence = self.find(sequence_id)
         old = sequence.slot
-        if slot >= old or slot in self._sequence_ids:
+        occupied = dict(self.occupied_slots())
+        if slot >= old or slot in occupied:
             raise InvariantBroken(
                 f"sequence {sequence_id} cannot move from slot {old} to "
-                f"{slot}, occupied by {self._sequence_ids.get(slot)}"
+                f"{slot}, occupied by {occupied.get(slot)}"
             )
-        del self._sequence_ids[old]
-        self._sequence_ids[slot] = sequence_id
         sequence.slot = slot
         return old
 
@@ -179,7 +202,6 @@ class SequenceBatch:
         Raises:
             InvariantBroken: an occupied slot is not below it.
         """
-        if any(slot >= row_count for slot in self._sequence_ids):
-            raise InvariantBroken(
-                f"slots {sorted(self._sequence_ids)} are occupied: {row_count} rows are too few"
-            )
+        slots = [slot for slot, _ in self.occupied_slots()]
+        if any(slot >= row_count for slot in slots):
+            raise InvariantBroken(f"slots {slots} are occupied: {row_count} rows are too few")

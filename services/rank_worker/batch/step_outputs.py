@@ -132,14 +132,6 @@ class ForwardOutputs:
         mx.async_eval(marker)
         self.markers.append(marker)
 
-    def add_marker(self, marker: mx.array) -> None:
-        """Add the marker of a drafter's forward, whose computation starts later, with the sampling.
-
-        Args:
-            marker: small array of any shape; evaluating it runs the forward.
-        """
-        self.markers.append(marker)
-
     def logits_of(self, sequence_ids: list[int]) -> mx.array:
         """Return the logits of all forwards, with the rows in a given order.
 

@@ -4,6 +4,7 @@ Owns no rows; `KVStore` does. B is the number of rows in a forward, L the tokens
 number of token ids in the vocabulary.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -20,38 +21,25 @@ from shared.errors import InvariantBroken
 from shared.messages import StepPlan
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class DecodeExecutor:
     """Builds the decodes of a step: forwards of one token, or a token and its drafts, per row.
 
     Their computation starts later, with the sampling.
     """
 
-    def __init__(
-        self,
-        store: KVStore,
-        forward: Forward,
-        batch: SequenceBatch,
-        proposer: RankProposer,
-        *,
-        vocab_size: int,
-        forward_cost_tokens: int,
-    ) -> None:
-        """Set up the decoding of one rank.
-
-        Args:
-            store: KV of all rows.
-            forward: the model.
-            batch: the running sequences.
-            proposer: proposes drafts that no plan holds.
-            vocab_size: V; draft ids must be below it.
-            forward_cost_tokens: see `group_decode_rows`; the same on all ranks.
-        """
-        self._store = store
-        self._forward = forward
-        self._batch = batch
-        self._proposer = proposer
-        self._vocab_size = vocab_size
-        self._forward_cost_tokens = forward_cost_tokens
+    store: KVStore
+    """KV of all rows."""
+    forward: Forward
+    """The model."""
+    batch: SequenceBatch
+    """The running sequences."""
+    proposer: RankProposer
+    """Proposes drafts that no plan holds."""
+    vocab_size: int
+    """V; draft ids must be below it."""
+    forward_cost_tokens: int
+    """See `group_decode_rows`; the same on all ranks."""
 
     def run(self, plan: StepPlan, forwards: ForwardOutputs) -> StepDrafts:
         """Build the forwards of a plan's decodes. Each row grows by one token and its drafts.
@@ -79,7 +67,7 @@ class DecodeExecutor:
             )
         if not plan.decodes:
             return StepDrafts({}, [])
-        sequences = [self._batch.find_verified(sequence_id) for sequence_id in plan.decodes]
+        sequences = [self.batch.find_verified(sequence_id) for sequence_id in plan.decodes]
         slots = [sequence.slot for sequence in sequences]
         if any(following <= slot for slot, following in itertools.pairwise(slots)):
             raise InvariantBroken(f"decodes {plan.decodes} are not in slot order: slots {slots}")
@@ -89,7 +77,7 @@ class DecodeExecutor:
             return drafts
         token_counts = [drafts.count(sequence_id) + 1 for sequence_id in plan.decodes]
         previous_logits: mx.array | None = None
-        for group in group_decode_rows(slots, token_counts, self._forward_cost_tokens):
+        for group in group_decode_rows(slots, token_counts, self.forward_cost_tokens):
             previous_logits = self._run_verification(
                 [sequences[row] for row in group], drafts, forwards, previous_logits
             )
@@ -99,30 +87,30 @@ class DecodeExecutor:
         self, plan: StepPlan, sequences: Sequence[RunningSequence], forwards: ForwardOutputs
     ) -> StepDrafts:
         """Return the drafts of the plan, or those that the ranks propose."""
-        lengths = [self._store.length(sequence.slot) for sequence in sequences]
+        lengths = [self.store.length(sequence.slot) for sequence in sequences]
         if any(plan.drafts):
             self._check_room(plan, max(map(len, plan.drafts)), lengths)
             highest = max(max(drafts, default=0) for drafts in plan.drafts)
-            if highest >= self._vocab_size:
+            if highest >= self.vocab_size:
                 raise InvariantBroken(
                     f"plan {plan.step_id} has the draft {highest}, but the vocabulary has "
-                    f"{self._vocab_size} tokens"
+                    f"{self.vocab_size} tokens"
                 )
         if not plan.draft_counts:
             return StepDrafts.from_plan(plan)
         if max(plan.draft_counts) > 0:
             self._check_room(plan, max(plan.draft_counts), lengths)
-        return self._proposer.propose(sequences, lengths, plan.draft_counts, forwards)
+        return self.proposer.propose(sequences, lengths, plan.draft_counts, forwards)
 
     def _run_plain(
         self, sequences: Sequence[RunningSequence], slots: Sequence[int], forwards: ForwardOutputs
     ) -> None:
         """Build one forward over rows without drafts; its logits are [B, V]."""
-        view = self._store.decode(slots, 1)
+        view = self.store.decode(slots, 1)
         tokens = last_tokens(sequences, view.input_slots)
-        logits = self._forward.all_logits(tokens[:, None], view.caches)[:, -1]
-        self._proposer.on_decode(
-            sequences, view.output_rows or range(len(slots)), self._forward.hidden
+        logits = self.forward.all_logits(tokens[:, None], view.caches)[:, -1]
+        self.proposer.on_decode(
+            sequences, view.output_rows or range(len(slots)), self.forward.hidden
         )
         if view.output_rows is not None:
             logits = logits[mx.array(view.output_rows, dtype=mx.int32)]
@@ -149,14 +137,7 @@ class DecodeExecutor:
         slots = [sequence.slot for sequence in sequences]
         token_counts = [drafts.count(sequence.sequence_id) + 1 for sequence in sequences]
         width = max(token_counts)
-        lengths = [
-            self._store.length(slot) + count
-            for slot, count in zip(slots, token_counts, strict=True)
-        ]
-        view = self._store.decode(slots, width)
-        for slot, length in zip(slots, lengths, strict=True):
-            # The KV of padding behind a row is never read; later tokens overwrite it.
-            self._store.roll_back(slot, length)
+        view = self.store.decode_padded(slots, token_counts)
         tokens = last_tokens(sequences, view.input_slots)[:, None]
         if width > 1:
             sequence_ids = {sequence.slot: sequence.sequence_id for sequence in sequences}
@@ -169,10 +150,10 @@ class DecodeExecutor:
         rows = view.output_rows or range(len(slots))
         positions = _unpadded_positions(rows, token_counts, width)
         selects_all = len(positions) == len(view.input_slots) * width
-        logits = self._forward.selected_logits(
+        logits = self.forward.selected_logits(
             tokens, view.caches, None if selects_all else positions
         )
-        self._proposer.on_decode(sequences, rows, self._forward.hidden)
+        self.proposer.on_decode(sequences, rows, self.forward.hidden)
         forwards.add_decode(
             logits,
             [
@@ -189,11 +170,11 @@ class DecodeExecutor:
         Raises:
             InvariantBroken: they have not, or cannot.
         """
-        if not self._store.can_roll_back:
+        if not self.store.can_roll_back:
             raise InvariantBroken(
                 f"plan {plan.step_id} has drafts, but this model's rows cannot be rolled back"
             )
-        room = self._store.row_tokens
+        room = self.store.row_tokens
         if any(length + 1 + draft_count_max > room for length in lengths):
             raise InvariantBroken(
                 f"plan {plan.step_id} has up to {draft_count_max} drafts per row, but rows of "

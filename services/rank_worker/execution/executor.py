@@ -39,7 +39,6 @@ from shared.errors import InvariantBroken
 from shared.messages import (
     AdmittedSequence,
     RolledBack,
-    SlotMove,
     StepPlan,
     TokenLogprobs,
 )
@@ -54,7 +53,8 @@ _CPU_PROFILE = ExecutionProfile()
 class Executor:
     """Executes the step plans of one epoch on one rank.
 
-    Owns the rows, blocks and sampling settings of all running sequences.
+    Owns the rows (`store`), blocks (`blocks`), drafter (`proposer`) and sampling settings of all
+    running sequences. Others only read what these say about themselves.
     """
 
     def __init__(
@@ -95,18 +95,18 @@ class Executor:
         """
         model.eval()
         shape = read_shape(model)
-        self._store = open_store(model, shape, kv_bits, traits.row_kind if traits else None)
-        self._launcher = SplitLauncher(self._store, in_parts=profile.has_queue)
-        self._blocks = BlockExecutor(self._store, take_restored)
+        self.store = open_store(model, shape, kv_bits, traits.row_kind if traits else None)
+        self._launcher = SplitLauncher(self.store, in_parts=profile.has_queue)
+        self.blocks = BlockExecutor(self.store, take_restored)
         self._batch = SequenceBatch()
-        self._vocab_size = shape.vocab_size
+        self.vocab_size = shape.vocab_size
         synchronize = id_synchronizer(rank, world_size, synchronization, sum_ids)
         self._sampler = Sampler(shape.vocab_size, synchronize)
         self._forward = Forward(model, can_select=traits.can_select if traits else None)
-        self._proposer = open_proposer(
-            drafter, self._forward, self._store, self._sampler, synchronize
+        self.proposer = open_proposer(
+            drafter, self._forward, self.store, self._sampler, synchronize
         )
-        parts = (self._store, self._forward, self._batch, self._proposer)
+        parts = (self.store, self._forward, self._batch, self.proposer)
         self._prefill = PrefillExecutor(*parts, profile)
         self._decode = DecodeExecutor(
             *parts, vocab_size=shape.vocab_size, forward_cost_tokens=forward_cost_tokens
@@ -123,68 +123,14 @@ class Executor:
         """
         return (
             bool(plan.keep_blocks or plan.keep_checkpoints)
-            or self._store.resize_waits_for_device(plan.row_count, plan.row_tokens)
+            or self.store.resize_waits_for_device(plan.row_count, plan.row_tokens)
             or self._prefill.waits_for_earlier_steps(plan.prefill_chunks, plan.row_tokens)
         )
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """KV bytes of one token of one row on this rank, in all layers."""
-        return self._store.bytes_per_token
-
-    @property
     def kv_bytes_per_row(self) -> int:
         """Additional bytes per row, independent of its length, for the model and the drafter."""
-        return self._store.bytes_per_row + self._proposer.bytes_per_row
-
-    @property
-    def draft_bytes_per_token(self) -> int:
-        """Additional bytes of one token of one row for the drafter; 0 without one."""
-        return self._proposer.bytes_per_token
-
-    @property
-    def needs_draft_chunks(self) -> bool:
-        """Whether plans must hold the tokens that the drafter reads (`StepPlan.draft_chunks`)."""
-        return self._proposer.needs_chunks
-
-    @property
-    def can_roll_back(self) -> bool:
-        """Whether rows can be shortened, which verifying drafts needs."""
-        return self._store.can_roll_back
-
-    @property
-    def needs_checkpoints(self) -> bool:
-        """Whether a row can only start from blocks together with a checkpoint."""
-        return self._store.needs_state
-
-    @property
-    def kv_layout(self) -> str:
-        """Description of the layout of block bytes; "" where blocks cannot be kept."""
-        return self._store.layout_text
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of all resident blocks and checkpoints."""
-        return self._blocks.total_bytes
-
-    def block_payload_bytes(self, tokens: int) -> int:
-        """Return the bytes of a block of `tokens` tokens; 0 where blocks cannot be kept."""
-        layout = self._store.layout
-        return layout.block_bytes(tokens) if layout is not None else 0
-
-    def prepare_spills(self, block_tokens: int, bytes_max: int) -> None:
-        """Allocate host memory for spills ahead of time; see `BlockExecutor.prepare_spills`.
-
-        Args:
-            block_tokens: tokens in a full block.
-            bytes_max: limit for the bytes being spilled at once.
-        """
-        self._blocks.prepare_spills(self.block_payload_bytes(block_tokens), bytes_max)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits per position."""
-        return self._vocab_size
+        return self.store.bytes_per_row + self.proposer.bytes_per_row
 
     def restart_receipts(self) -> None:
         """Start a new hash chain of receipts, as if no step had been executed.
@@ -192,8 +138,9 @@ class Executor:
         Raises:
             InvariantBroken: sequences are left in the batch.
         """
-        if self._batch.sequence_ids():
-            raise InvariantBroken(f"sequences {self._batch.sequence_ids()} are still in the batch")
+        left = sorted(sequence_id for _, sequence_id in self._batch.occupied_slots())
+        if left:
+            raise InvariantBroken(f"sequences {left} are still in the batch")
         self._receipt = ReceiptChain()
 
     def launch(
@@ -237,20 +184,22 @@ class Executor:
         self._launcher.begin(finish_before)
         self._roll_back(plan.rolled_back)
         self._check_kept(plan)
-        kept = self._blocks.keep(plan, self._batch.slot_of)
+        kept = self.blocks.keep(plan, self._batch.find)
         if plan.prefill_chunks or plan.moves:
             # Prefill and moves start to write rows at once: see `BlockExecutor.keep`.
             mx.eval(kept)
-        self._blocks.adopt(plan)
-        spills = self._blocks.spill(plan)
+        self.blocks.adopt(plan)
+        spills = self.blocks.spill(plan)
         for sequence_id in plan.dropped:
             self._drop(sequence_id)
-        self._blocks.evict(plan)
+        self.blocks.evict(plan)
         for move in plan.moves:
-            self._move(move)
+            old = self._batch.move(move.sequence_id, move.slot)
+            self.store.move(old, move.slot)
+            self.proposer.move(old, move.slot)
         self._batch.check_row_count(plan.row_count)
-        self._store.resize(plan.row_count, plan.row_tokens)
-        self._proposer.resize(plan.row_count, plan.row_tokens)
+        self.store.resize(plan.row_count, plan.row_tokens)
+        self.proposer.resize(plan.row_count, plan.row_tokens)
         for admitted in plan.admitted:
             self._admit(admitted)
         forwards = ForwardOutputs(self._launcher.start_forward)
@@ -258,18 +207,18 @@ class Executor:
         draft_readers = [
             self._batch.find_verified(chunk.sequence_id) for chunk in plan.draft_chunks
         ]
-        self._proposer.read(plan.draft_chunks, draft_readers, forwards)
+        self.proposer.read(plan.draft_chunks, draft_readers, forwards)
         drafts = self._decode.run(plan, forwards)
         sample = build_sample(
-            plan, forwards, drafts, batch=self._batch, store=self._store, sampler=self._sampler
+            plan, forwards, drafts, batch=self._batch, store=self.store, sampler=self._sampler
         )
         if sample is None and not forwards.markers:
-            forwards.start_marker(self._store.marker())
+            forwards.start_marker(self.store.marker())
         rows = [
-            (slot, sequence_id, self._store.length(slot))
+            (slot, sequence_id, self.store.length(slot))
             for slot, sequence_id in self._batch.occupied_slots()
         ]
-        states = self._blocks.snapshot_state(plan, self._batch.slot_of_verified)
+        states = self.blocks.snapshot_state(plan, self._batch.find_verified)
         return LaunchedStep(plan, kept, rows, sample, forwards.markers, states, spills)
 
     def start_first_layers(self, launched: LaunchedStep) -> bool:
@@ -284,7 +233,7 @@ class Executor:
         has_other_work = launched.plan.prefill_chunks or launched.plan.draft_chunks or launched.kept
         if has_other_work or not _ends_in_plain_decodes(launched):
             return False
-        early_layer_keys = self._store.early_layer_keys(share=0.0)
+        early_layer_keys = self.store.early_layer_keys(share=0.0)
         if early_layer_keys is not None:
             mx.async_eval(early_layer_keys)
         return early_layer_keys is not None
@@ -340,8 +289,8 @@ class Executor:
                     f"sequence {cut.sequence_id} cannot be cut to {cut.length} tokens: "
                     f"{verification.description if verification else 'it has no unverified drafts'}"
                 )
-            self._store.roll_back(sequence.slot, cut.length)
-            self._proposer.roll_back(sequence, verification.base_length, cut.length)
+            self.store.roll_back(sequence.slot, cut.length)
+            self.proposer.roll_back(sequence, verification.base_length, cut.length)
             last_index = verification.first_index + accepted
             sequence.last_token = verification.sampled_ids, last_index
             sequence.verification = None
@@ -362,27 +311,22 @@ class Executor:
 
     def _drop(self, sequence_id: int) -> None:
         sequence = self._batch.remove(sequence_id)
-        self._blocks.forget(sequence_id)
-        self._store.free(sequence.slot)
-        self._proposer.free(sequence)
+        self.blocks.forget(sequence_id)
+        self.store.free(sequence.slot)
+        self.proposer.free(sequence)
         self._sampler.drop(sequence_id)
-
-    def _move(self, move: SlotMove) -> None:
-        old = self._batch.move(move.sequence_id, move.slot)
-        self._store.move(old, move.slot)
-        self._proposer.move(old, move.slot)
 
     def _admit(self, admitted: AdmittedSequence) -> None:
         sequence_id, slot = admitted.sequence_id, admitted.slot
         tokens = np.array(admitted.tokens, dtype=np.int32)
         prompt_tokens = admitted.prompt_tokens
-        if not 0 <= prompt_tokens <= len(tokens) or int(tokens.max()) >= self._vocab_size:
+        if not 0 <= prompt_tokens <= len(tokens) or int(tokens.max()) >= self.vocab_size:
             raise InvariantBroken(
                 f"sequence {sequence_id} has {len(tokens)} tokens, {prompt_tokens} in the prompt, "
-                f"with ids up to {int(tokens.max())}; the vocabulary size is {self._vocab_size}"
+                f"with ids up to {int(tokens.max())}; the vocabulary size is {self.vocab_size}"
             )
-        self._batch.add(RunningSequence(sequence_id, slot, tokens), self._store.row_count)
-        self._blocks.begin_row(slot, admitted)
+        self._batch.add(RunningSequence(sequence_id, slot, tokens), self.store.row_count)
+        self.blocks.begin_row(slot, admitted)
         self._sampler.admit(
             sequence_id, admitted.sampling, tokens[:prompt_tokens], tokens[prompt_tokens:]
         )

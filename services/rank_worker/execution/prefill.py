@@ -6,10 +6,9 @@ Owns no rows; `KVStore` does. L is the number of tokens in a chunk.
 from collections.abc import Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from services.rank_worker.batch.prefill_groups import group_chunks, padded_width
-from services.rank_worker.batch.running_batch import RunningSequence, SequenceBatch
+from services.rank_worker.batch.running_batch import RunningSequence, SequenceBatch, pad_tokens
 from services.rank_worker.batch.step_outputs import ForwardOutputs
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.kv_cache.rows.interface import KVStore
@@ -98,7 +97,7 @@ class PrefillExecutor:
             start = stop - 1
         padding = self._width(chunk, self._store.row_tokens) - chunk.length
         width = stop - start + padding
-        tokens = _pad_tokens([sequence.tokens[start:stop]], width)
+        tokens = pad_tokens([sequence.tokens[start:stop]], width)
         caches = self._store.prefill(slot, stop - start, width)
         if not chunk.samples:
             self._forward.fill_caches(tokens, caches)
@@ -115,7 +114,7 @@ class PrefillExecutor:
         sequences = [self._check(chunk) for chunk in group]
         lengths = [chunk.length for chunk in group]
         width = self._width(group[0], self._store.row_tokens)
-        tokens = _pad_tokens([sequence.tokens for sequence in sequences], width)
+        tokens = pad_tokens([sequence.tokens for sequence in sequences], width)
         slots = [sequence.slot for sequence in sequences]
         caches = self._store.prefill_padded(slots, lengths, width)
         ends = mx.array(lengths, dtype=mx.int32) - 1
@@ -141,11 +140,3 @@ class PrefillExecutor:
                 f"sequence {chunk.sequence_id}: its row holds {length} of {known} tokens"
             )
         return sequence
-
-
-def _pad_tokens(rows: Sequence[np.ndarray], width: int) -> mx.array:
-    """Return token ids as int32 [rows, width], padded on the right."""
-    padded = np.zeros((len(rows), width), dtype=np.int32)
-    for target, row in zip(padded, rows, strict=True):
-        target[: len(row)] = row
-    return mx.array(padded)

@@ -77,8 +77,8 @@ class StepLoop:
         self._launched_max = 1 if on_cpu else limits.PLANS_IN_FLIGHT
         self._held_plan: StepPlan | None = None
         """A plan taken from the queue that must wait until the previous step is finished."""
-        self._launched: deque[tuple[StepPlan, LaunchedStep, float]] = deque()
-        """Steps on the device: the plan, the launched step, and the idle seconds before it."""
+        self._launched: deque[tuple[LaunchedStep, float]] = deque()
+        """Steps on the device, and the seconds that the device was idle before each."""
         self._launching_plan: StepPlan | None = None
         """The plan that is being launched."""
         self._step_id = 0
@@ -152,7 +152,7 @@ class StepLoop:
         else:
             launched = prepared.launched
             self._executor.start(launched)
-        self._launched.append((plan, launched, idle_s))
+        self._launched.append((launched, idle_s))
         self._launching_plan = None
 
     def _prepare_next(self) -> PreparedStep | None:
@@ -181,7 +181,8 @@ class StepLoop:
             self._launch(prepared.launched.plan, prepared)
 
     def _finish_oldest(self) -> None:
-        plan, launched, idle_s = self._launched.popleft()
+        launched, idle_s = self._launched.popleft()
+        plan = launched.plan
         result = self._executor.finish(launched)
         now_s = self._clock.now()
         busy_s = now_s - self._device_start_s
@@ -189,7 +190,7 @@ class StepLoop:
             # Other steps take no time and must not shorten the wait for the next plan.
             self._busy_s = busy_s
         self._device_start_s = self._finished_at_s = now_s
-        next_plan = self._launched[0][0] if self._launched else self._launching_plan
+        next_plan = self._launched[0][0].plan if self._launched else self._launching_plan
         if next_plan is not None:
             self._watchdog.start_step(next_plan.step_id, next_plan.deadline_s)
         else:

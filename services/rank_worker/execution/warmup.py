@@ -5,9 +5,12 @@ memory. The first request must not pay for that, and its duration must not be ta
 usual step. A model whose logits are not finite is refused here.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from services.rank_worker.execution.executor import Executor
+from services.rank_worker.speculation.proposer import RankProposer
 from shared.errors import ConfigError, InvariantBroken
 from shared.messages import (
     AdmittedSequence,
@@ -20,6 +23,8 @@ from shared.messages import (
 
 PROMPT_TOKENS = (64, 40)
 """Lengths of two prompts, different enough to be prefilled one by one and decoded with padding."""
+SEQUENCES = [1, 2]
+"""Their sequence ids, in slot order."""
 DECODE_STEPS = 3
 """Decode steps with all sequences."""
 ROW_TOKENS = 256
@@ -49,14 +54,25 @@ def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = F
     """
     prompt_tokens_max = max(1, context_tokens_max - DECODE_STEPS - 1)
     has_room = prompt_tokens_max >= max(PROMPT_TOKENS) + DECODE_STEPS * len(DRAFT_COUNTS)
+    step_ids = itertools.count(1)
+
+    def run(**fields: Any) -> None:
+        rows = {"row_count": len(PROMPT_TOKENS), "row_tokens": ROW_TOKENS}
+        plan = StepPlan(epoch=1, step_id=next(step_ids), deadline_s=0.0, **rows | fields)
+        executor.finish(executor.launch(plan))
+
+    first, second = _admissions(executor.vocab_size, prompt_tokens_max)
     try:
-        plans = _plans(executor.vocab_size, prompt_tokens_max)
-        for plan in plans:
-            executor.finish(executor.launch(plan))
-        if speculates and executor.can_roll_back and has_room:
-            for plan in _speculation_plans(len(plans), executor):
-                executor.finish(executor.launch(plan))
-        executor.finish(executor.launch(_drop_plan()))
+        run(admitted=[first], prefill_chunks=[_prefill(first)])
+        # The first sequence decodes alone before the second is admitted.
+        run(decodes=SEQUENCES[:1])
+        run(admitted=[second], prefill_chunks=[_prefill(second)])
+        for _ in range(DECODE_STEPS):
+            run(decodes=SEQUENCES)
+        if speculates and executor.store.can_roll_back and has_room:
+            for fields in _drafting_steps(executor.proposer):
+                run(decodes=SEQUENCES, **fields)
+        run(dropped=SEQUENCES, row_count=0, row_tokens=0)
         executor.restart_receipts()
     except InvariantBroken as error:
         raise ConfigError(
@@ -66,82 +82,43 @@ def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = F
         ) from error
 
 
-def _plans(vocabulary: int, tokens_max: int) -> list[StepPlan]:
-    prompts = [
-        [(7 * place + 1) % vocabulary for place in range(min(length, tokens_max))]
-        for length in PROMPT_TOKENS
-    ]
-    admitted = [
-        AdmittedSequence(
-            sequence_id=slot + 1,
-            slot=slot,
-            tokens=prompt,
-            prompt_tokens=len(prompt),
-            sampling=sampling,
-        )
-        for slot, (prompt, sampling) in enumerate(zip(prompts, _SAMPLINGS, strict=True))
-    ]
-    chunks = [
-        PrefillChunk(sequence_id=one.sequence_id, start=0, length=len(one.tokens), samples=True)
-        for one in admitted
-    ]
-    all_ids = [one.sequence_id for one in admitted]
-    # The first sequence decodes alone before the second is admitted.
-    steps: list[tuple[list[AdmittedSequence], list[PrefillChunk], list[int]]] = [
-        (admitted[:1], chunks[:1], []),
-        ([], [], all_ids[:1]),
-        (admitted[1:], chunks[1:], []),
-        *[([], [], all_ids)] * DECODE_STEPS,
-    ]
+def _admissions(vocab_size: int, tokens_max: int) -> list[AdmittedSequence]:
+    lengths = [min(length, tokens_max) for length in PROMPT_TOKENS]
     return [
-        _plan(number, admitted=new, prefill_chunks=prefills, decodes=decodes)
-        for number, (new, prefills, decodes) in enumerate(steps, 1)
+        AdmittedSequence(
+            sequence_id=sequence_id,
+            slot=slot,
+            tokens=[(7 * place + 1) % vocab_size for place in range(length)],
+            prompt_tokens=length,
+            sampling=_SAMPLINGS[slot],
+        )
+        for slot, (sequence_id, length) in enumerate(zip(SEQUENCES, lengths, strict=True))
     ]
 
 
-def _speculation_plans(plan_count: int, executor: Executor) -> list[StepPlan]:
-    """Return steps with equal and unequal numbers of drafts, none of which is accepted.
+def _prefill(admitted: AdmittedSequence) -> PrefillChunk:
+    length = len(admitted.tokens)
+    return PrefillChunk(sequence_id=admitted.sequence_id, start=0, length=length, samples=True)
+
+
+def _drafting_steps(proposer: RankProposer) -> Iterator[dict[str, Any]]:
+    """Yield fields of steps with equal and unequal numbers of drafts, none of which is accepted.
 
     Where the ranks propose drafts they do so here too; their rows read arbitrary tokens.
     """
-    proposes = executor.draft_bytes_per_token > 0
-    all_ids = list(range(1, len(PROMPT_TOKENS) + 1))
-    lengths = [
-        # The first row has decoded once more than the others.
-        length + DECODE_STEPS + (1 if slot == 0 else 0)
-        for slot, length in enumerate(PROMPT_TOKENS)
-    ]
-    plans = []
+    # The first row has decoded once more than the others.
+    lengths = [length + DECODE_STEPS + (slot == 0) for slot, length in enumerate(PROMPT_TOKENS)]
+    rows = list(zip(SEQUENCES, lengths, strict=True))
     for number, counts in enumerate(DRAFT_COUNTS):
-        cut = [
-            RolledBack(sequence_id=sequence_id, length=length + number)
-            for sequence_id, length in zip(all_ids, lengths, strict=True)
-        ]
-        fields: dict[str, Any] = {"rolled_back": cut if number else []}
-        if proposes:
-            fields["draft_counts"] = list(counts)
-        else:
-            fields["drafts"] = [[0] * count for count in counts]
-        if executor.needs_draft_chunks and not number:
-            fields["draft_chunks"] = [
-                DraftChunk(sequence_id=sequence_id, start=0, tokens=[0] * length)
-                for sequence_id, length in zip(all_ids, lengths, strict=True)
+        fields: dict[str, Any] = {"draft_counts": list(counts)}
+        if not proposer.bytes_per_token:
+            fields = {"drafts": [[0] * count for count in counts]}
+        if number:
+            fields["rolled_back"] = [
+                RolledBack(sequence_id=one, length=length + number) for one, length in rows
             ]
-        plans.append(_plan(plan_count + number + 1, decodes=all_ids, **fields))
-    return plans
-
-
-def _plan(number: int, **fields: Any) -> StepPlan:
-    return StepPlan(
-        epoch=1,
-        step_id=number,
-        deadline_s=0.0,
-        row_count=len(PROMPT_TOKENS),
-        row_tokens=ROW_TOKENS,
-        **fields,
-    )
-
-
-def _drop_plan() -> StepPlan:
-    all_ids = list(range(1, len(PROMPT_TOKENS) + 1))
-    return StepPlan(epoch=1, step_id=1, deadline_s=0.0, dropped=all_ids, row_count=0, row_tokens=0)
+        elif proposer.needs_chunks:
+            fields["draft_chunks"] = [
+                DraftChunk(sequence_id=one, start=0, tokens=[0] * length) for one, length in rows
+            ]
+        yield fields

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 
 from services.rank_worker.batch.prefill_groups import group_chunks
-from services.rank_worker.batch.running_batch import RunningSequence, last_tokens
+from services.rank_worker.batch.running_batch import RunningSequence, last_tokens, pad_tokens
 from services.rank_worker.batch.step_outputs import ForwardOutputs
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
@@ -21,12 +20,12 @@ from services.rank_worker.model.forward import Forward
 from services.rank_worker.sampling.drafts import StepDrafts
 from services.rank_worker.sampling.sampler import Sampler, SynchronizeIds
 from services.rank_worker.speculation.draft_builder import DraftBuilder, gather_input_rows
-from services.rank_worker.speculation.proposer import RankProposer
+from services.rank_worker.speculation.proposer import DrafterWithRows
 from shared.errors import ConfigError, InvariantBroken
 from shared.messages import DraftChunk, PrefillChunk
 
 
-class DraftModelProposer(RankProposer):
+class DraftModelProposer(DrafterWithRows):
     """Proposes drafts with a draft model, a smaller model that has rows of its own."""
 
     needs_chunks: ClassVar[bool] = True
@@ -44,7 +43,7 @@ class DraftModelProposer(RankProposer):
         """
         model.eval()
         shape = read_shape(model)
-        self._store = open_store(model, shape)
+        super().__init__(open_store(model, shape), sampler, synchronize)
         if not self._store.can_roll_back:
             raise ConfigError(
                 f"speculation.draft_model: mlx-lm's {type(model).__module__} keeps state that "
@@ -52,25 +51,6 @@ class DraftModelProposer(RankProposer):
             )
         self._forward = Forward(model)
         self._vocab_size = shape.vocab_size
-        self._sampler = sampler
-        self._synchronize = synchronize
-        self.bytes_per_token = self._store.bytes_per_token
-
-    def length(self, slot: int) -> int:
-        """Return the number of tokens in the draft model's row of a slot."""
-        return self._store.length(slot)
-
-    def resize(self, row_count: int, row_tokens: int) -> None:
-        """Set the number of the draft model's rows and the capacity of each in tokens."""
-        self._store.resize(row_count, row_tokens)
-
-    def free(self, sequence: RunningSequence) -> None:
-        """Empty the draft model's row of a sequence that leaves the batch."""
-        self._store.free(sequence.slot)
-
-    def move(self, slot: int, target: int) -> None:
-        """Move the draft model's row in `slot` to the free slot `target`."""
-        self._store.move(slot, target)
 
     def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
         """Cut the draft model's row to the accepted tokens, unless it is shorter.
@@ -118,16 +98,10 @@ class DraftModelProposer(RankProposer):
             indices = [chunk.sequence_id for chunk in group]
             slots = [sequences[index].slot for index in indices]
             lengths = [chunk.length for chunk in group]
-            padded = np.zeros((len(group), max(lengths)), dtype=np.int32)
-            for row, index, slot in zip(padded, indices, slots, strict=True):
-                chunk = chunks[index]
-                self._check(chunk, slot)
-                row[: len(chunk.tokens)] = chunk.tokens
-            if len(group) == 1:
-                caches = self._store.prefill(slots[0], lengths[0])
-            else:
-                caches = self._store.prefill_padded(slots, lengths)
-            self._forward.fill_caches(self._clip_ids(mx.array(padded)), caches)
+            for index, slot in zip(indices, slots, strict=True):
+                self._check(chunks[index], slot)
+            tokens = pad_tokens([chunks[index].tokens for index in indices], max(lengths))
+            self._forward.fill_caches(self._clip_ids(tokens), self._prefill(slots, lengths))
             forwards.start_marker(self._store.marker())
 
     def _check(self, chunk: DraftChunk, slot: int) -> None:
@@ -180,7 +154,7 @@ class DraftModelProposer(RankProposer):
                 tokens, view.caches, None if selects_all else selected_rows
             )
             builder.sample_next(logits, self._sampler)
-        forwards.add_marker(self._store.marker())
+        forwards.markers.append(self._store.marker())
         return builder.build(self._synchronize)
 
     def _clip_ids(self, tokens: mx.array) -> mx.array:

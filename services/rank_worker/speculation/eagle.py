@@ -12,12 +12,15 @@ Shapes: B rows, L tokens per row, H numbers per hidden state, V token ids in the
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import mlx.core as mx
-import numpy as np
 
-from services.rank_worker.batch.running_batch import RunningSequence, TokenReference
+from services.rank_worker.batch.running_batch import (
+    ElementGather,
+    RunningSequence,
+    TokenReference,
+    pad_tokens,
+)
 from services.rank_worker.batch.step_outputs import ForwardOutputs
 from services.rank_worker.kv_cache.rows.row_store import RowStore
 from services.rank_worker.model.forward import Forward
@@ -25,7 +28,7 @@ from services.rank_worker.sampling.drafts import StepDrafts
 from services.rank_worker.sampling.sampler import Sampler, SynchronizeIds
 from services.rank_worker.speculation.draft_builder import DraftBuilder, gather_input_rows
 from services.rank_worker.speculation.eagle_head import EagleHead
-from services.rank_worker.speculation.proposer import RankProposer
+from services.rank_worker.speculation.proposer import DrafterWithRows
 from shared import limits
 from shared.errors import ConfigError, InvariantBroken
 
@@ -51,10 +54,8 @@ class PendingHidden:
     """The token after the last of them; None: the last token of the sequence."""
 
 
-class EagleProposer(RankProposer):
+class EagleProposer(DrafterWithRows):
     """Proposes drafts with an EAGLE head, which has rows of its own."""
-
-    needs_hidden: ClassVar[bool] = True
 
     def __init__(
         self, head: EagleHead, forward: Forward, sampler: Sampler, synchronize: SynchronizeIds
@@ -87,17 +88,10 @@ class EagleProposer(RankProposer):
         forward.keeps_hidden = True
         self._head = head
         self._forward = forward
-        self._sampler = sampler
-        self._synchronize = synchronize
-        self._store = RowStore(head.layer_shapes())
-        self.bytes_per_token = self._store.bytes_per_token
+        super().__init__(RowStore(head.layer_parts()), sampler, synchronize)
         self.bytes_per_row = ROW_PADDING_TOKENS * self.bytes_per_token
         self._pending: dict[int, list[PendingHidden]] = {}
         """By sequence id, oldest first."""
-
-    def length(self, slot: int) -> int:
-        """Return the number of hidden states that were appended to the head's row of a slot."""
-        return self._store.length(slot)
 
     def resize(self, row_count: int, row_tokens: int) -> None:
         """Set the number of the head's rows and the capacity of each.
@@ -106,16 +100,12 @@ class EagleProposer(RankProposer):
             row_count: number of rows.
             row_tokens: tokens that each row can hold; padding is added to it. 0 frees the rows.
         """
-        self._store.resize(row_count, row_tokens + ROW_PADDING_TOKENS if row_tokens else 0)
+        super().resize(row_count, row_tokens + ROW_PADDING_TOKENS if row_tokens else 0)
 
     def free(self, sequence: RunningSequence) -> None:
         """Empty the head's row of a sequence that leaves the batch; drop its kept hidden states."""
-        self._store.free(sequence.slot)
+        super().free(sequence)
         self._pending.pop(sequence.sequence_id, None)
-
-    def move(self, slot: int, target: int) -> None:
-        """Move the head's row in `slot` to the free slot `target`."""
-        self._store.move(slot, target)
 
     def roll_back(self, sequence: RunningSequence, base_length: int, length: int) -> None:
         """Of the last decode's hidden states, keep those of its token and of the accepted drafts.
@@ -146,14 +136,8 @@ class EagleProposer(RankProposer):
         slots = [sequence.slot for sequence, _, _ in chunks]
         width = max(lengths)
         if width:
-            padded = np.zeros((len(chunks), width), dtype=np.int32)
-            for padded_row, tokens in zip(padded, next_tokens, strict=True):
-                padded_row[: len(tokens)] = tokens
-            if len(chunks) == 1:
-                caches = self._store.prefill(slots[0], width)
-            else:
-                caches = self._store.prefill_padded(slots, lengths)
-            self._head(self._forward.embed(mx.array(padded)), hidden[:, :width], caches)
+            embedded = self._forward.embed(pad_tokens(next_tokens, width))
+            self._head(embedded, hidden[:, :width], self._prefill(slots, lengths))
             forwards.start_marker(self._store.marker())
         last_columns = mx.array([[stop - start - 1] for _, start, stop in chunks], dtype=mx.int32)
         # A copy, because a view would keep the hidden states of the whole prompt in memory.
@@ -201,7 +185,7 @@ class EagleProposer(RankProposer):
             previous_rows = next_rows
         for slot, length in row_lengths.items():
             self._store.roll_back(slot, length)
-        forwards.add_marker(self._store.marker())
+        forwards.markers.append(self._store.marker())
         return builder.build(self._synchronize)
 
     def on_decode(
@@ -234,25 +218,21 @@ class EagleProposer(RankProposer):
         counts = [sum(states.count for states in kept) for kept in pending]
         width = max(counts)
         slots = [sequence.slot for sequence in sequences]
-        lengths = [
-            self._store.length(slot) + count for slot, count in zip(slots, counts, strict=True)
-        ]
-        view = self._store.decode(slots, width)
-        for slot, length in zip(slots, lengths, strict=True):
-            # Drop the padding, as in `DecodeExecutor`.
-            self._store.roll_back(slot, length)
-        hidden, tokens = _GatherList(), _GatherList()
+        view = self._store.decode_padded(slots, counts)
+        hidden, tokens = ElementGather(), ElementGather()
         row_numbers = {slot: row for row, slot in enumerate(slots)}
-        for slot in view.input_slots:
+        for input_row, slot in enumerate(view.input_slots):
             row = row_numbers.get(slot)
             if row is not None:
                 for states in pending[row]:
-                    ids, index = states.next_token or _last_token_of(sequences[row])
+                    ids, index = states.next_token or sequences[row].decoded_token()
                     hidden.add(states.hidden, states.row * states.hidden.shape[1], states.count)
                     tokens.add(ids, index - states.count + 1, states.count)
-            hidden.end_row(width)
-            tokens.end_row(width)
-        outputs = self._head(self._forward.embed(tokens.take()), hidden.take(), view.caches)
+            hidden.pad((input_row + 1) * width)
+            tokens.pad((input_row + 1) * width)
+        embedded = self._forward.embed(tokens.take().reshape(-1, width))
+        kept_hidden = hidden.take().reshape(-1, width, self._head.width)
+        outputs = self._head(embedded, kept_hidden, view.caches)
         input_rows = {slot: row for row, slot in enumerate(view.input_slots)}
         last_entries = [
             input_rows[slot] * width + count - 1 for slot, count in zip(slots, counts, strict=True)
@@ -270,48 +250,3 @@ class EagleProposer(RankProposer):
     def _logits(self, state: mx.array) -> mx.array:
         """Return logits [B, V] of hidden states [B, H]."""
         return self._forward.head(state[:, None])[:, 0]
-
-
-class _GatherList:
-    """Rows of elements from several arrays, for one gather operation."""
-
-    def __init__(self) -> None:
-        self._offsets: dict[int, int] = {}
-        """Start of each array in the concatenation of all, by `id`."""
-        self._sources: list[mx.array] = []
-        self._total = 0
-        self._rows: list[list[int]] = []
-        self._row: list[int] = []
-
-    def add(self, array: mx.array, first: int, count: int) -> None:
-        """Append `count` elements of an array to the current row.
-
-        Args:
-            array: [n], or [B, L, H], which counts as n = B * L elements; it must live until `take`.
-            first: index of the first element.
-            count: number of elements.
-        """
-        if id(array) not in self._offsets:
-            flat = array.reshape(-1, array.shape[-1]) if array.ndim == 3 else array
-            self._offsets[id(array)] = self._total
-            self._sources.append(flat)
-            self._total += flat.shape[0]
-        start = self._offsets[id(array)] + first
-        self._row += range(start, start + count)
-
-    def end_row(self, width: int) -> None:
-        """Pad the current row to `width` with any element, and begin the next."""
-        self._rows.append(self._row + [0] * (width - len(self._row)))
-        self._row = []
-
-    def take(self) -> mx.array:
-        """Return [rows, width] or [rows, width, H] in the dtype of the arrays."""
-        sources = self._sources
-        joined = sources[0] if len(sources) == 1 else mx.concatenate(sources)
-        return joined[mx.array(self._rows, dtype=mx.int32)]
-
-
-def _last_token_of(sequence: RunningSequence) -> TokenReference:
-    if sequence.last_token is None:
-        raise InvariantBroken(f"slot {sequence.slot} decodes before its prefill has ended")
-    return sequence.last_token

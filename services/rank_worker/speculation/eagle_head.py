@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 
-from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape
+from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from shared.errors import ConfigError
 from shared.model.checkpoint_files import WeightFile
 
@@ -40,12 +40,8 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * width, width, bias=bias)
         self.layers = [llama.TransformerBlock(args) for _ in range(args.num_hidden_layers)]
         self.layers[0]["input_layernorm"] = nn.Identity()
-        self._width = width
-
-    @property
-    def width(self) -> int:
+        self.width = width
         """Width H of the hidden states that it was trained for."""
-        return self._width
 
     def __call__(self, embedded: mx.array, hidden: mx.array, caches: Sequence[Any]) -> mx.array:
         """Return the predicted hidden states.
@@ -67,13 +63,11 @@ class EagleHead(nn.Module):
         result: mx.array = state
         return result
 
-    def layer_shapes(self) -> list[LayerShape]:
-        """Return the shape of each layer's keys and values."""
-        shapes = []
-        for layer in self.layers:
-            heads, width = layer.self_attn.n_kv_heads or 0, layer.self_attn.head_dim
-            shapes.append(LayerShape(heads, width, heads, width, self.fc.weight.dtype))
-        return shapes
+    def layer_parts(self) -> list[list[BlockPart]]:
+        """Return the shapes of each layer's keys and of its values, which are equal."""
+        attentions = [layer.self_attn for layer in self.layers]
+        dtype = self.fc.weight.dtype
+        return [[BlockPart(one.n_kv_heads or 0, one.head_dim, dtype)] * 2 for one in attentions]
 
 
 def load_head(config: dict[str, Any], files: Sequence[WeightFile]) -> EagleHead:
@@ -102,7 +96,9 @@ def load_head(config: dict[str, Any], files: Sequence[WeightFile]) -> EagleHead:
             "Set it to the folder of an EAGLE-1 head."
         )
     head = _build(config, weights, folder=str(folder))
-    shapes = {name: value.shape for name, value in _parameters(head).items()}
+    module: Any = head
+    parameters: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
+    shapes = {name: value.shape for name, value in parameters.items()}
     for name in sorted(shapes.keys() | weights.keys()):
         if name not in weights or name not in shapes or weights[name].shape != shapes[name]:
             found = list(weights[name].shape) if name in weights else "missing"
@@ -136,8 +132,3 @@ def _build(config: dict[str, Any], weights: dict[str, mx.array], *, folder: str)
             else:
                 layer.self_attn[name].pop("bias", None)
     return head
-
-
-def _parameters(head: EagleHead) -> dict[str, mx.array]:
-    module: Any = head
-    return dict(tree_flatten(module.parameters()))

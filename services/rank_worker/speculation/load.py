@@ -152,6 +152,6 @@ def _open_head(folder: Path, dtype: mx.Dtype) -> OpenedDrafter:
             ) from error
         return LoadedDrafter("eagle", head, fingerprint)
 
-    per_token = sum(shape.bytes_per_token for shape in head.layer_shapes())
+    per_token = sum(part.bytes_per_token for parts in head.layer_parts() for part in parts)
     weight_bytes = sum(array.nbytes for array in arrays.values())
     return OpenedDrafter(MemoryNeeds(weight_bytes, per_token, ROW_PADDING_TOKENS * per_token), read)

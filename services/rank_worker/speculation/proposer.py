@@ -1,13 +1,15 @@
 """Interface of drafters on a rank. Plans alone say when drafts are proposed, and how many."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from services.rank_worker.batch.running_batch import RunningSequence
 from services.rank_worker.batch.step_outputs import ForwardOutputs
+from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.sampling.drafts import StepDrafts
+from services.rank_worker.sampling.sampler import Sampler, SynchronizeIds
 from shared.errors import InvariantBroken
 from shared.messages import DraftChunk
 
@@ -15,13 +17,11 @@ from shared.messages import DraftChunk
 class RankProposer:
     """A drafter that proposes nothing, and the base class of all drafters.
 
-    A drafter keeps a row of its own for each row of the model. Its forwards report a marker each: a
+    A drafter's forwards report a marker each: a
     small array whose evaluation runs the forward (see `ForwardOutputs`). Shapes of hidden states: B
     rows, L tokens per row, H numbers per token.
     """
 
-    needs_hidden: ClassVar[bool] = False
-    """Whether it needs the hidden states of the model's forwards."""
     needs_chunks: ClassVar[bool] = False
     """Whether plans must hold the tokens that its rows read (`StepPlan.draft_chunks`)."""
     bytes_per_token: int = 0
@@ -77,12 +77,12 @@ class RankProposer:
         hidden: mx.array | None,
         forwards: ForwardOutputs,
     ) -> None:
-        """Let the drafter use the hidden states of a prefill; does nothing without `needs_hidden`.
+        """Let the drafter use the hidden states of a prefill; does nothing unless overridden.
 
         Args:
             chunks: (sequence, index of the chunk's first token, index after its last) of each row.
-            hidden: [B, L, H] in the model's dtype if `needs_hidden`; rows may be padded on the
-                right.
+            hidden: [B, L, H] in the model's dtype; rows may be padded on the right. None unless
+                `Forward.keeps_hidden` is set.
             forwards: gets the markers of the drafter's forwards.
         """
 
@@ -117,10 +117,45 @@ class RankProposer:
     def on_decode(
         self, sequences: Sequence[RunningSequence], rows: Sequence[int], hidden: mx.array | None
     ) -> None:
-        """Let the drafter keep the hidden states of a decode; does nothing without `needs_hidden`.
+        """Let the drafter keep the hidden states of a decode; does nothing unless overridden.
 
         Args:
             sequences: those that the decode computes.
             rows: the row in `hidden` of each.
-            hidden: [B, L, H] in the model's dtype if `needs_hidden`.
+            hidden: [B, L, H] in the model's dtype; None unless `Forward.keeps_hidden` is set.
         """
+
+
+class DrafterWithRows(RankProposer):
+    """Base class of the drafters, which keep a row of their own for each row of the model."""
+
+    def __init__(self, store: KVStore, sampler: Sampler, synchronize: SynchronizeIds) -> None:
+        """Start without rows; nothing is computed.
+
+        Args:
+            store: KV of the drafter's rows.
+            sampler: samples the drafts, and the tokens that they are compared with.
+            synchronize: makes drafts equal on all ranks.
+        """
+        self._store = store
+        self._sampler = sampler
+        self._synchronize = synchronize
+        self.bytes_per_token = store.bytes_per_token
+
+    def resize(self, row_count: int, row_tokens: int) -> None:
+        """Set the number of the drafter's rows and the capacity of each in tokens."""
+        self._store.resize(row_count, row_tokens)
+
+    def free(self, sequence: RunningSequence) -> None:
+        """Empty the drafter's row of a sequence that leaves the batch."""
+        self._store.free(sequence.slot)
+
+    def move(self, slot: int, target: int) -> None:
+        """Move the drafter's row in `slot` to the free slot `target`."""
+        self._store.move(slot, target)
+
+    def _prefill(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Any]:
+        """Lengthen rows and return the caches for one forward; several rows must be empty."""
+        if len(slots) == 1:
+            return self._store.prefill(slots[0], lengths[0])
+        return self._store.prefill_padded(slots, lengths)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from mlx import nn
 
-from services.rank_worker.execution.executor import LaunchedStep, StepResult
+from services.rank_worker.execution.executor import Executor, LaunchedStep, StepResult
 from services.rank_worker.kv_cache.blocks.items import RestoredItem, SpillItem
 from shared.messages import (
     AdmittedSequence,
@@ -53,6 +53,11 @@ def as_restored_items(items: Sequence[SpillItem]) -> list[RestoredItem]:
         )
         for item in items
     ]
+
+
+def resident_bytes(executor: Executor) -> int:
+    """Return the bytes of all blocks and checkpoints in the executor's memory."""
+    return sum(item.payload.nbytes for item in executor.blocks.resident.values())
 
 
 class BlockDriver(ExecutorDriver):
@@ -101,7 +106,7 @@ class BlockDriver(ExecutorDriver):
             ),
             *(self._advance(one, 1) for one in fields.get("decodes", [])),
         ]
-        if self.executor.needs_checkpoints:
+        if self.executor.store.needs_state:
             fields["checkpoints"] = [one for one in aside if one is not None]
             self._checkpoints_to_keep += [(one, self.lengths[one]) for one in fields["checkpoints"]]
         return super().plan(**fields)
@@ -123,11 +128,11 @@ class BlockDriver(ExecutorDriver):
                 break
             names.append(block_hash(tokens[:stop]))
             checkpoint = checkpoint_hash(tokens[:stop])
-            if not self.executor.needs_checkpoints:
+            if not self.executor.store.needs_state:
                 best = (stop, list(names), None)
             elif checkpoint in here:
                 best = (stop, list(names), checkpoint)
-        if self.executor.needs_checkpoints:
+        if self.executor.store.needs_state:
             return best
         return _extend_match_into_block(tokens, best[1], here, self.block_tokens)
 

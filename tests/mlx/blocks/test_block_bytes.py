@@ -48,7 +48,9 @@ def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("used", [1, 5, 7])
-def test_unpacked_block_equals_packed_row_slices(members: list[BlockPart], used: int) -> None:
+def test_unpacked_kv_block_equals_row_slices_it_was_packed_from(
+    members: list[BlockPart], used: int
+) -> None:
     """A block, whole or cut, returns the exact bits of the row slices that it was packed from."""
     layout = BlockLayout(members)
     rows = [_noise((3, one.heads, 20, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
@@ -65,7 +67,9 @@ def test_unpacked_block_equals_packed_row_slices(members: list[BlockPart], used:
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("used", [15, 18, 21])
-def test_unpacked_run_of_blocks_equals_row(members: list[BlockPart], used: int) -> None:
+def test_kv_blocks_unpacked_together_equal_row_they_were_cut_from(
+    members: list[BlockPart], used: int
+) -> None:
     """Three blocks unpacked together return the exact bits of the row that they were cut from."""
     layout = BlockLayout(members)
     rows = [_noise((1, one.heads, 21, one.dim), one.dtype, seed=i) for i, one in enumerate(members)]
@@ -81,7 +85,7 @@ def test_unpacked_run_of_blocks_equals_row(members: list[BlockPart], used: int) 
 
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_blocks_packed_together_equal_blocks_packed_singly(members: list[BlockPart]) -> None:
+def test_kv_blocks_packed_together_equal_blocks_packed_singly(members: list[BlockPart]) -> None:
     """Three blocks packed in one call have the bytes of each packed alone, each in memory of its
     own.
     """
@@ -104,7 +108,7 @@ def test_blocks_packed_together_equal_blocks_packed_singly(members: list[BlockPa
 
 
 @pytest.mark.parametrize("members", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_packed_block_shares_no_memory_with_rows(members: list[BlockPart]) -> None:
+def test_packed_kv_block_shares_no_memory_with_rows(members: list[BlockPart]) -> None:
     """A packed block stays valid without the rows, even where a slice of a row is contiguous."""
     layout = BlockLayout(members)
     rows = [mx.zeros((1, one.heads, 4_096, one.dim), dtype=one.dtype) for one in members]
@@ -118,7 +122,7 @@ def test_packed_block_shares_no_memory_with_rows(members: list[BlockPart]) -> No
     assert mx.get_active_memory() <= before + layout.block_bytes(2_048)
 
 
-def test_layout_text_differs_when_block_bytes_differ() -> None:
+def test_kv_layout_text_differs_when_block_bytes_differ() -> None:
     """Layouts with other heads, widths, dtypes or numbers of layers have other texts."""
     variants = [
         [BlockPart(2, 4, BFLOAT16)] * 2,
@@ -132,7 +136,7 @@ def test_layout_text_differs_when_block_bytes_differ() -> None:
     assert len({BlockLayout(members).text for members in variants}) == len(variants)
 
 
-def test_decoded_checkpoint_equals_encoded_state() -> None:
+def test_decoded_state_checkpoint_equals_encoded_arrays_bit_for_bit() -> None:
     """A checkpoint preserves arrays of every dtype, empty arrays and missing arrays bit for bit."""
     arrays: list[mx.array | None] = [
         _noise((1, 3, index + 1), dtype, seed=index) for index, dtype in enumerate(EVERY_DTYPE)
@@ -155,7 +159,7 @@ def test_decoded_checkpoint_equals_encoded_state() -> None:
             assert _bits(old) == _bits(new)
 
 
-def test_damaged_checkpoint_is_refused() -> None:
+def test_damaged_state_checkpoint_is_never_decoded() -> None:
     """A checkpoint that is cut, doubled or has a damaged header is never decoded."""
     payload = np.array(encode_state(CheckpointState(5, [[_noise((1, 4), mx.float32)]])))
     wrong: list[Any] = [payload[:cut] for cut in range(0, len(payload), 7)]

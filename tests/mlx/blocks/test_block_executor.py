@@ -19,6 +19,7 @@ from tests.mlx.blocks.block_driver import (
     as_restored_items,
     block_hash,
     checkpoint_hash,
+    resident_bytes,
 )
 from tests.mlx.executor_driver import (
     admission,
@@ -131,7 +132,9 @@ def test_plan_contradicting_resident_blocks_is_refused(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plan_keeps_spills_reuses_and_evicts_at_once(make_model: MakeModel, family: str) -> None:
+def test_one_plan_can_spill_reuse_and_evict_blocks_it_keeps(
+    make_model: MakeModel, family: str
+) -> None:
     """One plan can spill, reuse and evict the blocks that it keeps itself."""
     model = make_model(family)
     driver = BlockDriver(model)
@@ -154,7 +157,9 @@ def test_plan_keeps_spills_reuses_and_evicts_at_once(make_model: MakeModel, fami
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
-def test_cache_that_no_layer_uses_takes_no_bytes(make_model: MakeModel, family: str) -> None:
+def test_kv_cache_that_no_layer_uses_adds_no_block_bytes(
+    make_model: MakeModel, family: str
+) -> None:
     """A cache that no forward uses changes neither the block layout nor the tokens."""
 
     class ModelWithUnusedCache(WrappedModel):
@@ -168,7 +173,7 @@ def test_cache_that_no_layer_uses_takes_no_bytes(make_model: MakeModel, family: 
     driver = BlockDriver(model)
     driver.start_from_blocks(1, 0, PROMPT)
 
-    assert driver.executor.kv_layout == make_executor(make_model(family)).kv_layout
+    assert driver.executor.store.layout_text == make_executor(make_model(family)).store.layout_text
     assert driver.start_from_blocks(2, 1, PROMPT) >= 16
     driver.step(decodes=[1, 2])
     assert driver.tokens[1] == driver.tokens[2] == generate_alone(make_model(family), PROMPT, 2)
@@ -185,7 +190,9 @@ def test_checkpoint_of_dropped_sequence_cannot_be_kept(make_model: MakeModel) ->
         driver.launch(**_keep_state(8))
 
 
-def test_adoption_without_cache_store_is_refused(make_model: MakeModel) -> None:
+def test_executor_without_cache_store_refuses_to_adopt_restored_blocks(
+    make_model: MakeModel,
+) -> None:
     """An executor without a source of restored blocks refuses to adopt any."""
     driver = BlockDriver(make_model("qwen3"))
     driver.executor = make_executor(make_model("qwen3"))
@@ -195,18 +202,20 @@ def test_adoption_without_cache_store_is_refused(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_partly_adopted_restore_keeps_first_items(make_model: MakeModel, family: str) -> None:
+def test_partly_adopted_restore_makes_only_first_items_resident(
+    make_model: MakeModel, family: str
+) -> None:
     """The first `count` items of a restore become resident; blocks already resident stay."""
     driver = _driver_with_two_blocks(make_model(family))
     items = as_restored_items(driver.spill([FIRST, SECOND]))
-    held = driver.executor.resident_bytes
+    held = resident_bytes(driver.executor)
     driver.restores = {1: items, 2: items, 3: items}
     driver.step(adopted=[AdoptedRestore(restore_id=1, count=0)], evict_blocks=[SECOND])
     driver.step(adopted=[AdoptedRestore(restore_id=2, count=1)])
-    assert driver.executor.resident_bytes == held - items[1].payload.nbytes
+    assert resident_bytes(driver.executor) == held - items[1].payload.nbytes
     driver.step(adopted=[AdoptedRestore(restore_id=3, count=2)])
 
-    assert driver.executor.resident_bytes == held
+    assert resident_bytes(driver.executor) == held
     assert driver.restores == {}
 
 
@@ -251,37 +260,41 @@ def test_restored_items_with_wrong_bytes_are_refused(make_model: MakeModel) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_block_sizes_match_reported_bytes(make_model: MakeModel, family: str) -> None:
+def test_kv_block_and_checkpoint_take_reported_bytes(make_model: MakeModel, family: str) -> None:
     """A block takes the reported bytes per token; a checkpoint those of a row and a header."""
     driver = BlockDriver(make_model(family))
     executor = driver.executor
     driver.start_from_blocks(1, 0, PROMPT)
     items = driver.spill(list(driver.resident))
 
-    assert executor.needs_checkpoints == (family in STATEFUL_FAMILIES)
-    assert executor.kv_layout.startswith("1: ")
-    assert executor.resident_bytes == sum(item.payload.nbytes for item in items)
+    assert executor.store.needs_state == (family in STATEFUL_FAMILIES)
+    assert executor.store.layout_text.startswith("1: ")
+    assert resident_bytes(executor) == sum(item.payload.nbytes for item in items)
     for item in items:
         assert item.payload.format == "B"
         assert item.payload.c_contiguous
         assert item.payload.readonly
         if item.kind == "block":
-            assert item.payload.nbytes == executor.block_payload_bytes(item.tokens)
-            assert item.payload.nbytes == executor.kv_bytes_per_token * item.tokens
+            assert item.payload.nbytes == executor.store.block_bytes(item.tokens)
+            assert item.payload.nbytes == executor.store.bytes_per_token * item.tokens
         else:
             assert 0 <= item.payload.nbytes - executor.kv_bytes_per_row <= 1_024
 
 
-def test_kv_layout_differs_between_models(make_model: MakeModel) -> None:
+def test_kv_layout_text_differs_between_model_families_and_precisions(
+    make_model: MakeModel,
+) -> None:
     """Every family, and every precision of a family, has a KV layout text of its own."""
     half = MODEL_FACTORIES["qwen3"]()
     half.set_dtype(mx.float16)
-    texts = [make_executor(make_model(family)).kv_layout for family in FAMILIES]
+    texts = [make_executor(make_model(family)).store.layout_text for family in FAMILIES]
 
-    assert len({*texts, make_executor(half).kv_layout}) == len(FAMILIES) + 1
+    assert len({*texts, make_executor(half).store.layout_text}) == len(FAMILIES) + 1
 
 
-def test_unknown_cache_class_keeps_no_blocks(make_model: MakeModel) -> None:
+def test_model_with_unknown_cache_class_is_served_without_keeping_blocks(
+    make_model: MakeModel,
+) -> None:
     """A model whose cache class is unknown is served, but keeps no blocks."""
 
     class UnknownCache(ArraysCache):
@@ -293,9 +306,9 @@ def test_unknown_cache_class_keeps_no_blocks(make_model: MakeModel) -> None:
 
     model = ModelWithUnknownCache(make_model("mamba2"))
     driver = BlockDriver(model)
-    assert driver.executor.kv_layout == ""
-    assert not driver.executor.needs_checkpoints
-    assert driver.executor.block_payload_bytes(8) == 0
+    assert driver.executor.store.layout_text == ""
+    assert not driver.executor.store.needs_state
+    assert driver.executor.store.block_bytes(8) == 0
     driver.step(admitted=[admission(1, 0, PROMPT)], prefill_chunks=[prefill_chunk(1, 0, 20, 20)])
     driver._blocks_to_keep = []
     driver.step(decodes=[1])
@@ -310,7 +323,7 @@ def test_unknown_cache_class_keeps_no_blocks(make_model: MakeModel) -> None:
 
 def _row_bits(driver: BlockDriver, slot: int) -> list[bytes]:
     """Return all bits of a row."""
-    store = driver.executor._store
+    store = driver.executor.store
     arrays = [store.read_block(slot, 0, store.length(slot))]
     if store.needs_state:
         arrays += store.read_state(slot).arrays()
@@ -330,12 +343,14 @@ def test_filling_row_from_blocks_leaves_other_rows_unchanged(
 
     driver.step(admitted=[driver.admit(3, 3, PROMPT)])
 
-    assert driver.executor._store.length(3) >= 16
+    assert driver.executor.store.length(3) >= 16
     assert [_row_bits(driver, slot) for slot in (0, 1, 2)] == before
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_blocks_fill_row_up_to_last_column(make_model: MakeModel, family: str) -> None:
+def test_blocks_fill_row_to_last_column_and_longer_reuse_is_refused(
+    make_model: MakeModel, family: str
+) -> None:
     """Blocks can fill a row up to its last column; a reuse longer than the row is refused."""
     driver = _driver_with_two_blocks(make_model(family))
     tokens = PROMPT[:12] + make_prompt(9, 1)
@@ -356,7 +371,7 @@ def test_blocks_fill_row_up_to_last_column(make_model: MakeModel, family: str) -
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_window_wrapped_during_prefill_is_checkpointed_in_order(
+def test_checkpoint_of_window_wrapped_during_prefill_has_tokens_in_order(
     make_model: MakeModel, family: str
 ) -> None:
     """The checkpoint of a window that wrapped around during prefill holds its tokens in order."""

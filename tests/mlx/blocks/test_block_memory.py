@@ -7,12 +7,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.mlx.blocks.block_driver import BlockDriver
+from tests.mlx.blocks.block_driver import BlockDriver, resident_bytes
 from tests.mlx.executor_driver import ExecutorDriver, admission, make_prompt, prefill_chunk
 from tests.mlx.models import MakeModel
 
 
-def test_evicted_blocks_free_their_memory(make_model: MakeModel) -> None:
+def test_evicted_kv_blocks_free_their_memory_after_last_reader(make_model: MakeModel) -> None:
     """Eviction frees the memory of blocks; that of a spilled block after its last reader."""
     driver = BlockDriver(make_model("llama"), row_tokens=1_100, block_tokens=256)
     driver.step(
@@ -23,11 +23,11 @@ def test_evicted_blocks_free_their_memory(make_model: MakeModel) -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     driver.step()
-    held = driver.executor.resident_bytes
-    assert held == 4 * 256 * driver.executor.kv_bytes_per_token
+    held = resident_bytes(driver.executor)
+    assert held == 4 * 256 * driver.executor.store.bytes_per_token
     assert 0 <= mx.get_active_memory() - before - held < held // 20
     items = driver.spill(list(driver.resident)[:1], evict_blocks=list(driver.resident))
-    assert driver.executor.resident_bytes == 0
+    assert resident_bytes(driver.executor) == 0
     copied = bytes(items[0].payload)
     assert held // 4 <= mx.get_active_memory() - before < held // 3
     assert bytes(items[0].payload) == copied
@@ -38,7 +38,9 @@ def test_evicted_blocks_free_their_memory(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
-def test_spilled_bytes_stay_unchanged_during_steps(make_model: MakeModel, family: str) -> None:
+def test_spilled_block_bytes_stay_unchanged_while_plans_run_and_evict(
+    make_model: MakeModel, family: str
+) -> None:
     """Another thread reads the same spilled bytes while plans run and evict."""
     driver = BlockDriver(make_model(family))
     driver.start_from_blocks(1, 1, make_prompt(1, 20))
@@ -66,14 +68,14 @@ def test_spilled_bytes_stay_unchanged_during_steps(make_model: MakeModel, family
     assert any(any(one) for one in first)
 
 
-def test_keeping_blocks_needs_memory_of_one_run(
+def test_keeping_many_blocks_needs_temporary_memory_for_one_run_only(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keeping any number of blocks needs temporary memory for one run of blocks only."""
     model = make_model("llama")
     driver = BlockDriver(model, row_count=4, row_tokens=1_100, block_tokens=64)
-    size = driver.executor.block_payload_bytes(64)
-    monkeypatch.setattr(driver.executor._store, "run_bytes_max", 12 * size)
+    size = driver.executor.store.block_bytes(64)
+    monkeypatch.setattr(driver.executor.store, "run_bytes_max", 12 * size)
     prompts = {one: make_prompt(one, 1_030) for one in (1, 2, 3, 4)}
     driver.step(
         admitted=[admission(one, one - 1, prompt) for one, prompt in prompts.items()],
@@ -85,16 +87,18 @@ def test_keeping_blocks_needs_memory_of_one_run(
     mx.reset_peak_memory()
     driver.step()
 
-    held = driver.executor.resident_bytes
+    held = resident_bytes(driver.executor)
     assert held == 4 * 16 * size
     assert mx.get_peak_memory() - before < held + 12 * size
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_block_operations_copy_no_rows(make_model: MakeModel, family: str) -> None:
+def test_keeping_spilling_evicting_and_reusing_blocks_copy_no_kv_rows(
+    make_model: MakeModel, family: str
+) -> None:
     """Keeping, spilling, evicting and reusing blocks never copy the rows of even one layer."""
     driver = BlockDriver(make_model(family), row_count=8, row_tokens=4_096, block_tokens=64)
-    per_token = driver.executor.kv_bytes_per_token
+    per_token = driver.executor.store.bytes_per_token
     layer_bytes = per_token * 8 * 4_096 // 3
     prompt = make_prompt(5, 150)
     driver.step(admitted=[admission(9, 7, [1, 2, 3])], prefill_chunks=[prefill_chunk(9, 0, 3, 3)])
@@ -122,10 +126,12 @@ def test_block_operations_copy_no_rows(make_model: MakeModel, family: str) -> No
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_keeping_and_moving_rows_copies_no_rows(make_model: MakeModel, family: str) -> None:
+def test_plan_keeping_blocks_and_moving_rows_copies_no_kv_rows(
+    make_model: MakeModel, family: str
+) -> None:
     """A plan that keeps the tails of dropped rows and moves the others copies no rows."""
     driver = BlockDriver(make_model(family), row_count=8, row_tokens=4_096, block_tokens=64)
-    layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 3
+    layer_bytes = driver.executor.store.bytes_per_token * 8 * 4_096 // 3
     for one in range(8):
         driver.start_from_blocks(one, one, make_prompt(one, 70 + one))
     driver.step(decodes=list(range(8)))
@@ -145,7 +151,9 @@ def test_keeping_and_moving_rows_copies_no_rows(make_model: MakeModel, family: s
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_window_checkpoint_holds_window_only(make_model: MakeModel, family: str) -> None:
+def test_checkpoint_of_sliding_window_holds_window_without_longer_prefill_chunk(
+    make_model: MakeModel, family: str
+) -> None:
     """A checkpoint holds the window, not the longer chunk that filled it."""
     held = []
     for checkpoints in ([], [1]):
@@ -167,7 +175,7 @@ def test_window_checkpoint_holds_window_only(make_model: MakeModel, family: str)
     assert 0 < held[1] - held[0] < 2 * per_row
 
 
-def test_spill_copies_block_when_configured(
+def test_spill_returns_copy_where_host_reads_move_memory(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where reads by the host move memory, a spill returns a copy with the same bytes."""
@@ -176,7 +184,7 @@ def test_spill_copies_block_when_configured(
     driver.step()
     names = list(driver.resident)
     shared = driver.spill(names)
-    monkeypatch.setattr(driver.executor._blocks, "_copies_spills", True)
+    monkeypatch.setattr(driver.executor.blocks, "_copies_spills", True)
 
     copies = driver.spill(names)
 

@@ -63,7 +63,7 @@ class RandomScheduler:
             self._restore(fields)
         else:
             self.driver.step(**fields)
-        assert set(self.driver.executor._blocks._resident._by_hash) == set(self.driver.resident)
+        assert set(self.driver.executor.blocks.resident) == set(self.driver.resident)
 
     def _chance(self, share: float) -> bool:
         return self.random.random() < share
@@ -166,7 +166,9 @@ SHARED = {5: 9, 8: 3, 12: 12, 16: 1, 19: 8, 24: 5}
 
 @pytest.mark.deep
 @pytest.mark.parametrize(("seed", "family"), list(enumerate(MODEL_FACTORIES)))
-def test_random_block_plans_change_no_tokens(make_model: MakeModel, seed: int, family: str) -> None:
+def test_random_plans_with_block_operations_change_no_tokens(
+    make_model: MakeModel, seed: int, family: str
+) -> None:
     """Random plans that keep, reuse, evict, spill, restore, preempt and move change no token."""
     scheduler = RandomScheduler(make_model(family), seed)
     for _ in range(PLANS):

@@ -26,7 +26,7 @@ def _decode(driver: BlockDriver, ids: list[int], count: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_sequence_reusing_resident_blocks_gets_same_tokens(
+def test_sequence_reusing_resident_blocks_gets_tokens_of_full_prefill(
     make_model: MakeModel, family: str, sampling: Sampling
 ) -> None:
     """A sequence that reuses resident blocks of its prompt gets the tokens of a full prefill."""
@@ -46,7 +46,7 @@ def test_sequence_reusing_resident_blocks_gets_same_tokens(
 
 @pytest.mark.parametrize("blocks_per_run", [0, 2, 3, 6, 100])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_reuse_is_independent_of_blocks_per_run(
+def test_tokens_do_not_depend_on_blocks_copied_per_run(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, family: str, blocks_per_run: int
 ) -> None:
     """Tokens are the same for blocks that are copied singly and in runs of any length."""
@@ -54,8 +54,8 @@ def test_reuse_is_independent_of_blocks_per_run(
     prompt = make_prompt(5, 60)
     expected = generate_alone(model, prompt, 5)
     driver = BlockDriver(model)
-    size_bytes = driver.executor.block_payload_bytes(BLOCK_TOKENS)
-    monkeypatch.setattr(driver.executor._store, "run_bytes_max", blocks_per_run * size_bytes)
+    size_bytes = driver.executor.store.block_bytes(BLOCK_TOKENS)
+    monkeypatch.setattr(driver.executor.store, "run_bytes_max", blocks_per_run * size_bytes)
     assert driver.start_from_blocks(1, 0, prompt) == 0
     _decode(driver, [1], 4)
 
@@ -66,7 +66,9 @@ def test_reuse_is_independent_of_blocks_per_run(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_executor_reuses_blocks_spilled_by_another(make_model: MakeModel, family: str) -> None:
+def test_executor_reuses_blocks_spilled_by_another_executor(
+    make_model: MakeModel, family: str
+) -> None:
     """An executor that adopts the spilled bytes of another one reuses its blocks."""
     model = make_model(family)
     first = BlockDriver(model)
@@ -92,7 +94,7 @@ def _token_ranges(driver: BlockDriver, items: list[Any]) -> list[range]:
 
 
 @pytest.mark.parametrize("family", FAMILIES_WITH_PARTIAL_REUSE)
-def test_prompt_diverging_inside_block_reuses_agreeing_part(
+def test_prompt_diverging_inside_block_reuses_tokens_before_difference(
     make_model: MakeModel, family: str
 ) -> None:
     """A prompt that diverges inside a complete or last block reuses the tokens before."""
@@ -113,7 +115,7 @@ def test_prompt_diverging_inside_block_reuses_agreeing_part(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_preempted_sequence_resumes_from_its_blocks(
+def test_preempted_sequence_resumes_from_its_blocks_with_unchanged_tokens(
     make_model: MakeModel, family: str, sampling: Sampling
 ) -> None:
     """A preempted sequence resumes from blocks of its own tokens and draws the same tokens."""
@@ -136,7 +138,9 @@ def test_preempted_sequence_resumes_from_its_blocks(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_second_turn_reuses_blocks_of_first(make_model: MakeModel, family: str) -> None:
+def test_second_turn_reuses_blocks_of_first_prompt_and_completion(
+    make_model: MakeModel, family: str
+) -> None:
     """A second turn reuses prompt and completion of the first, at least up to the last block
     boundary.
     """
@@ -160,7 +164,7 @@ def test_second_turn_reuses_blocks_of_first(make_model: MakeModel, family: str) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_rows_share_blocks_without_disturbing_others(
+def test_two_rows_built_from_shared_blocks_change_no_other_row(
     make_model: MakeModel, family: str
 ) -> None:
     """Two rows that are built from the same blocks in one plan change no other row."""
@@ -185,7 +189,9 @@ def test_two_rows_share_blocks_without_disturbing_others(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plans_launched_ahead_keep_and_reuse_blocks(make_model: MakeModel, family: str) -> None:
+def test_plans_launched_ahead_keep_and_reuse_blocks_of_unfinished_steps(
+    make_model: MakeModel, family: str
+) -> None:
     """A plan can keep blocks of unfinished steps and reuse them itself."""
     model = make_model(family)
     driver = BlockDriver(model)
@@ -218,7 +224,7 @@ def test_plans_launched_ahead_keep_and_reuse_blocks(make_model: MakeModel, famil
 
 @pytest.mark.parametrize("family", HALF_PRECISION_FAMILIES)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_half_precision_blocks_are_kept_bit_for_bit(family: str, dtype: mx.Dtype) -> None:
+def test_half_precision_blocks_are_restored_bit_for_bit(family: str, dtype: mx.Dtype) -> None:
     """In half precision a row built from restored blocks holds the exact bits that were kept."""
     model = MODEL_FACTORIES[family]()
     model.set_dtype(dtype)
@@ -231,7 +237,7 @@ def test_half_precision_blocks_are_kept_bit_for_bit(family: str, dtype: mx.Dtype
 
     warm.resident = dict(cold.resident)
     assert warm.start_from_blocks(2, 1, PROMPT) == 24
-    store_cold, store_warm = cold.executor._store, warm.executor._store
+    store_cold, store_warm = cold.executor.store, warm.executor.store
     before, after = store_cold.read_block(0, 0, 29), store_warm.read_block(1, 0, 29)
     assert np.array(before).tobytes() == np.array(after).tobytes()
     _decode(cold, [1], 5)

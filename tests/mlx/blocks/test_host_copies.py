@@ -39,7 +39,7 @@ class _FullHeap(_RecordingHeap):
         raise OSError(f"no {size_bytes} bytes")
 
 
-def test_host_buffer_is_reused_after_last_view_ends() -> None:
+def test_host_buffer_is_reused_only_after_its_last_view_ends() -> None:
     """A buffer is reused only after the last view of its bytes is gone."""
     heap = _RecordingHeap()
     memory = HostBuffers(heap)
@@ -61,7 +61,7 @@ def test_host_buffer_is_reused_after_last_view_ends() -> None:
     assert [len(view) for view in again] == [STEP, 1]
 
 
-def test_reserved_buffers_need_no_new_memory() -> None:
+def test_reserved_host_buffers_serve_announced_blocks_without_new_memory() -> None:
     """Reserved buffers serve the announced number of blocks; one more block allocates memory."""
     heap = _RecordingHeap()
     memory = HostBuffers(heap)
@@ -74,14 +74,14 @@ def test_reserved_buffers_need_no_new_memory() -> None:
     assert len(views) == 4
 
 
-def test_failed_host_allocation_raises_os_error() -> None:
+def test_refused_host_memory_allocation_raises_os_error() -> None:
     """A refused allocation raises OSError."""
 
     with pytest.raises(OSError, match=f"no {2 * STEP} bytes"):
         HostBuffers(_FullHeap()).take(STEP + 1)
 
 
-def test_unused_host_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_host_buffers_beyond_limit_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unused buffers of other lengths are freed beyond the limit; buffers in use stay valid."""
     monkeypatch.setattr(
         "services.rank_worker.kv_cache.blocks.host_copier.UNUSED_BYTES_MAX", 100 * STEP
@@ -100,7 +100,7 @@ def test_unused_host_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     held[:] = b"x" * 7
 
 
-def test_host_copies_equal_arrays() -> None:
+def test_host_copy_of_cuda_array_has_equal_bytes() -> None:
     """On CUDA a copy of any length and offset has the bytes of the array; other devices copy
     nothing.
     """
@@ -117,7 +117,9 @@ def test_host_copies_equal_arrays() -> None:
             assert bytes(view) == bytes(number * 7 % 251 for number in range(first, size))
 
 
-def test_failed_kernel_compilation_disables_host_copier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_serves_without_host_copier_when_kernel_compilation_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A machine without the headers of CUDA serves without the host copier."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu, 0))
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)

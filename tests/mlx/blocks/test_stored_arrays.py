@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> Iterator[ScriptedStore]:
         yield store
 
 
-def test_bytes_written_to_view_appear_in_array() -> None:
+def test_bytes_written_to_view_appear_in_mlx_array() -> None:
     """Bytes written to the view are the bytes of the array, for any size."""
     for size_bytes in (0, 1, 63, 1_000, 3_000_001):
         view, array = arrays.allocate(size_bytes)
@@ -37,7 +37,7 @@ def test_bytes_written_to_view_appear_in_array() -> None:
         assert bytes(memoryview(array)) == written  # type: ignore[arg-type]
 
 
-def test_array_filled_by_other_thread_joins_graph() -> None:
+def test_array_filled_by_other_thread_is_usable_in_main_thread_computation() -> None:
     """An array that another thread filled can be used in computations of the main thread."""
     expected = mx.random.normal((64, 128)).astype(mx.float16)
     data = bytes(memoryview(expected.view(mx.uint8).reshape(-1)))  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_array_filled_by_other_thread_joins_graph() -> None:
     assert mx.array_equal(rows[3:9] @ rows.T, expected[3:9] @ expected.T)
 
 
-def test_restored_arrays_equal_spilled_arrays(store: ScriptedStore) -> None:
+def test_restored_block_arrays_equal_spilled_arrays_bit_for_bit(store: ScriptedStore) -> None:
     """Blocks of the main thread are spilled and restored bit for bit."""
     rank = Rank(store.address, allocate=arrays.allocate)
     kept = [mx.random.randint(0, 255, (300_000,)).astype(mx.uint8) for _ in range(20)]

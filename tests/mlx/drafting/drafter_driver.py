@@ -46,7 +46,7 @@ class DrafterDriver(SpeculationDriver):
         """
         counts: Mapping[int, int] | None = fields.pop("counts", None)
         decodes = fields.get("decodes", [])
-        reads = self.executor.needs_draft_chunks
+        reads = self.executor.proposer.needs_chunks
         accepted = self.accepted.copy()
         for one in fields.get("roll_back", sorted(accepted)):
             length = self.lengths[one] + accepted[one]
@@ -91,9 +91,9 @@ class DrafterDriver(SpeculationDriver):
 
     def check_rows(self) -> None:
         """Check that every draft row has the length that the plans give it."""
-        proposer = self.executor._proposer
+        proposer = self.executor.proposer
         if isinstance(proposer, DraftModelProposer):
-            held = {one: proposer.length(slot) for one, slot in self._slots.items()}
+            held = {one: proposer._store.length(slot) for one, slot in self._slots.items()}
             assert held == self.draft_lengths
 
 

@@ -32,7 +32,7 @@ def _chunk(slot: int, start: int = 0, stop: int | None = None) -> DraftChunk:
 
 
 def _proposer(driver: ExecutorDriver) -> Any:
-    found = driver.executor._proposer
+    found = driver.executor.proposer
     assert isinstance(found, DraftModelProposer)
     return found
 
@@ -71,7 +71,9 @@ def _forwards(
 
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
-def test_draft_chunks_of_similar_length_share_forward(make_model: MakeModel, family: str) -> None:
+def test_draft_chunks_of_similar_length_share_one_forward_with_unchanged_drafts(
+    make_model: MakeModel, family: str
+) -> None:
     """Draft chunks of similar length share a forward; rows and drafts equal those of single
     chunks.
     """
@@ -95,7 +97,7 @@ def test_draft_chunks_of_similar_length_share_forward(make_model: MakeModel, fam
     assert found[0] == found[1]
 
 
-def test_continued_draft_chunks_run_alone_and_in_order(make_model: MakeModel) -> None:
+def test_chunks_continuing_a_draft_row_run_singly_in_order(make_model: MakeModel) -> None:
     """Chunks that continue a draft row, also within one plan, run singly and in order."""
     driver = _driver(make_model, "llama")
     first = [[_chunk(slot, 0, 5) for slot in range(3)]]

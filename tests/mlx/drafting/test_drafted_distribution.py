@@ -67,7 +67,9 @@ def _fits_model(driver: DrafterDriver, sampling: Sampling) -> bool:
 @pytest.mark.proof
 @pytest.mark.parametrize("proposer", DRAFTS)
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
-def test_drafted_tokens_follow_model_distribution(sampling: Sampling, proposer: str) -> None:
+def test_tokens_generated_with_drafters_follow_distribution_of_model(
+    sampling: Sampling, proposer: str
+) -> None:
     """20,000 tokens generated with drafts follow the distribution of the model.
 
     Every draft of a drafter that equals the model is accepted.
@@ -80,7 +82,7 @@ def test_drafted_tokens_follow_model_distribution(sampling: Sampling, proposer: 
 
 
 @pytest.mark.parametrize("proposer", ["model", "head"])
-def test_biased_draft_acceptance_fails_distribution_test(
+def test_distribution_test_fails_when_drafts_are_accepted_too_often(
     monkeypatch: pytest.MonkeyPatch, proposer: str
 ) -> None:
     """The distribution test fails when drafts are accepted more often than they are drawn."""
@@ -101,7 +103,7 @@ def test_biased_draft_acceptance_fails_distribution_test(
     assert not _fits_model(driver, sampling)
 
 
-def test_exact_head_has_all_greedy_drafts_accepted() -> None:
+def test_eagle_head_computing_exact_hidden_states_has_all_greedy_drafts_accepted() -> None:
     """Every greedy draft of a head that computes the next hidden state exactly is accepted.
 
     The steps are ragged and include prompts and outputs of the head itself.

@@ -32,7 +32,7 @@ def _driver(model: nn.Module, draft: LoadedDrafter) -> ExecutorDriver:
     driver.executor = make_executor(model, drafter=draft)
     driver.start(1, 0, PROMPT)
     driver.start(2, 1, PROMPT)
-    if driver.executor.needs_draft_chunks:
+    if driver.executor.proposer.needs_chunks:
         driver.step(draft_chunks=[_chunk(1, 0, 10), _chunk(2, 0, 4)])
     return driver
 
@@ -65,7 +65,7 @@ INVALID_PLANS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "message"), INVALID_PLANS.values(), ids=INVALID_PLANS)
-def test_plan_contradicting_draft_rows_is_refused(
+def test_plan_contradicting_draft_rows_raises_invariant_broken(
     make_model: MakeModel, fields: dict[str, Any], message: str
 ) -> None:
     """A plan whose draft chunks or counts contradict the draft rows raises InvariantBroken."""
@@ -75,7 +75,7 @@ def test_plan_contradicting_draft_rows_is_refused(
         driver.launch(**fields)
 
 
-def test_valid_draft_plans_are_executed(make_model: MakeModel) -> None:
+def test_valid_variants_of_refused_draft_plans_are_executed(make_model: MakeModel) -> None:
     """The same state accepts the valid variants of the refused plans."""
     model, draft = make_model("qwen3"), draft_model_of(make_model("llama"))
     _driver(model, draft).step(decodes=[1], draft_counts=[5])
@@ -85,7 +85,7 @@ def test_valid_draft_plans_are_executed(make_model: MakeModel) -> None:
     _driver(model, draft).step(decodes=[1, 2], drafts=[[1], []])
 
 
-def test_draft_chunk_before_roll_back_is_refused(make_model: MakeModel) -> None:
+def test_draft_chunk_for_sequence_with_unverified_drafts_is_refused(make_model: MakeModel) -> None:
     """A sequence with unverified drafts gets no draft chunk, because its draft row may be cut."""
     driver = _driver(make_model("qwen3"), draft_model_of(make_model("llama")))
     driver.step(decodes=[1], draft_counts=[2])
@@ -96,7 +96,7 @@ def test_draft_chunk_before_roll_back_is_refused(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_rank_without_draft_model_refuses_draft_chunks(
+def test_rank_without_draft_model_refuses_draft_chunks_and_counts(
     make_model: MakeModel, *, head: bool
 ) -> None:
     """A rank without a draft model refuses draft chunks; one without a drafter also refuses draft
@@ -117,7 +117,7 @@ def test_rank_without_draft_model_refuses_draft_chunks(
 
 
 @pytest.mark.parametrize("family", [*STATEFUL_FAMILIES, "deepseek_v32"])
-def test_families_without_roll_back_are_refused_as_drafters(
+def test_models_without_roll_back_are_refused_as_draft_and_target_models(
     make_model: MakeModel, family: str
 ) -> None:
     """Models that cannot be rolled back are refused as draft models and as target models."""
@@ -148,7 +148,7 @@ def _config(draft: Path | str, method: Any = "draft_model") -> Config:
     return Config(model=ModelConfig(path="demo"), speculation=speculation)
 
 
-def test_draft_model_with_equal_tokenizer_is_loaded(tmp_path: Path) -> None:
+def test_draft_model_with_equal_tokenizer_in_other_form_is_loaded(tmp_path: Path) -> None:
     """A draft model with an equal tokenizer in another file form is loaded with a fingerprint of
     its own.
     """
@@ -161,11 +161,11 @@ def test_draft_model_with_equal_tokenizer_is_loaded(tmp_path: Path) -> None:
     draft = opened.read()
     assert draft.method == "draft_model"
     assert len(draft.fingerprint) == 32
-    assert make_executor(draft.model, drafter=draft).draft_bytes_per_token == 5 * 2 * 4 * 32 * 4
+    assert make_executor(draft.model, drafter=draft).proposer.bytes_per_token == 5 * 2 * 4 * 32 * 4
 
 
 @pytest.mark.parametrize("method", ["off", "ngram"])
-def test_no_drafter_is_loaded_for_methods_without_one(method: str) -> None:
+def test_no_draft_model_is_loaded_when_method_needs_none(method: str) -> None:
     """No draft model is loaded when the method needs none, even if one is configured."""
     check_drafter(_config("/nowhere", method))
 
@@ -173,7 +173,7 @@ def test_no_drafter_is_loaded_for_methods_without_one(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_missing_draft_model_is_refused(method: str) -> None:
+def test_empty_draft_model_setting_or_missing_folder_is_refused(method: str) -> None:
     """An empty draft_model setting and a missing folder are refused before anything is loaded."""
     with pytest.raises(ConfigError, match="draft_model is empty"):
         check_drafter(_config("", method))
@@ -181,7 +181,7 @@ def test_missing_draft_model_is_refused(method: str) -> None:
         check_drafter(_config("/nowhere", method))
 
 
-def test_draft_model_with_other_token_id_is_refused(tmp_path: Path) -> None:
+def test_draft_model_with_one_differing_token_id_is_refused(tmp_path: Path) -> None:
     """A single token id that differs is refused with the id and both tokens."""
     content = _tokenizer()
     vocabulary = content["model"]["vocab"]
@@ -193,7 +193,7 @@ def test_draft_model_with_other_token_id_is_refused(tmp_path: Path) -> None:
         check_drafter(_config(folder))
 
 
-def test_draft_model_with_other_added_tokens_is_refused(tmp_path: Path) -> None:
+def test_draft_model_with_different_added_tokens_is_refused(tmp_path: Path) -> None:
     """Added tokens such as chat markers must agree too."""
     content = _tokenizer()
     content["added_tokens"][-1]["content"] = "<other>"
@@ -203,7 +203,7 @@ def test_draft_model_with_other_added_tokens_is_refused(tmp_path: Path) -> None:
         check_drafter(_config(folder))
 
 
-def test_draft_model_with_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_draft_model_with_vocabulary_below_its_tokenizer_is_refused(tmp_path: Path) -> None:
     """A draft model whose vocabulary is smaller than its tokenizer is refused."""
     folder = _folder(tmp_path / "draft")
     config = json.loads((folder / "config.json").read_text())
@@ -215,7 +215,7 @@ def test_draft_model_with_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
         check_drafter(_config(folder))
 
 
-def test_tokenizers_without_json_are_compared_bytewise(tmp_path: Path) -> None:
+def test_draft_tokenizer_without_json_is_refused_unless_files_are_equal(tmp_path: Path) -> None:
     """Tokenizers without a tokenizer.json must have equal files; without any file they are
     refused.
     """
@@ -233,7 +233,7 @@ def test_tokenizers_without_json_are_compared_bytewise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"model": {"vocab": {"a": "b"}}}'])
-def test_damaged_draft_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
+def test_draft_model_with_damaged_tokenizer_json_is_refused(tmp_path: Path, content: str) -> None:
     """A tokenizer.json that does not describe a tokenizer is refused."""
     folder = _folder(tmp_path / "draft")
     (folder / "tokenizer.json").write_text(content)
@@ -242,7 +242,7 @@ def test_damaged_draft_tokenizer_is_refused(tmp_path: Path, content: str) -> Non
         check_drafter(_config(folder))
 
 
-def test_unigram_vocabularies_are_compared_in_order(tmp_path: Path) -> None:
+def test_draft_model_with_different_unigram_token_is_refused(tmp_path: Path) -> None:
     """Unigram vocabularies, lists with scores in the order of ids, are compared."""
     pieces = [["<unk>", 0.0], ["a", -1.0], ["b", -2.5]]
     for name, last in (("one", "b"), ("two", "b"), ("three", "c")):

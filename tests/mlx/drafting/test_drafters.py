@@ -45,7 +45,7 @@ def make_draft(
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
-def test_drafters_change_no_tokens(
+def test_drafters_change_no_tokens_for_any_draft_counts(
     make_model: MakeModel,
     make_draft: Callable[[str], LoadedDrafter],
     family: str,
@@ -67,7 +67,7 @@ def test_drafters_change_no_tokens(
 
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("rows", [2, 5, 8])
-def test_rows_with_different_draft_counts_share_a_step(
+def test_rows_with_different_draft_counts_in_one_step_keep_tokens(
     make_model: MakeModel,
     make_draft: Callable[[str], LoadedDrafter],
     rows: int,
@@ -98,7 +98,7 @@ def test_rows_with_different_draft_counts_share_a_step(
         assert got == generate_alone(model, prompt, len(got), settings[one % 5])
 
 
-def test_draft_rows_survive_joins_drops_and_moves(
+def test_draft_row_moved_before_roll_back_continues_unchanged(
     make_model: MakeModel, make_draft: Callable[[str], LoadedDrafter]
 ) -> None:
     """A row that is moved between its verification and its roll-back continues unchanged.
@@ -130,7 +130,7 @@ def test_draft_rows_survive_joins_drops_and_moves(
             assert got == generate_alone(model, prompt, len(got))
 
 
-def test_draft_rows_become_fewer_and_longer(
+def test_plan_making_draft_rows_fewer_and_longer_changes_no_tokens(
     make_model: MakeModel, make_draft: Callable[[str], LoadedDrafter]
 ) -> None:
     """In one plan most rows leave, the verified row moves, and a longer sequence joins."""
@@ -171,7 +171,9 @@ def test_model_drafting_for_itself_has_all_drafts_accepted(
 
 
 @pytest.mark.parametrize("vocab", [192, 256])
-def test_draft_model_may_have_other_vocabulary_padding(make_model: MakeModel, vocab: int) -> None:
+def test_draft_model_with_other_vocabulary_padding_proposes_only_known_ids(
+    make_model: MakeModel, vocab: int
+) -> None:
     """A draft model with another padded vocabulary changes no tokens and proposes known ids
     only.
     """
@@ -198,7 +200,7 @@ def test_draft_model_may_have_other_vocabulary_padding(make_model: MakeModel, vo
     assert max(drafts) < min(vocab, 211)
 
 
-def test_drafters_propose_for_rows_from_blocks(
+def test_rows_built_from_blocks_get_drafts_and_unchanged_tokens(
     make_model: MakeModel, make_draft: Callable[[str], LoadedDrafter]
 ) -> None:
     """Sequences that reuse blocks or come back after a drop get drafts and unchanged tokens."""
@@ -218,7 +220,7 @@ def test_drafters_propose_for_rows_from_blocks(
     assert got == generate_alone(model, prompt, len(got))
 
 
-def test_receipts_differ_when_proposed_drafts_differ(make_model: MakeModel) -> None:
+def test_receipts_differ_between_ranks_that_propose_different_drafts(make_model: MakeModel) -> None:
     """Ranks with different proposals have different receipts, even if no draft is accepted."""
     model = make_model("qwen3")
     digests = []
@@ -232,20 +234,20 @@ def test_receipts_differ_when_proposed_drafts_differ(make_model: MakeModel) -> N
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_warm_up_runs_drafter_and_leaves_no_state(
+def test_warm_up_runs_drafter_and_leaves_rows_and_receipts_fresh(
     make_model: MakeModel, make_draft: Callable[[str], LoadedDrafter]
 ) -> None:
     """The warm-up runs the drafter; rows and receipts are those of a fresh rank afterwards."""
     model = make_model("qwen3")
     warm, fresh = (DrafterDriver(model, make_draft("qwen3"), row_count=2) for _ in range(2))
     asked: list[list[int]] = []
-    propose = warm.executor._proposer.propose
+    propose = warm.executor.proposer.propose
 
     def recorded(sequences: Any, lengths: Any, counts: Any, forwards: Any) -> Any:
         asked.append(list(counts))
         return propose(sequences, lengths, counts, forwards)
 
-    warm.executor._proposer.propose = recorded  # type: ignore[method-assign]
+    warm.executor.proposer.propose = recorded  # type: ignore[method-assign]
     warm_up(warm.executor, 4_096, speculates=True)
     assert asked == [[4, 4], [5, 1]]
     for driver in (warm, fresh):
@@ -260,14 +262,14 @@ def test_warm_up_runs_drafter_and_leaves_no_state(
 @pytest.mark.parametrize(
     "make", [draft_model_of, lambda _: random_eagle_head()], ids=["model", "head"]
 )
-def test_proposing_copies_no_draft_rows(
+def test_proposing_and_rolling_back_drafts_copies_no_draft_rows(
     make_model: MakeModel, make: Callable[[nn.Module], LoadedDrafter]
 ) -> None:
     """Proposing, following and rolling back write draft rows in place while another step runs."""
     model = make_model("qwen3")
     driver = DrafterDriver(model, make(model), 6, 4_096, block_tokens=NO_BLOCKS)
-    layers = 3 if driver.executor.needs_draft_chunks else 1
-    layer_bytes = driver.executor.draft_bytes_per_token * 6 * 4_096 // layers
+    layers = 3 if driver.executor.proposer.needs_chunks else 1
+    layer_bytes = driver.executor.proposer.bytes_per_token * 6 * 4_096 // layers
     sequence_ids = list(range(6))
     for one in sequence_ids:
         driver.start(one, one, make_prompt(one, 5 + one))

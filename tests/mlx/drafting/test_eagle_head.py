@@ -62,7 +62,7 @@ def _expected(model: nn.Module, draft: LoadedDrafter, known: list[int], count: i
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
-def test_eagle_drafts_equal_head_over_whole_sequence(
+def test_eagle_drafts_equal_those_of_head_over_whole_sequence(
     make_model: MakeModel, family: str, layers: int
 ) -> None:
     """Drafts equal those of the head over all hidden states of the sequence at once.
@@ -103,7 +103,9 @@ def test_eagle_drafts_equal_head_over_whole_sequence(
     assert checked == 13 + 8 + 11 + 2 + 8
 
 
-def test_eagle_row_skips_states_beyond_limit(make_model: MakeModel) -> None:
+def test_eagle_row_keeps_bounded_hidden_states_after_steps_without_drafts(
+    make_model: MakeModel,
+) -> None:
     """After many steps without drafts the head keeps a bounded number of states; tokens are
     unchanged.
     """
@@ -113,7 +115,7 @@ def test_eagle_row_skips_states_beyond_limit(make_model: MakeModel) -> None:
         driver.start(one, one - 1, make_prompt(one, 9))
     for step in range(PENDING_STATES_MAX + 20):
         driver.step(decodes=[1] if step < 15 else [1, 2])
-    eagle_rows: Any = driver.executor._proposer
+    eagle_rows = driver.executor.proposer._store  # type: ignore[attr-defined]
     driver.step(decodes=[1, 2], counts={1: 4, 2: 3})
     # All tokens of the prompt but the last, and the states that were kept.
     assert [eagle_rows.length(slot) for slot in (0, 1)] == [8 + PENDING_STATES_MAX] * 2
@@ -160,7 +162,7 @@ def _load(folder: Path, dtype: mx.Dtype = mx.float16) -> LoadedDrafter:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_published_eagle_head_is_loaded(tmp_path: Path, *, biased: bool) -> None:
+def test_eagle_head_with_published_weight_names_is_loaded(tmp_path: Path, *, biased: bool) -> None:
     """A head loads by its published weight names; its embeddings are ignored and its biases
     used.
     """
@@ -178,7 +180,9 @@ def test_published_eagle_head_is_loaded(tmp_path: Path, *, biased: bool) -> None
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
-def test_eagle_memory_needs_are_known_before_loading(tmp_path: Path, dtype: mx.Dtype) -> None:
+def test_eagle_memory_predicted_from_headers_equals_memory_of_loaded_head(
+    tmp_path: Path, dtype: mx.Dtype
+) -> None:
     """The memory needs computed from the headers equal those of the loaded head."""
     weights = _weights()
     folder = _save(tmp_path / "head", weights)
@@ -191,22 +195,22 @@ def test_eagle_memory_needs_are_known_before_loading(tmp_path: Path, dtype: mx.D
     head: Any = opened.read().model
     read: dict[str, mx.array] = dict(tree_flatten(head.parameters()))
     assert {one.dtype for one in read.values()} == {dtype}
-    rows = RowStore(head.layer_shapes())
+    rows = RowStore(head.layer_parts())
     assert opened.needs.kv_bytes_per_token == rows.bytes_per_token == 2 * 2 * 48 * dtype.size
     assert opened.needs.kv_bytes_per_row == ROW_PADDING_TOKENS * rows.bytes_per_token
 
 
-def test_eagle_row_memory_includes_padding(make_model: MakeModel) -> None:
+def test_eagle_draft_rows_take_reported_bytes_including_padding(make_model: MakeModel) -> None:
     """The arrays of draft rows take the reported bytes per token and per row."""
     model = make_model("llama")
     executor = make_executor(model, drafter=random_eagle_head())
     per_row = executor.kv_bytes_per_row
-    assert per_row == ROW_PADDING_TOKENS * executor.draft_bytes_per_token
-    proposer: Any = executor._proposer
+    assert per_row == ROW_PADDING_TOKENS * executor.proposer.bytes_per_token
+    proposer: Any = executor.proposer
     for rows, tokens in ((1, 16), (3, 64)):
         proposer.resize(rows, tokens)
         taken = sum(array.nbytes for layer in proposer._store._layers for array in layer.arrays)
-        assert taken == rows * (tokens * executor.draft_bytes_per_token + per_row)
+        assert taken == rows * (tokens * executor.proposer.bytes_per_token + per_row)
     assert make_executor(model).kv_bytes_per_row == 0
 
 
@@ -229,7 +233,7 @@ INVALID_HEADS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize(
     ("config", "weights", "message"), INVALID_HEADS.values(), ids=INVALID_HEADS
 )
-def test_eagle_head_not_fitting_model_is_refused(
+def test_eagle_head_with_files_not_fitting_model_is_refused(
     tmp_path: Path, config: dict[str, Any], weights: dict[str, Any], message: str
 ) -> None:
     """A head whose files do not fit the model is refused with the mismatch."""
@@ -239,13 +243,13 @@ def test_eagle_head_not_fitting_model_is_refused(
         _load(folder)
 
 
-def test_eagle_head_of_other_width_is_refused(make_model: MakeModel) -> None:
+def test_eagle_head_for_other_hidden_state_width_is_refused(make_model: MakeModel) -> None:
     """A head for hidden states of another width is refused."""
     with pytest.raises(ConfigError, match="hidden states of 32 numbers, but this model's have 48"):
         DrafterDriver(make_model("qwen3"), random_eagle_head(32))
 
 
-def test_eagle_head_in_pytorch_format_is_refused(tmp_path: Path) -> None:
+def test_eagle_head_in_pytorch_format_is_refused_with_remedy(tmp_path: Path) -> None:
     """A head with weights in the format of PyTorch is refused with the remedy."""
     folder = _save(tmp_path / "head", _weights())
     shutil.move(folder / "model.safetensors", folder / "pytorch_model.bin")

@@ -57,7 +57,9 @@ def _run_with_early_starts(driver: ExecutorDriver, plans: Iterator[dict[str, Any
     return begun
 
 
-def test_early_started_steps_give_same_tokens_and_receipts(six_layer_model: nn.Module) -> None:
+def test_steps_with_early_first_layers_give_tokens_of_whole_steps(
+    six_layer_model: nn.Module,
+) -> None:
     """Steps with early first layers give the tokens and receipts of whole steps; only decodes start
     early.
     """
@@ -71,10 +73,10 @@ def test_early_started_steps_give_same_tokens_and_receipts(six_layer_model: nn.M
     assert begun.digests == whole.digests
 
 
-def test_early_started_step_copies_no_rows(six_layer_model: nn.Module) -> None:
+def test_step_with_early_first_layers_copies_no_kv_rows(six_layer_model: nn.Module) -> None:
     """Early first layers write rows in place while the previous step is still computed."""
     driver = ExecutorDriver(six_layer_model, row_count=8, row_tokens=4_096)
-    layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 6
+    layer_bytes = driver.executor.store.bytes_per_token * 8 * 4_096 // 6
     ids = list(range(1, 9))
     before = driver.decode_uneven_rows(ids)
 
@@ -83,7 +85,7 @@ def test_early_started_step_copies_no_rows(six_layer_model: nn.Module) -> None:
     assert mx.get_peak_memory() - before < layer_bytes // 2
 
 
-def test_only_plain_decode_steps_start_early(six_layer_model: nn.Module) -> None:
+def test_only_plain_decode_steps_start_first_layers_early(six_layer_model: nn.Module) -> None:
     """Steps without decodes, with drafts or with kept blocks do not start early."""
     driver = ExecutorDriver(six_layer_model)
     driver.start(1, 0, PROMPTS[1])
@@ -102,7 +104,7 @@ def test_only_plain_decode_steps_start_early(six_layer_model: nn.Module) -> None
     assert len(first.tokens) == 1
 
 
-def test_model_with_few_layers_does_not_start_early() -> None:
+def test_model_with_three_layers_starts_no_step_early() -> None:
     """With three layers no step starts early, because one layer would delay the result before
     it.
     """

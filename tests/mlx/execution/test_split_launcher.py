@@ -96,7 +96,7 @@ def _run_ahead(driver: ExecutorDriver, plans: Iterator[dict[str, Any]]) -> list[
     return settled
 
 
-def test_split_steps_give_same_tokens_and_receipts(six_layer_model: nn.Module) -> None:
+def test_split_steps_give_tokens_and_receipts_of_whole_steps(six_layer_model: nn.Module) -> None:
     """Split steps give the tokens and receipts of whole steps; each finishes the step before
     once.
     """
@@ -156,7 +156,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
     return made
 
 
-def test_split_halves_start_after_same_half_of_step_before(
+def test_each_half_step_starts_after_equal_half_of_previous_step(
     six_layer_model: nn.Module, calls: RecordedCalls
 ) -> None:
     """Each half of a forward starts after the same half of the forward before is computed.
@@ -191,12 +191,12 @@ def test_split_halves_start_after_same_half_of_step_before(
 
 
 @pytest.mark.parametrize("behind", ["decodes", "prompt"])
-def test_draft_step_behind_split_step_copies_no_rows(
+def test_step_with_drafts_after_split_step_copies_no_rows(
     six_layer_model: nn.Module, behind: str
 ) -> None:
     """A step with drafts behind a split step writes the rows in place."""
     driver = _driver(six_layer_model, row_count=8, row_tokens=4_096)
-    keys_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // LAYERS // 2
+    keys_bytes = driver.executor.store.bytes_per_token * 8 * 4_096 // LAYERS // 2
     ids = list(range(1, 8))
     before = driver.decode_uneven_rows(ids)
 
@@ -230,7 +230,7 @@ def _never() -> None:
     raise AssertionError("the step before must not be finished")
 
 
-def test_split_steps_allow_resizes_and_rows_from_blocks(six_layer_model: nn.Module) -> None:
+def test_rows_resized_or_filled_during_split_step_keep_tokens(six_layer_model: nn.Module) -> None:
     """Rows that are resized or filled from blocks while a step is computed give the same tokens."""
     prompt = make_prompt(9, 40)
     kept = [
@@ -284,13 +284,13 @@ def test_split_steps_allow_resizes_and_rows_from_blocks(six_layer_model: nn.Modu
     assert parts.tokens[2] == parts.tokens[1][:5]
 
 
-def test_model_with_few_layers_is_not_split() -> None:
+def test_steps_of_model_with_three_layers_are_not_split() -> None:
     """Steps of a model with three layers are launched whole."""
     driver = _driver(make_llama(3))
     assert _run_ahead(driver, _plans()) == [0] * len(list(_plans()))
 
 
-def test_sliding_window_model_is_not_split(make_model: MakeModel) -> None:
+def test_steps_of_sliding_window_model_are_not_split(make_model: MakeModel) -> None:
     """Steps of a model with sliding windows are launched whole."""
     model = make_model("gemma3")
     driver = _driver(model)

@@ -120,9 +120,7 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     tier = StoredTier(settings, link.send, arrays.allocate)
     tier.start()
     # A spill without a store is reported as lost, and a busy machine connects late.
-    assert tier._link is not None
-    store_link = tier._link
-    wait_until(lambda: store_link._store != "away")
+    wait_until(lambda: tier._store != "away")
 
     def serve() -> None:
         clock = SystemClock()
@@ -130,7 +128,7 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
         executor = make_executor(
             make(), take_restored=tier.take, profile=ExecutionProfile(has_queue=not on_cpu)
         )
-        tier.expect(executor.block_payload_bytes, 2**24)
+        tier.expect(executor.store.block_bytes, 2**24)
         link.on_restore = tier.restore
         steps = StepLoop(
             order,
@@ -175,7 +173,7 @@ def _reusing(sequence: AdmittedSequence, blocks: int) -> AdmittedSequence:
     )
 
 
-def test_spilled_blocks_are_restored_between_steps(scheduler: Scheduler) -> None:
+def test_step_loop_restores_spilled_blocks_and_keeps_tokens(scheduler: Scheduler) -> None:
     """Plans with spills and restores are finished in order; a restored sequence gets the same
     tokens.
     """
@@ -216,7 +214,7 @@ def test_spilled_blocks_are_restored_between_steps(scheduler: Scheduler) -> None
     ]
 
 
-def test_plan_without_forward_does_not_change_busy_time(scheduler: Scheduler) -> None:
+def test_plan_without_forward_keeps_busy_time_of_last_forward(scheduler: Scheduler) -> None:
     """A plan without a forward returns no tokens and keeps the measured time of the last
     forward.
     """
@@ -229,7 +227,7 @@ def test_plan_without_forward_does_not_change_busy_time(scheduler: Scheduler) ->
     assert scheduler.steps[0]._busy_s * 1e3 == finished[1].busy_ms
 
 
-def test_cpu_starts_next_step_before_finishing_one(
+def test_cpu_starts_next_step_before_finishing_current_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """If the next plan has arrived, the device is never idle between steps."""
@@ -294,7 +292,7 @@ def test_gpu_sends_result_before_whole_next_step_is_started(
     assert events[8] == whole[1]
 
 
-def test_first_step_is_reported_once(scheduler: Scheduler) -> None:
+def test_first_step_callback_runs_once_after_its_receipt(scheduler: Scheduler) -> None:
     """The callback for the first step runs once, after its receipt is sent."""
     for _ in range(3):
         scheduler.plan()
@@ -302,7 +300,7 @@ def test_first_step_is_reported_once(scheduler: Scheduler) -> None:
     assert scheduler.receipts_at_first_step == [1]
 
 
-def test_prefill_whose_launch_blocks_on_device_waits_for_previous_step(
+def test_prefill_whose_launch_waits_for_device_starts_after_earlier_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A long prefill of divided experts starts after all earlier results are sent.

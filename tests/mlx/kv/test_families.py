@@ -37,7 +37,9 @@ def _assert_matches_mlx_lm(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_joins_and_drops_change_no_tokens(make_model: MakeModel, family: str) -> None:
+def test_sequences_joining_and_leaving_get_tokens_of_mlx_lm(
+    make_model: MakeModel, family: str
+) -> None:
     """Sequences of any lengths that join and leave at any step get the tokens of mlx-lm."""
     model = make_model(family)
     prompts = {i: make_prompt(i, n) for i, n in {1: 5, 2: 19, 3: 3, 4: 30, 5: 11}.items()}
@@ -73,7 +75,9 @@ def test_joins_and_drops_change_no_tokens(make_model: MakeModel, family: str) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_weights_generate_varied_tokens(make_model: MakeModel, family: str) -> None:
+def test_tiny_models_with_random_weights_generate_varied_tokens(
+    make_model: MakeModel, family: str
+) -> None:
     """The tiny models generate varied tokens, so a mix-up of rows would be visible."""
     model = make_model(family)
     first = generate_alone(model, make_prompt(1, 5), 15)
@@ -104,7 +108,7 @@ def test_chunked_prefill_gives_tokens_of_whole_prefill(make_model: MakeModel, fa
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_preempted_sequence_resumes_with_same_tokens(
+def test_preempted_sequence_resumes_with_tokens_of_uninterrupted_run(
     make_model: MakeModel, family: str, sampling: Sampling
 ) -> None:
     """A sequence that is dropped and admitted again with its tokens continues unchanged."""
@@ -130,7 +134,9 @@ def test_preempted_sequence_resumes_with_same_tokens(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_launching_ahead_gives_same_tokens_and_digests(make_model: MakeModel, family: str) -> None:
+def test_plans_launched_ahead_give_tokens_and_digests_of_sequential_plans(
+    make_model: MakeModel, family: str
+) -> None:
     """Launching a plan before the previous one is finished changes neither tokens nor digests."""
     model = make_model(family)
     prompts = {1: make_prompt(5, 9), 2: make_prompt(6, 17)}
@@ -166,7 +172,9 @@ def test_launching_ahead_gives_same_tokens_and_digests(make_model: MakeModel, fa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_paused_row_neither_changes_nor_disturbs_others(make_model: MakeModel, family: str) -> None:
+def test_row_paused_for_steps_continues_unchanged_and_disturbs_none(
+    make_model: MakeModel, family: str
+) -> None:
     """A row that is not decoded in some steps continues unchanged and disturbs no other row."""
     model = make_model(family)
     prompts = {i: make_prompt(20 + i, n) for i, n in {1: 4, 2: 12, 3: 9}.items()}
@@ -180,7 +188,9 @@ def test_paused_row_neither_changes_nor_disturbs_others(make_model: MakeModel, f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_moves_and_resizes_preserve_rows(make_model: MakeModel, family: str) -> None:
+def test_kv_rows_continue_unchanged_after_moves_and_resizes(
+    make_model: MakeModel, family: str
+) -> None:
     """Rows continue unchanged after moves and after the arrays grow and shrink."""
     model = make_model(family)
     prompts = {i: make_prompt(30 + i, n) for i, n in {1: 4, 2: 12, 3: 9}.items()}
@@ -203,7 +213,9 @@ def test_moves_and_resizes_preserve_rows(make_model: MakeModel, family: str) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plan_makes_rows_fewer_and_longer(make_model: MakeModel, family: str) -> None:
+def test_plan_making_rows_fewer_and_longer_changes_no_tokens(
+    make_model: MakeModel, family: str
+) -> None:
     """While a step runs, one plan drops most rows, moves the rest and admits a longer sequence."""
     model = make_model(family)
     prompts = {i: make_prompt(40 + i, 5 + i) for i in (1, 2, 3, 4)} | {5: make_prompt(45, 60)}
@@ -236,7 +248,7 @@ def test_batch_cache_is_freed_when_last_row_leaves(make_model: MakeModel, family
     for one in (1, 2):
         driver.start(one, one - 1, make_prompt(one, 9))
     driver.step(decodes=[1, 2])
-    store = driver.executor._store
+    store = driver.executor.store
     assert isinstance(store, BatchCacheStore)
     driver.step(dropped=[1], decodes=[2])
     assert store._batch
@@ -254,7 +266,7 @@ def test_executor_reports_kv_bytes_per_token_and_row(make_model: MakeModel, fami
     """Plain families report bytes per token only; windows and recurrent state add bytes per row."""
     executor = ExecutorDriver(make_model(family)).executor
     assert executor.vocab_size == 211
-    assert executor.can_roll_back == (family in PLAIN_FAMILIES)
+    assert executor.store.can_roll_back == (family in PLAIN_FAMILIES)
     assert (executor.kv_bytes_per_row > 0) == (family in STATEFUL_FAMILIES)
     expected = {
         "qwen3": 3 * 2 * 2 * 16 * 4,
@@ -267,6 +279,6 @@ def test_executor_reports_kv_bytes_per_token_and_row(make_model: MakeModel, fami
         "falcon_h1": 2 * 2 * 2 * 16 * 4,
         "deepseek_v32": 2 * (16 + 8 + 2 * 16) * 4,
     }
-    assert executor.kv_bytes_per_token == expected[family]
+    assert executor.store.bytes_per_token == expected[family]
     if family == "gemma3":
         assert executor.kv_bytes_per_row == 2 * 8 * 2 * 2 * 16 * 4

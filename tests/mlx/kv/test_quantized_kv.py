@@ -57,7 +57,7 @@ def _expected(model: nn.Module, prompt: list[int], count: int, bits: int) -> lis
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_quantized_rows_give_tokens_of_mlx_lm(model: nn.Module, bits: int) -> None:
+def test_quantized_kv_rows_give_tokens_of_mlx_lm(model: nn.Module, bits: int) -> None:
     """Rows that join, leave and move get the tokens of mlx-lm with the same bits."""
     prompts = {one: make_prompt(one, length) for one, length in ((1, 21), (2, 5), (3, 34))}
     driver = _driver(model, bits)
@@ -75,19 +75,21 @@ def test_quantized_rows_give_tokens_of_mlx_lm(model: nn.Module, bits: int) -> No
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_quantized_token_takes_bits_and_group_scales(model: nn.Module, bits: int) -> None:
+def test_token_with_quantized_kv_takes_bytes_of_bits_and_scales(
+    model: nn.Module, bits: int
+) -> None:
     """A token takes the quantized numbers and two more numbers per group."""
-    plain = make_executor(model).kv_bytes_per_token
+    plain = make_executor(model).store.bytes_per_token
     executor = make_executor(model, kv_bits=bits)
     width = model.layers[0].self_attn.q_norm.weight.shape[0]
 
     share = bits / 32 + 2 / WIDTHS[width]
-    assert executor.kv_bytes_per_token == plain * share
-    assert executor.kv_layout != make_executor(model).kv_layout
+    assert executor.store.bytes_per_token == plain * share
+    assert executor.store.layout_text != make_executor(model).store.layout_text
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_quantized_reuse_gives_tokens_of_full_prefill(model: nn.Module, bits: int) -> None:
+def test_reused_quantized_blocks_give_tokens_of_full_prefill(model: nn.Module, bits: int) -> None:
     """Reuse of resident and restored quantized blocks gives the tokens of a full prefill."""
     prompt = make_prompt(3, 29)
     expected = _expected(model, prompt, 8, bits)
@@ -133,13 +135,15 @@ def test_drafts_with_quantized_kv_change_no_tokens(model: nn.Module, bits: int) 
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3", "qwen3_next"])
-def test_families_without_quantizable_kv_are_refused(make_model: MakeModel, family: str) -> None:
+def test_models_without_quantizable_kv_are_refused_when_loaded(
+    make_model: MakeModel, family: str
+) -> None:
     """Narrow heads, latent attention, windows and recurrent state are refused when loaded."""
     with pytest.raises(ConfigError, match=r"kv_bits: .* cannot keep its KV in fewer bits"):
         make_executor(make_model(family), kv_bits=8)
 
 
-def test_latent_attention_is_refused_for_quantized_kv() -> None:
+def test_latent_attention_model_is_refused_when_kv_is_quantized() -> None:
     """Latent attention is refused at any width, because it would read packed numbers."""
     from mlx_lm.models import deepseek_v3
 
@@ -162,7 +166,9 @@ def test_latent_attention_is_refused_for_quantized_kv() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_padded_prefills_of_quantized_rows_give_same_tokens(model: nn.Module, bits: int) -> None:
+def test_padded_prefills_of_quantized_rows_give_tokens_of_unpadded_ones(
+    model: nn.Module, bits: int
+) -> None:
     """Prefills padded on the right give the same tokens with quantized rows."""
     prompt = make_prompt(5, 90)
     tokens = []

@@ -9,8 +9,9 @@ import pytest
 from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
+from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
-from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape, read_shape
+from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.row_store import RowStore
 from shared.errors import InvariantBroken
 from tests.mlx.executor_driver import (
@@ -49,7 +50,7 @@ def _decode(
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
 @pytest.mark.parametrize("slots", [(0, 1), (1, 4)], ids=["dense", "holes"])
-def test_several_tokens_per_row_equal_single_steps(
+def test_verifying_k_drafts_gives_logits_of_single_steps(
     make_model: MakeModel, family: str, slots: tuple[int, int]
 ) -> None:
     """Verifying k drafts gives the logits of k + 1 steps; a row that is rolled back continues
@@ -82,7 +83,9 @@ def test_several_tokens_per_row_equal_single_steps(
 
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
-def test_row_filled_from_blocks_continues_as_computed(make_model: MakeModel, family: str) -> None:
+def test_row_filled_from_blocks_continues_like_computed_row(
+    make_model: MakeModel, family: str
+) -> None:
     """A row filled with blocks of another row continues as if it had been computed."""
     model = make_model(family)
     prompt = make_prompt(3, 20)
@@ -103,7 +106,9 @@ def test_row_filled_from_blocks_continues_as_computed(make_model: MakeModel, fam
 
 @pytest.mark.parametrize("filled", [12, 15, 16], ids=["room", "last column", "full"])
 @pytest.mark.parametrize("place", [0, 1, 3], ids=["before", "between", "behind"])
-def test_rows_outside_decode_stay_unchanged(make_model: MakeModel, filled: int, place: int) -> None:
+def test_rows_outside_decode_stay_unchanged_bit_for_bit(
+    make_model: MakeModel, filled: int, place: int
+) -> None:
     """A row outside the decode stays unchanged bit for bit."""
     model = make_model("qwen3")
     store = _open(model, 4, 16)
@@ -122,9 +127,9 @@ def test_rows_outside_decode_stay_unchanged(make_model: MakeModel, filled: int, 
     np.testing.assert_array_equal(before, np.array(store.read_block(place, 0, filled)))
 
 
-def test_row_store_refuses_invalid_operations() -> None:
+def test_operation_exceeding_row_or_arrays_raises_invariant_broken() -> None:
     """Operations that exceed a row, its tokens or the arrays raise InvariantBroken."""
-    store = RowStore([LayerShape(1, 4, 1, 4, mx.float32)])
+    store = RowStore([[BlockPart(1, 4, mx.float32)] * 2])
     store.resize(2, 8)
     store.prefill(0, 6)
 
@@ -154,10 +159,10 @@ def _peak_of(action: Callable[[], Any]) -> int:
     return mx.get_peak_memory() - before
 
 
-def test_steps_copy_no_rows(make_model: MakeModel) -> None:
+def test_decoding_joining_leaving_and_prefilling_copy_no_kv_rows(make_model: MakeModel) -> None:
     """Decoding, joining, leaving and prefilling never copy the rows of even one layer."""
     driver = ExecutorDriver(make_model("qwen3"), row_count=8, row_tokens=4_096)
-    layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 3
+    layer_bytes = driver.executor.store.bytes_per_token * 8 * 4_096 // 3
     for i in range(4):
         driver.start(i, i, make_prompt(i, 5 + i))
     driver.step(decodes=[0, 1, 2, 3])
@@ -185,7 +190,9 @@ def test_steps_copy_no_rows(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
-def test_grouped_prefills_give_same_tokens(make_model: MakeModel, family: str) -> None:
+def test_prompts_prefilled_in_one_forward_get_tokens_of_single_prefills(
+    make_model: MakeModel, family: str
+) -> None:
     """Short prompts prefilled in one padded forward get the tokens that they get singly."""
     model = make_model(family)
     prompts = {i: make_prompt(40 + i, 16 - i % 3) for i in range(6)}
@@ -210,7 +217,9 @@ def test_grouped_prefills_give_same_tokens(make_model: MakeModel, family: str) -
     }
 
 
-def test_family_without_separate_head_gives_same_tokens(make_model: MakeModel) -> None:
+def test_model_without_separate_head_gets_unchanged_tokens_from_split_chunks(
+    make_model: MakeModel,
+) -> None:
     """A model whose head cannot be narrowed is served with split chunks and the same tokens."""
     model = SoftCappedModel(make_model("qwen3"))
     driver = ExecutorDriver(model)

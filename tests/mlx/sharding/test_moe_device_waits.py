@@ -41,7 +41,7 @@ def _expect_waits(waits: list[int], count: int) -> Iterator[None]:
     assert len(waits) - before == count
 
 
-def test_decodes_of_divided_experts_never_wait(waits: list[int]) -> None:
+def test_decodes_of_divided_experts_never_wait_for_device(waits: list[int]) -> None:
     """Decodes never wait for the device; a long prefill waits once per layer of experts."""
     driver = ExecutorDriver(make_half_of_experts("qwen3_moe"), row_count=ROWS, row_tokens=64)
     prompts = [make_prompt(one, 3 + one % 5) for one in range(ROWS)]
@@ -71,7 +71,7 @@ def test_decodes_of_divided_experts_never_wait(waits: list[int]) -> None:
     ("lengths", "prefills"),
     [((36,), 0), ((37,), 1), ((18, 18), 0), ((19, 18), 1), ((40, 20, 37), 1), ((60, 40), 2)],
 )
-def test_executor_predicts_waiting_prefills(
+def test_executor_predicts_from_plan_whether_prefill_waits_for_device(
     monkeypatch: pytest.MonkeyPatch, waits: list[int], lengths: tuple[int, ...], prefills: int
 ) -> None:
     """The executor predicts from a plan whether its prefill waits, also for grouped prompts."""
@@ -91,7 +91,7 @@ def test_executor_predicts_waiting_prefills(
     assert not driver.executor.waits_for_earlier_steps(decodes)
 
 
-def test_undivided_experts_never_wait(waits: list[int]) -> None:
+def test_rank_with_all_experts_never_waits_for_device(waits: list[int]) -> None:
     """A rank with all experts runs the layers of mlx-lm, which never wait."""
     driver = ExecutorDriver(make_moe_model("qwen3_moe"), row_tokens=64)
     plan = driver.plan(
@@ -108,7 +108,9 @@ def test_resizing_large_rows_waits_for_earlier_steps(monkeypatch: pytest.MonkeyP
     driver = ExecutorDriver(make_moe_model("qwen3_moe"), row_count=2, row_tokens=64)
     driver.start(1, 0, make_prompt(1, 5))
     executor: Executor = driver.executor
-    assert 2 * 64 * executor.kv_bytes_per_token < 100_000 < 4 * 64 * executor.kv_bytes_per_token
+    assert (
+        2 * 64 * executor.store.bytes_per_token < 100_000 < 4 * 64 * executor.store.bytes_per_token
+    )
     assert not executor.waits_for_earlier_steps(driver.plan(decodes=[1]))
     driver.row_count = 4
     plan = driver.plan(decodes=[1])

@@ -53,7 +53,7 @@ def _divided(name: str, memory: tuple[int, ...] = (), **sizes: int) -> list[nn.M
 @pytest.mark.parametrize(
     "name", sorted(set(filter(_pipelines, MOE_FAMILIES)) - METAL_ONLY - WITHOUT_OWN_LAYERS)
 )
-def test_pipeline_ranks_keep_own_layers_and_caches(name: str) -> None:
+def test_pipeline_rank_keeps_only_its_own_layers_and_caches(name: str) -> None:
     """Each layer is on one rank, and each rank has caches for its own layers only."""
     sizes = {"num_hidden_layers": 6} if name == "bailing_hybrid" else {}
     whole = len(make_moe_model(name, **sizes).layers)
@@ -71,19 +71,19 @@ def _row_handling(model: nn.Module, traits: UnshardedTraits | None) -> tuple[obj
     except ConfigError as error:
         return str(error)
     return (
-        type(executor._store),
+        type(executor.store),
         executor._prefill._groups_chunks,
         executor._forward.can_select,
-        executor.can_roll_back,
-        executor.needs_checkpoints,
-        bool(executor.kv_layout),
+        executor.store.can_roll_back,
+        executor.store.needs_state,
+        bool(executor.store.layout_text),
     )
 
 
 @pytest.mark.parametrize(
     "name", sorted(set(filter(_pipelines, MOE_FAMILIES)) - METAL_ONLY - WITHOUT_OWN_LAYERS)
 )
-def test_pipeline_ranks_handle_rows_like_whole_model(name: str) -> None:
+def test_pipeline_rank_lacking_layer_kinds_handles_rows_like_whole_model(name: str) -> None:
     """Every rank handles rows like the whole model, even if it lacks some kinds of layers."""
     sizes = {"num_hidden_layers": 6} if name == "bailing_hybrid" else {}
     ranks = 2 if name == "bailing_hybrid" else 3
@@ -104,7 +104,7 @@ def test_pipeline_ranks_handle_rows_like_whole_model(name: str) -> None:
         assert _row_handling(model, traits) == expected
 
 
-def test_pipeline_rank_selects_positions_like_whole_model() -> None:
+def test_pipeline_rank_narrows_head_only_if_whole_model_allows() -> None:
     """A rank narrows the head only if the whole model allows it.
 
     A rank that cannot narrow it although the whole model can is refused.
@@ -129,7 +129,7 @@ def test_pipeline_rank_selects_positions_like_whole_model() -> None:
         make_executor(model, traits=traits)
 
 
-def test_pipeline_layers_follow_rank_memory() -> None:
+def test_pipeline_rank_with_triple_memory_gets_triple_layers() -> None:
     """A rank with three times the memory gets three times the layers; the last rank has the first
     layers.
     """
@@ -138,7 +138,7 @@ def test_pipeline_layers_follow_rank_memory() -> None:
     assert [(model.model.start_idx, model.model.end_idx) for model in models] == [(6, 8), (0, 6)]
 
 
-def test_equal_memory_uses_split_of_mlx_lm() -> None:
+def test_pipeline_of_equal_memory_ranks_uses_mlx_lm_split() -> None:
     """Equal memory uses the split of mlx-lm; a split without an attention layer on a rank is
     refused.
     """
@@ -152,7 +152,7 @@ def test_equal_memory_uses_split_of_mlx_lm() -> None:
         apply_split(model, config, split, unlinked_collectives(1, 2))
 
 
-def test_model_without_pipeline_is_refused() -> None:
+def test_pipeline_is_refused_for_models_without_support_or_enough_layers() -> None:
     """Models without a pipeline and with fewer layers than ranks are refused."""
     with pytest.raises(ConfigError, match='does not pipeline models of type "mixtral"'):
         _divided("mixtral")
@@ -165,7 +165,7 @@ def test_model_without_pipeline_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_OWN_LAYERS))
-def test_pipeline_with_unknown_own_layers_is_refused(name: str) -> None:
+def test_pipeline_of_model_not_naming_rank_layers_is_refused(name: str) -> None:
     """A family that does not name the layers of a rank is refused when loaded."""
     with pytest.raises(
         ConfigError, match="does not say which layers of a pipeline belong to this rank"

@@ -63,7 +63,9 @@ def _assert_same_generation(
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
-def test_drafts_change_no_tokens(make_model: MakeModel, family: str, sampling: Sampling) -> None:
+def test_verified_drafts_change_no_tokens_or_log_probabilities(
+    make_model: MakeModel, family: str, sampling: Sampling
+) -> None:
     """Right, wrong and partly right drafts change neither tokens nor log probabilities.
 
     Each step returns the accepted drafts and one token more.
@@ -84,7 +86,7 @@ def test_drafts_change_no_tokens(make_model: MakeModel, family: str, sampling: S
 
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("rows", [2, 5, 8])
-def test_rows_with_different_drafts_share_a_step(
+def test_rows_with_different_drafts_in_one_step_keep_tokens(
     make_model: MakeModel, rows: int, forward_cost_tokens: int
 ) -> None:
     """Rows with different lengths and numbers of drafts get their own tokens, in one forward or
@@ -116,7 +118,7 @@ def test_rows_with_different_drafts_share_a_step(
 
 
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
-def test_row_awaiting_roll_back_can_be_moved(
+def test_row_moved_before_roll_back_continues_unchanged(
     make_model: MakeModel, forward_cost_tokens: int
 ) -> None:
     """A row that is moved between its verification and its roll-back continues unchanged.
@@ -148,7 +150,7 @@ def test_row_awaiting_roll_back_can_be_moved(
     assert [len(driver.tokens[one]) for one in (2, 3, 4)] == [10, 9, 4]
 
 
-def test_dropped_row_with_accepted_drafts_leaves_no_state(make_model: MakeModel) -> None:
+def test_row_dropped_with_accepted_drafts_leaves_nothing_in_slot(make_model: MakeModel) -> None:
     """A sequence that is dropped with accepted drafts leaves nothing in its slot or its counts."""
     model = make_model("qwen3")
     sampling = SETTINGS["all"]
@@ -167,7 +169,9 @@ def test_dropped_row_with_accepted_drafts_leaves_no_state(make_model: MakeModel)
 
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
-def test_kept_blocks_hold_accepted_tokens_only(make_model: MakeModel, family: str) -> None:
+def test_blocks_kept_from_rows_with_drafts_hold_accepted_tokens_only(
+    make_model: MakeModel, family: str
+) -> None:
     """Blocks kept from rows with drafts equal the blocks kept without drafts.
 
     A block boundary may lie among rejected drafts, and a plan may keep blocks before the roll-back.
@@ -187,7 +191,7 @@ def test_kept_blocks_hold_accepted_tokens_only(make_model: MakeModel, family: st
     driver.step()
 
     def payload(of: BlockDriver, name: bytes) -> np.ndarray:
-        found = of.executor._blocks._resident.get(name, "block").payload
+        found = of.executor.blocks.resident[name].payload
         return np.array(found).view(np.float32)
 
     names = [block_hash(driver.all_tokens(1)[:stop]) for stop in range(4, driver.lengths[1] + 1, 4)]
@@ -200,7 +204,7 @@ def test_kept_blocks_hold_accepted_tokens_only(make_model: MakeModel, family: st
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("place", [0, 1, 3])
 @pytest.mark.parametrize("length", [20, 31, 32])
-def test_resting_rows_stay_unchanged_while_others_verify(
+def test_rows_outside_step_stay_unchanged_while_others_verify_drafts(
     make_model: MakeModel, place: int, length: int, forward_cost_tokens: int
 ) -> None:
     """A row outside the step, even a full one, keeps its KV bit for bit while others verify
@@ -214,7 +218,7 @@ def test_resting_rows_stay_unchanged_while_others_verify(
     others = [slot for slot in range(4) if slot != place]
     for slot in others:
         driver.start(slot, slot, make_prompt(slot, 4 + 2 * slot))
-    store = driver.executor._store
+    store = driver.executor.store
     before = np.array(store.read_block(place, 0, length))
     for count in (8, 3, 1):
         driver.step(decodes=others, drafts={others[0]: [1] * count, others[2]: [2]})
@@ -224,7 +228,7 @@ def test_resting_rows_stay_unchanged_while_others_verify(
 
 @pytest.mark.parametrize("forward_cost_tokens", [1, 64])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_verifying_drafts_copies_no_rows(
+def test_verifying_and_rolling_back_drafts_copies_no_kv_rows(
     make_model: MakeModel, family: str, forward_cost_tokens: int
 ) -> None:
     """Verifying, rolling back and moving never copy the rows of even one layer."""
@@ -235,7 +239,7 @@ def test_verifying_drafts_copies_no_rows(
         block_tokens=NO_BLOCKS,
         forward_cost_tokens=forward_cost_tokens,
     )
-    layer_bytes = driver.executor.kv_bytes_per_token * 8 * 4_096 // 3
+    layer_bytes = driver.executor.store.bytes_per_token * 8 * 4_096 // 3
     for one in range(6):
         driver.start(one, one, make_prompt(one, 5 + one))
     sequence_ids = list(range(6))
@@ -263,7 +267,7 @@ def test_verifying_drafts_copies_no_rows(
     assert mx.get_peak_memory() - before < layer_bytes // 2
 
 
-def test_family_without_separate_head_verifies_drafts(make_model: MakeModel) -> None:
+def test_model_without_separate_head_verifies_drafts(make_model: MakeModel) -> None:
     """A model whose head cannot be narrowed verifies drafts too."""
     model = SoftCappedModel(make_model("qwen3"))
     prompts = {1: make_prompt(1, 8), 2: make_prompt(2, 3)}
@@ -277,7 +281,7 @@ def test_family_without_separate_head_verifies_drafts(make_model: MakeModel) -> 
     assert driver.tokens == {1: truths[1][:6], 2: truths[2][:7]}
 
 
-def test_receipts_differ_when_drawn_tokens_differ(make_model: MakeModel) -> None:
+def test_receipts_differ_between_ranks_that_draw_different_tokens(make_model: MakeModel) -> None:
     """Equal plans give equal receipts; a rank that draws other tokens has another receipt."""
 
     def run(seed: int) -> list[bytes]:

@@ -64,7 +64,7 @@ def _generate(model: nn.Module, rows: int, *, drafts: bool) -> dict[int, list[in
 
 
 @pytest.mark.proof
-def test_demo_model_generates_same_greedy_tokens_with_drafts(demo: nn.Module) -> None:
+def test_demo_model_generates_equal_greedy_tokens_with_and_without_drafts(demo: nn.Module) -> None:
     """Batches of one to eight rows with up to six looked-up drafts generate the same tokens."""
     expected = _generate(demo, 1, drafts=False)
 

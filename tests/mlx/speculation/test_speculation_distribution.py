@@ -92,7 +92,9 @@ def _proposers(truth: np.ndarray) -> dict[str, Callable[[int], list[int]]]:
 @pytest.mark.proof
 @pytest.mark.parametrize("proposer", ["likeliest", "always 3", "any"])
 @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
-def test_speculated_tokens_follow_model_distribution(sampling: Sampling, proposer: str) -> None:
+def test_tokens_sampled_with_drafts_follow_model_distribution(
+    sampling: Sampling, proposer: str
+) -> None:
     """20,000 tokens generated with drafts follow the distribution of the model."""
     model = FirstOrderMarkovModel()
     truth = token_probabilities(np.array(model.table), sampling)
@@ -101,7 +103,7 @@ def test_speculated_tokens_follow_model_distribution(sampling: Sampling, propose
 
 
 @pytest.mark.parametrize("proposer", ["likeliest", "any"])
-def test_biased_acceptance_fails_distribution_test(
+def test_distribution_test_fails_when_wrong_drafts_are_accepted(
     monkeypatch: pytest.MonkeyPatch, proposer: str
 ) -> None:
     """The distribution test fails when likely drafts are accepted although another token was

@@ -29,7 +29,7 @@ def _cost(groups: list[list[int]], slots: list[int], counts: list[int], forward:
 
 
 @pytest.mark.parametrize("forward_cost_tokens", [1, 4, 12, 64])
-def test_decode_groups_cost_little_more_than_optimum(forward_cost_tokens: int) -> None:
+def test_grouping_rows_by_drafts_costs_little_more_than_optimum(forward_cost_tokens: int) -> None:
     """Groups hold each row once and cost little more than the best split of up to six rows."""
     chance = random.Random(forward_cost_tokens)
     for _ in range(60):
@@ -60,7 +60,7 @@ def test_row_with_drafts_runs_alone_when_padding_costs_more() -> None:
     assert group_decode_rows([3], [17], 1) == [[0]]
 
 
-def test_forward_cost_is_equal_on_all_ranks() -> None:
+def test_estimated_forward_cost_is_equal_on_ranks_with_different_devices() -> None:
     """With several ranks the cost of a forward does not depend on the device of the rank."""
     for backend in ("ring", "nccl", "jaccl"):
         assert forward_cost_of(backend, on_cpu=True) == forward_cost_of(backend, on_cpu=False)

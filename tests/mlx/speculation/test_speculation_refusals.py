@@ -64,7 +64,7 @@ INVALID_PLANS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "message"), INVALID_PLANS.values(), ids=INVALID_PLANS)
-def test_plan_contradicting_unverified_drafts_is_refused(
+def test_plan_contradicting_unverified_drafts_raises_invariant_broken(
     make_model: MakeModel, fields: dict[str, Any], message: str
 ) -> None:
     """A plan that uses, keeps or wrongly cuts rows with unverified drafts raises
@@ -78,7 +78,7 @@ def test_plan_contradicting_unverified_drafts_is_refused(
         driver.launch(**fields)
 
 
-def test_valid_draft_plans_are_executed(make_model: MakeModel) -> None:
+def test_valid_variants_of_refused_draft_plans_are_executed(make_model: MakeModel) -> None:
     """The same state accepts the valid variants of the refused plans."""
     model = make_model("qwen3")
     kept = KeptBlock(sequence_id=1, start=8, length=3, hash=HASH)
@@ -92,7 +92,7 @@ def test_valid_draft_plans_are_executed(make_model: MakeModel) -> None:
     driver.step()
 
 
-def test_roll_back_before_own_result_is_applied(make_model: MakeModel) -> None:
+def test_rank_applies_roll_back_before_finishing_that_step_itself(make_model: MakeModel) -> None:
     """A rank that has not finished the step yet applies the same roll-back with the same tokens."""
     driver = ExecutorDriver(make_model("qwen3"), row_count=1, row_tokens=32)
     ahead = ExecutorDriver(make_model("qwen3"), row_count=1, row_tokens=32)
@@ -115,24 +115,30 @@ def test_roll_back_before_own_result_is_applied(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("family", [*STATEFUL_FAMILIES, "deepseek_v32"])
-def test_drafts_are_refused_without_roll_back(make_model: MakeModel, family: str) -> None:
+def test_drafts_for_models_without_roll_back_are_refused(
+    make_model: MakeModel, family: str
+) -> None:
     """Families with windows or recurrent state refuse drafts; empty lists of drafts are allowed."""
     driver = ExecutorDriver(make_model(family))
     driver.start(1, 0, PROMPT)
     driver.step(decodes=[1], drafts=[[]])
 
-    assert not driver.executor.can_roll_back
+    assert not driver.executor.store.can_roll_back
     with pytest.raises(InvariantBroken, match="cannot be rolled back"):
         driver.launch(decodes=[1], drafts=[[1]])
 
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
-def test_plain_families_support_roll_back(make_model: MakeModel, family: str) -> None:
+def test_models_with_plain_or_latent_attention_support_roll_back(
+    make_model: MakeModel, family: str
+) -> None:
     """Rows of plain keys and values, also of latent attention, can be rolled back."""
-    assert make_executor(make_model(family)).can_roll_back
+    assert make_executor(make_model(family)).store.can_roll_back
 
 
-def test_family_with_one_token_per_row_serves_without_drafts(make_model: MakeModel) -> None:
+def test_model_failing_on_several_tokens_per_row_serves_without_drafts(
+    make_model: MakeModel,
+) -> None:
     """A model that fails on several tokens per row of a batch is served without drafts."""
 
     class SingleTokenModel(WrappedModel):
@@ -145,4 +151,4 @@ def test_family_with_one_token_per_row_serves_without_drafts(make_model: MakeMod
     driver.start(1, 0, PROMPT)
     driver.step(decodes=[1])
 
-    assert not driver.executor.can_roll_back
+    assert not driver.executor.store.can_roll_back

@@ -89,8 +89,8 @@ def _run(world: Collectives, sharding: Any, family: str) -> dict[str, Any]:
         "collectives_per_decode": collectives_per_decode,
         "layers": sum(layer is not None for layer in model.layers),
         "bytes": _bytes(model),
-        "kv_bytes_per_token": driver.executor.kv_bytes_per_token,
-        "kv_layout": driver.executor.kv_layout,
+        "kv_bytes_per_token": driver.executor.store.bytes_per_token,
+        "kv_layout": driver.executor.store.layout_text,
     }
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from services.rank_worker.batch.running_batch import RunningSequence
 from services.rank_worker.device.hardware import device_kind
 from services.rank_worker.kv_cache.blocks.host_copier import HostCopier, open_host_copier
-from services.rank_worker.kv_cache.blocks.items import RestoredItem, SpillItem
-from services.rank_worker.kv_cache.blocks.resident_blocks import ResidentBlocks, ResidentItem
+from services.rank_worker.kv_cache.blocks.items import ItemKind, RestoredItem, SpillItem
 from services.rank_worker.kv_cache.rows.checkpoint_state import (
     CheckpointState,
     decode_state,
@@ -21,8 +21,8 @@ from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, StepPla
 
 _log = Log("rank_worker.blocks")
 
-SlotOf = Callable[[int], int]
-"""Sequence id -> slot; raises InvariantBroken for an unknown sequence."""
+FindSequence = Callable[[int], RunningSequence]
+"""Returns the running sequence with an id; raises InvariantBroken for an unknown one."""
 
 TakeRestored = Callable[[AdoptedRestore], list[RestoredItem]]
 """Removes the restored blocks and checkpoints that a plan adopts from the staging area and returns
@@ -40,6 +40,17 @@ def refuse_restores(adopted: AdoptedRestore) -> list[RestoredItem]:
     raise InvariantBroken(
         f"the plan adopts restore {adopted.restore_id}, but this rank has no cache store"
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResidentItem:
+    """A block or checkpoint in this rank's memory. Immutable, so rows and spills may share it."""
+
+    kind: ItemKind
+    tokens: int
+    """Tokens in a block, or tokens before a checkpoint's state."""
+    payload: mx.array
+    """uint8 [bytes] with memory of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +76,8 @@ class BlockExecutor:
     def __init__(self, store: KVStore, take_restored: TakeRestored) -> None:
         self._store = store
         self._take_restored = take_restored
-        self._resident = ResidentBlocks()
+        self.resident: dict[bytes, ResidentItem] = {}
+        """The blocks and checkpoints in this rank's memory, by hash."""
         # CUDA memory that the host reads moves to the host, and back by page faults when it is
         # used again: 3 ms per block of 37 MB. So spills are copied first.
         self._copies_spills = device_kind() == "cuda"
@@ -73,19 +85,14 @@ class BlockExecutor:
         self._snapshots: dict[int, CheckpointState] = {}
         """The latest state that a plan asked to snapshot, by sequence id."""
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all blocks and checkpoints in this rank's memory."""
-        return self._resident.total_bytes
-
-    def keep(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
+    def keep(self, plan: StepPlan, find: FindSequence) -> list[mx.array]:
         """Copy the blocks and checkpoints that the plan keeps out of the rows; index them by hash.
 
         Rows are read as earlier plans left them.
 
         Args:
             plan: holds `keep_blocks` and `keep_checkpoints`.
-            slot_of: returns the slot of a sequence.
+            find: returns a sequence.
 
         Returns:
             The copies, uint8 [bytes] each, to be computed before anything else of this plan. Until
@@ -98,10 +105,10 @@ class BlockExecutor:
         for run in _runs(plan.keep_blocks):
             first = run[0]
             read = self._store.read_blocks(
-                slot_of(first.sequence_id), first.start, first.length, len(run)
+                find(first.sequence_id).slot, first.start, first.length, len(run)
             )
             for block, payload in zip(run, read, strict=True):
-                self._resident.add(block.hash, ResidentItem("block", block.length, payload))
+                self._add(block.hash, ResidentItem("block", block.length, payload))
             payloads += read
         for checkpoint in plan.keep_checkpoints:
             state = self._snapshots.pop(checkpoint.sequence_id, None)
@@ -111,7 +118,7 @@ class BlockExecutor:
                     f"tokens (but at {state and state.tokens})"
                 )
             payload = encode_state(state)
-            self._resident.add(checkpoint.hash, ResidentItem("checkpoint", state.tokens, payload))
+            self._add(checkpoint.hash, ResidentItem("checkpoint", state.tokens, payload))
             payloads.append(payload)
         return payloads
 
@@ -126,18 +133,17 @@ class BlockExecutor:
         for adopted in plan.adopted:
             for item in self._take_restored(adopted):
                 self._check(item)
-                if item.hash not in self._resident:
-                    self._resident.add(
-                        item.hash, ResidentItem(item.kind, item.tokens, item.payload)
-                    )
+                if item.hash not in self.resident:
+                    self._add(item.hash, ResidentItem(item.kind, item.tokens, item.payload))
 
-    def prepare_spills(self, block_bytes: int, bytes_max: int) -> None:
+    def prepare_spills(self, block_tokens: int, bytes_max: int) -> None:
         """Reserve host memory for spills, so that no step waits for it.
 
         Args:
-            block_bytes: size of a full block; 0: blocks cannot be kept.
+            block_tokens: tokens in a full block.
             bytes_max: limit for the bytes being spilled at once.
         """
+        block_bytes = self._store.block_bytes(block_tokens)
         if block_bytes:
             self._host_copier = open_host_copier()
         if self._host_copier is not None:
@@ -163,7 +169,7 @@ class BlockExecutor:
         return spills
 
     def _spill(self, block_hash: bytes) -> PendingSpill:
-        resident = self._resident.get(block_hash)
+        resident = self._get(block_hash)
         if not self._copies_spills:
             return PendingSpill(block_hash, resident, resident.payload, is_copy=False)
         if self._host_copier is not None:
@@ -187,7 +193,8 @@ class BlockExecutor:
             InvariantBroken: when an item is not resident.
         """
         for block_hash in plan.evict_blocks:
-            self._resident.evict(block_hash)
+            self._get(block_hash)
+            del self.resident[block_hash]
 
     def begin_row(self, slot: int, admitted: AdmittedSequence) -> None:
         """Fill the row of an admitted sequence from the resident blocks that it reuses, if any.
@@ -203,7 +210,7 @@ class BlockExecutor:
         reused = admitted.reused_tokens
         if not reused and not admitted.reused_blocks and admitted.checkpoint is None:
             return
-        blocks = [self._resident.get(block_hash, "block") for block_hash in admitted.reused_blocks]
+        blocks = [self._get(block_hash, "block") for block_hash in admitted.reused_blocks]
         held = sum(block.tokens for block in blocks)
         last = blocks[-1].tokens if blocks else 0
         if not held - last < reused <= held or reused >= len(admitted.tokens):
@@ -213,16 +220,16 @@ class BlockExecutor:
             )
         state = None
         if admitted.checkpoint is not None:
-            state = decode_state(self._resident.get(admitted.checkpoint, "checkpoint").payload)
+            state = decode_state(self._get(admitted.checkpoint, "checkpoint").payload)
         payloads = [(block.payload, block.tokens) for block in blocks]
         self._store.fill_row(slot, reused, payloads, state)
 
-    def snapshot_state(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
+    def snapshot_state(self, plan: StepPlan, find: FindSequence) -> list[mx.array]:
         """Copy the windows and recurrent state of rows, as they are after this plan's forwards.
 
         Args:
             plan: lists the sequences in `checkpoints`.
-            slot_of: returns the slot of a sequence.
+            find: returns a sequence.
 
         Returns:
             The arrays of all copies, which the caller must start to compute.
@@ -232,10 +239,24 @@ class BlockExecutor:
         """
         arrays: list[mx.array] = []
         for sequence_id in plan.checkpoints:
-            state = self._store.read_state(slot_of(sequence_id))
+            state = self._store.read_state(find(sequence_id).slot)
             self._snapshots[sequence_id] = state
             arrays += state.arrays()
         return arrays
+
+    def _add(self, block_hash: bytes, item: ResidentItem) -> None:
+        if block_hash in self.resident:
+            raise InvariantBroken(f"{block_hash.hex()} is already resident")
+        self.resident[block_hash] = item
+
+    def _get(self, block_hash: bytes, kind: ItemKind | None = None) -> ResidentItem:
+        """Return a resident item, of this kind unless None; otherwise raise InvariantBroken."""
+        item = self.resident.get(block_hash)
+        if item is None or kind not in (None, item.kind):
+            raise InvariantBroken(
+                f"the plan names {block_hash.hex()}, but no such {kind or 'block'} is resident"
+            )
+        return item
 
     def _check(self, item: RestoredItem) -> None:
         layout = self._store.layout

@@ -25,13 +25,18 @@ from services.rank_worker.kv_cache.rows.cache_parts import (
     write_tokens,
 )
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
-from services.rank_worker.kv_cache.rows.interface import BatchView
-from services.rank_worker.kv_cache.rows.kv_shapes import PROBE_TOKENS, cache_bytes, layer_shape
+from services.rank_worker.kv_cache.rows.interface import BatchView, KVStore
+from services.rank_worker.kv_cache.rows.kv_shapes import PROBE_TOKENS, cache_bytes, layer_parts
 from shared.errors import ConfigError, InvariantBroken
 
 
-class BatchCacheStore:
-    """KV of models with windows or recurrent state, in mlx-lm's batch caches; see `KVStore`."""
+class BatchCacheStore(KVStore):
+    """KV of models with windows or recurrent state, in mlx-lm's batch caches.
+
+    Rows cannot be padded, because the state would process padding, and not be rolled back: mlx-lm's
+    batch caches of plain keys and values can be trimmed, but only all rows by the same number of
+    tokens, while rows accept different numbers of drafts.
+    """
 
     can_roll_back = False
     can_pad = False
@@ -48,6 +53,7 @@ class BatchCacheStore:
         Raises:
             ConfigError: when the model has a kind of state that cannot be batched.
         """
+        super().__init__()
         for cache in used_caches:
             _check_batchable(cache)
         sizes = [cache_bytes(cache) for cache in used_caches]
@@ -58,46 +64,16 @@ class BatchCacheStore:
         self.layout = _layout(self._kinds, used_caches) if kinds is not None else None
         self.layout_text = _text(self.layout, self._kinds, used_caches) if self.layout else ""
         self.needs_state = needs_state
-        self.row_count = 0
-        self.row_tokens = 0
         self._model = model
-        self._lengths: list[int] = []
         self._single: dict[int, list[Any]] = {}
         """Caches of sequences that are not in the batch, by slot."""
         self._batch: list[Any] = []
         self._batch_slots: list[int | None] = []
         """Slot of each row of the batch; None for a row that is free but not yet removed."""
 
-    def length(self, slot: int) -> int:
-        """Return the number of tokens in a row."""
-        return self._lengths[slot]
-
-    def resize(self, row_count: int, row_tokens: int) -> None:
-        """Set the number of rows and their capacity; these caches grow by themselves.
-
-        Args:
-            row_count: number of rows.
-            row_tokens: most tokens that a row may hold.
-
-        Raises:
-            InvariantBroken: when a row's contents do not fit.
-        """
-        if any(self._lengths[row_count:]) or max(self._lengths, default=0) > row_tokens:
-            raise InvariantBroken(
-                f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
-            )
-        self._lengths = self._lengths[:row_count] + [0] * (row_count - self.row_count)
-        self.row_count = row_count
-        self.row_tokens = row_tokens
-
-    def resize_waits_for_device(self, row_count: int, row_tokens: int) -> bool:
-        """Return False, because `resize` only sets numbers."""
-        del row_count, row_tokens
-        return False
-
     def free(self, slot: int) -> None:
         """Empty a row, so that its slot can be reused."""
-        self._lengths[slot] = 0
+        super().free(slot)
         self._single.pop(slot, None)
         if slot in self._batch_slots:
             self._batch_slots[self._batch_slots.index(slot)] = None
@@ -107,8 +83,7 @@ class BatchCacheStore:
 
     def move(self, slot: int, target: int) -> None:
         """Give the row in `slot` the free slot `target`; nothing is copied."""
-        self._lengths[target] = self._lengths[slot]
-        self._lengths[slot] = 0
+        super().move(slot, target)
         if slot in self._single:
             self._single[target] = self._single.pop(slot)
         if slot in self._batch_slots:
@@ -121,17 +96,10 @@ class BatchCacheStore:
         """
         if columns > count:
             raise InvariantBroken(f"slot {slot}: {count} tokens cannot be padded to {columns}")
-        self._lengthen([slot], count)
+        self._lengthen([slot], [count])
         if slot not in self._single:
             self._single[slot] = make_prompt_cache(self._model)
         return self._single[slot]
-
-    def prefill_padded(
-        self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
-    ) -> list[Any]:
-        """Raise InvariantBroken: these rows cannot be padded, as state would process padding."""
-        del columns
-        raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be padded")
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
         """Lengthen rows by one token each and return the caches for their forward.
@@ -148,20 +116,12 @@ class BatchCacheStore:
         """
         if count != 1:
             raise InvariantBroken(f"{count} tokens per row, but these rows cannot be rolled back")
-        self._lengthen(slots, count)
+        self._lengthen(slots, [count] * len(slots))
         self._remove_others(set(slots))
         self._add([slot for slot in slots if slot in self._single])
         batch_slots = [slot for slot in self._batch_slots if slot is not None]
         rows = None if batch_slots == list(slots) else [batch_slots.index(slot) for slot in slots]
         return BatchView(self._batch, batch_slots, rows)
-
-    def roll_back(self, slot: int, length: int) -> None:
-        """Raise InvariantBroken: windows and recurrent state cannot be shortened.
-
-        mlx-lm's batch caches of plain keys and values can be trimmed, but only all rows by the same
-        number of tokens, while rows accept different numbers of drafts.
-        """
-        raise InvariantBroken(f"slot {slot} cannot be cut to {length} tokens")
 
     def read_block(self, slot: int, start: int, stop: int) -> mx.array:
         """Copy the plain keys and values of tokens [start, stop) of a row, uint8 [bytes]."""
@@ -174,14 +134,6 @@ class BatchCacheStore:
             if kind == "tokens":
                 parts += slice_tokens(cache, row, length, start, stop)
         return self.layout.pack(parts)
-
-    def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
-        """Copy consecutive blocks of a row, one by one.
-
-        Arguments and results are those of `KVStore.read_blocks`.
-        """
-        firsts = range(start, start + count * tokens, tokens)
-        return [self.read_block(slot, first, first + tokens) for first in firsts]
 
     def read_state(self, slot: int) -> CheckpointState:
         """Return a copy of the windows and recurrent state of a row."""
@@ -216,7 +168,7 @@ class BatchCacheStore:
             )
         if (state is not None) != self.needs_state:
             raise InvariantBroken(f"slot {slot} needs a state at {length} tokens, or has none")
-        self._lengthen([slot], length)
+        self._lengthen([slot], [length])
         unpacked = [self.layout.unpack(payload, tokens, tokens) for payload, tokens in blocks]
         arrays = (mx.concatenate(list(part), axis=2) for part in zip(*unpacked, strict=True))
         parts = iter(state.parts if state is not None else [])
@@ -228,17 +180,6 @@ class BatchCacheStore:
             elif kind in STATE_KINDS:
                 write_state(cache, next(parts), length)
         self._single[slot] = caches
-
-    def early_layer_keys(self, share: float) -> mx.array | None:
-        """Return None: which array would be suitable depends on the kind of cache.
-
-        The caller then starts a forward as a whole.
-
-        Args:
-            share: not used.
-        """
-        del share
-        return None
 
     def marker(self) -> mx.array:
         """Return a scalar, float32 [], whose evaluation computes all state of all rows.
@@ -290,15 +231,6 @@ class BatchCacheStore:
             self._batch = merged
         self._batch_slots += joining
 
-    def _lengthen(self, slots: Sequence[int], count: int) -> None:
-        for slot in slots:
-            length = self._lengths[slot] + count
-            if length > self.row_tokens:
-                raise InvariantBroken(
-                    f"slot {slot} would hold {length} tokens, rows have room for {self.row_tokens}"
-                )
-            self._lengths[slot] = length
-
 
 def needs_state(used_caches: Sequence[Any]) -> bool:
     """Tell whether rows with such caches can be rebuilt from blocks only with a checkpoint.
@@ -313,12 +245,10 @@ def needs_state(used_caches: Sequence[Any]) -> bool:
 
 
 def _layout(kinds: Sequence[PartKind], used_caches: Sequence[Any]) -> BlockLayout:
-    shapes = [
-        layer_shape(leaf)
-        for kind, leaf in zip(kinds, leaf_caches(used_caches), strict=True)
-        if kind == "tokens"
-    ]
-    return BlockLayout([part for shape in shapes for part in shape.parts])
+    leaves = zip(kinds, leaf_caches(used_caches), strict=True)
+    return BlockLayout(
+        [part for kind, leaf in leaves if kind == "tokens" for part in layer_parts(leaf)]
+    )
 
 
 def _text(layout: BlockLayout, kinds: Sequence[PartKind], used_caches: Sequence[Any]) -> str:

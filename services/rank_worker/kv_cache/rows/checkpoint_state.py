@@ -21,25 +21,7 @@ from shared.transport import codec
 ALIGNMENT_BYTES = 64
 LENGTH_BYTES = 4
 
-_DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        mx.bool_,
-        mx.uint8,
-        mx.uint16,
-        mx.uint32,
-        mx.uint64,
-        mx.int8,
-        mx.int16,
-        mx.int32,
-        mx.int64,
-        mx.float16,
-        mx.bfloat16,
-        mx.float32,
-        mx.float64,
-        mx.complex64,
-    )
-}
+_DTYPES = {dtype_name(one): one for one in vars(mx).values() if isinstance(one, mx.Dtype)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """The interface through which the executor uses the KV of running sequences."""
 
+import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockLayout
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
+from shared.errors import InvariantBroken
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,63 +24,45 @@ class BatchView:
     """Row of the model's output for each requested slot; None when they are in the same order."""
 
 
-class KVStore(Protocol):
-    """The KV of the running batch: one row per slot. Implemented by RowStore and BatchCacheStore.
+class KVStore(abc.ABC):
+    """The KV of the running batch: one row per slot. Base class of RowStore and BatchCacheStore.
 
-    Row lengths are known on the host, because plans alone determine them.
+    Row lengths are known on the host, because plans alone determine them. Methods that a kind of
+    rows does not support raise InvariantBroken.
     """
 
-    @property
-    def bytes_per_token(self) -> int:
-        """KV bytes of one token of one row, in all layers."""
-        ...
+    bytes_per_token: int
+    """KV bytes of one token of one row, in all layers."""
+    bytes_per_row: int = 0
+    """Bytes of one row that do not depend on its length, such as recurrent state."""
+    can_roll_back: bool
+    """Whether a row can be shortened to remove rejected drafts; required for speculation."""
+    can_pad: bool
+    """Whether several empty rows can be prefilled in one right-padded forward."""
+    layout: BlockLayout | None
+    """Byte layout of blocks; None when rows of this model cannot be rebuilt from blocks."""
+    layout_text: str
+    """Description of the byte layout of blocks and checkpoints; "" without a layout.
 
-    @property
-    def bytes_per_row(self) -> int:
-        """Bytes of one row that do not depend on its length, such as recurrent state."""
-        ...
+    Ranks of one model with equal texts could exchange blocks."""
+    needs_state: bool = False
+    """Whether a row can be rebuilt from blocks only together with a checkpoint at their end."""
 
-    @property
-    def can_roll_back(self) -> bool:
-        """Whether a row can be shortened to remove rejected drafts; required for speculation."""
-        ...
-
-    @property
-    def can_pad(self) -> bool:
-        """Whether several empty rows can be prefilled in one right-padded forward."""
-        ...
-
-    @property
-    def layout(self) -> BlockLayout | None:
-        """Byte layout of blocks; None when rows of this model cannot be rebuilt from blocks."""
-        ...
-
-    @property
-    def layout_text(self) -> str:
-        """Description of the byte layout of blocks and checkpoints; "" without a layout.
-
-        Ranks of one model with equal texts could exchange blocks.
-        """
-        ...
-
-    @property
-    def needs_state(self) -> bool:
-        """Whether a row can be rebuilt from blocks only together with a checkpoint at their end."""
-        ...
-
-    @property
-    def row_count(self) -> int:
+    def __init__(self) -> None:
+        self.row_count = 0
         """Number of rows: slots 0 to row_count - 1."""
-        ...
-
-    @property
-    def row_tokens(self) -> int:
+        self.row_tokens = 0
         """Capacity of each row in tokens."""
-        ...
+        self._lengths: list[int] = []
+        """Number of tokens in each row, by slot."""
+
+    def block_bytes(self, tokens: int) -> int:
+        """Return the bytes of a block of `tokens` tokens; 0 where blocks cannot be kept."""
+        return self.layout.block_bytes(tokens) if self.layout is not None else 0
 
     def length(self, slot: int) -> int:
         """Return the number of tokens in a row."""
-        ...
+        return self._lengths[slot]
 
     def resize(self, row_count: int, row_tokens: int) -> None:
         """Set the number of rows and their capacity in tokens; contents are kept.
@@ -86,7 +70,13 @@ class KVStore(Protocol):
         Raises:
             InvariantBroken: when a row's contents do not fit.
         """
-        ...
+        if any(self._lengths[row_count:]) or max(self._lengths, default=0) > row_tokens:
+            raise InvariantBroken(
+                f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
+            )
+        self._lengths = self._lengths[:row_count] + [0] * (row_count - self.row_count)
+        self.row_count = row_count
+        self.row_tokens = row_tokens
 
     def resize_waits_for_device(self, row_count: int, row_tokens: int) -> bool:
         """Tell whether `resize` to this size waits until the device has finished all earlier work.
@@ -95,11 +85,12 @@ class KVStore(Protocol):
             row_count: number of rows.
             row_tokens: capacity of each row in tokens.
         """
-        ...
+        del row_count, row_tokens
+        return False
 
     def free(self, slot: int) -> None:
         """Empty a row, so that its slot can be reused."""
-        ...
+        self._lengths[slot] = 0
 
     def move(self, slot: int, target: int) -> None:
         """Move a row to a free slot; no other row is copied.
@@ -108,8 +99,9 @@ class KVStore(Protocol):
             slot: the row's slot.
             target: the free slot.
         """
-        ...
+        self._lengths[target], self._lengths[slot] = self._lengths[slot], 0
 
+    @abc.abstractmethod
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
         """Lengthen a row by `count` tokens and return the caches for their forward.
 
@@ -125,7 +117,6 @@ class KVStore(Protocol):
         Raises:
             InvariantBroken: when the row has no room.
         """
-        ...
 
     def prefill_padded(
         self, slots: Sequence[int], counts: Sequence[int], columns: int = 0
@@ -143,15 +134,17 @@ class KVStore(Protocol):
         Raises:
             InvariantBroken: when a row is not empty, has no room, or rows cannot be padded.
         """
-        ...
+        del columns
+        raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be padded")
 
+    @abc.abstractmethod
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
         """Lengthen rows by `count` tokens each and return the caches for their forward.
 
         Args:
             slots: rows in rising order. Other rows are not changed.
-            count: tokens per row: 1, or k + 1 to verify k drafts. Rows with fewer drafts are
-                padded, and rolled back afterwards.
+            count: tokens per row: 1, or k + 1 to verify k drafts; see `decode_padded` for rows with
+                different numbers of drafts.
 
         Returns:
             The caches and the slot of each row of the forward.
@@ -159,7 +152,27 @@ class KVStore(Protocol):
         Raises:
             InvariantBroken: when a row has no room, or `count` is not supported.
         """
-        ...
+
+    def decode_padded(self, slots: Sequence[int], counts: Sequence[int]) -> BatchView:
+        """Lengthen rows by different numbers of tokens and return the caches for one forward.
+
+        The KV of padding behind a row is never read; later tokens overwrite it.
+
+        Args:
+            slots: rows in rising order. Other rows are not changed.
+            counts: tokens of each row, which the model's input pads to the largest number.
+
+        Returns:
+            The caches and the slot of each row of the forward.
+
+        Raises:
+            InvariantBroken: when a row has no room for the padding, or cannot be shortened.
+        """
+        lengths = [self.length(slot) + count for slot, count in zip(slots, counts, strict=True)]
+        view = self.decode(slots, max(counts))
+        for slot, length in zip(slots, lengths, strict=True):
+            self.roll_back(slot, length)
+        return view
 
     def roll_back(self, slot: int, length: int) -> None:
         """Shorten a row to `length` tokens.
@@ -167,8 +180,9 @@ class KVStore(Protocol):
         Raises:
             InvariantBroken: when the row is shorter or cannot be shortened.
         """
-        ...
+        raise InvariantBroken(f"slot {slot} cannot be cut to {length} tokens")
 
+    @abc.abstractmethod
     def read_block(self, slot: int, start: int, stop: int) -> mx.array:
         """Copy the KV of tokens [start, stop) of a row into one block.
 
@@ -186,7 +200,6 @@ class KVStore(Protocol):
         Raises:
             InvariantBroken: when the row does not hold these tokens.
         """
-        ...
 
     def read_blocks(self, slot: int, start: int, tokens: int, count: int) -> list[mx.array]:
         """Copy consecutive blocks of a row, like `read_block`.
@@ -205,7 +218,8 @@ class KVStore(Protocol):
         Raises:
             InvariantBroken: when the row does not hold these tokens.
         """
-        ...
+        firsts = range(start, start + count * tokens, tokens)
+        return [self.read_block(slot, first, first + tokens) for first in firsts]
 
     def read_state(self, slot: int) -> CheckpointState:
         """Return a copy of a row's windows and recurrent state after all forwards built so far.
@@ -215,8 +229,9 @@ class KVStore(Protocol):
         Raises:
             InvariantBroken: when rows of this model have no state.
         """
-        ...
+        raise InvariantBroken(f"slot {slot} holds plain keys and values, there is no state")
 
+    @abc.abstractmethod
     def fill_row(
         self,
         slot: int,
@@ -236,7 +251,6 @@ class KVStore(Protocol):
         Raises:
             InvariantBroken: when the row is not empty, or blocks and state do not match.
         """
-        ...
 
     def early_layer_keys(self, share: float) -> mx.array | None:
         """Return the keys of an early layer, so that a forward can be started in two parts.
@@ -250,12 +264,22 @@ class KVStore(Protocol):
             Keys [rows, kv_heads, tokens, head_dim]; None when the model has very few layers or the
             array is unknown.
         """
-        ...
+        del share
+        return None
 
+    @abc.abstractmethod
     def marker(self) -> mx.array:
         """Return a scalar, shape [], whose evaluation runs all forwards built so far.
 
         Callers evaluate it when a forward has no other output. It depends on all KV that the
         forwards write, and has memory of its own.
         """
-        ...
+
+    def _lengthen(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        for slot, count in zip(slots, counts, strict=True):
+            length = self._lengths[slot] + count
+            if length > self.row_tokens:
+                raise InvariantBroken(
+                    f"slot {slot} would hold {length} tokens, rows have room for {self.row_tokens}"
+                )
+            self._lengths[slot] = length

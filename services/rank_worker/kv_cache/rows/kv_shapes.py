@@ -18,28 +18,6 @@ from shared.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Shape of one layer's keys and values; their widths differ with latent attention (MLA)."""
-
-    key_heads: int
-    key_dim: int
-    value_heads: int
-    value_dim: int
-    dtype: mx.Dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values."""
-        return sum(part.bytes_per_token for part in self.parts)
-
-    @property
-    def parts(self) -> tuple[BlockPart, BlockPart]:
-        """The layer's parts of a block: keys, then values."""
-        keys = BlockPart(self.key_heads, self.key_dim, self.dtype)
-        return keys, BlockPart(self.value_heads, self.value_dim, self.dtype)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
     """Vocabulary size and kinds of caches of a model, read from a forward that is not computed."""
 
@@ -52,9 +30,9 @@ class ModelShape:
         """Whether every layer keeps plain keys and values: no window, recurrent or shared state."""
         return all(type(cache) is KVCache for cache in self.caches)
 
-    def layers(self) -> list[LayerShape]:
-        """Return the shape of every layer of a plain model."""
-        return [layer_shape(cache) for cache in self.caches]
+    def layers(self) -> list[list[BlockPart]]:
+        """Return the shapes of every layer's keys and values in a plain model."""
+        return [layer_parts(cache) for cache in self.caches]
 
 
 PROBE_TOKENS = 2
@@ -74,20 +52,16 @@ def read_shape(model: nn.Module) -> ModelShape:
     return ModelShape(vocab_size=logits.shape[-1], caches=caches)
 
 
-def layer_shape(cache: Any) -> LayerShape:
-    """Return the shape of one layer's keys and values.
+def layer_parts(cache: Any) -> list[BlockPart]:
+    """Return the shapes of one layer's keys and of its values; with latent attention they differ.
 
     Args:
         cache: the layer's KVCache or RotatingKVCache after one forward.
     """
-    keys, values = cache.keys, cache.values
-    return LayerShape(
-        key_heads=keys.shape[1],
-        key_dim=keys.shape[3],
-        value_heads=values.shape[1],
-        value_dim=values.shape[3],
-        dtype=keys.dtype,
-    )
+    return [
+        BlockPart(array.shape[1], array.shape[3], array.dtype)
+        for array in (cache.keys, cache.values)
+    ]
 
 
 def cache_bytes(cache: Any) -> tuple[int, int]:
@@ -111,10 +85,14 @@ def cache_bytes(cache: Any) -> tuple[int, int]:
         # A layer that uses another layer's keys and values.
         return 0, 0
     if isinstance(cache, RotatingKVCache):
-        return 0, layer_shape(cache).bytes_per_token * int(cache.max_size)
+        return 0, _token_bytes(cache) * int(cache.max_size)
     if type(cache) is KVCache:
-        return layer_shape(cache).bytes_per_token, 0
+        return _token_bytes(cache), 0
     raise ConfigError(
         f"This model keeps its state in a {type(cache).__name__}, which cannot be batched: "
         "choose another model."
     )
+
+
+def _token_bytes(cache: KVCache | RotatingKVCache) -> int:
+    return sum(part.bytes_per_token for part in layer_parts(cache))

@@ -1,12 +1,13 @@
 """One layer of all rows, with the interface of mlx-lm's caches."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
-from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape
 from services.rank_worker.kv_cache.rows.row_views import PaddedView, RaggedView, UniformView
 
-View = UniformView | RaggedView | PaddedView
+View = UniformView | RaggedView
 
 Quantized = tuple[mx.array, mx.array, mx.array]
 """Result of `mx.quantize`: packed uint32 numbers, and a scale and a bias per group."""
@@ -18,10 +19,10 @@ class RowLayer:
     They have the dtype that the model computes.
     """
 
-    def __init__(self, shape: LayerShape) -> None:
-        self.parts: list[BlockPart] = list(shape.parts)
+    def __init__(self, parts: Sequence[BlockPart]) -> None:
+        self.parts = list(parts)
         """Shape and type of each array, for one token."""
-        self.arrays = [_empty(part) for part in self.parts]
+        self.arrays = [mx.zeros((0, one.heads, 0, one.dim), dtype=one.dtype) for one in parts]
         """[row_count, kv_heads, row_tokens, head_dim] each."""
         self.offset: int | mx.array = 0
         """Position of the next new token: of all rows, or int32 [rows]. The model's rotary
@@ -97,22 +98,20 @@ class RowLayer:
 class QuantizedRowLayer(RowLayer):
     """Like `RowLayer`, with keys and values stored quantized; mlx-lm's attention reads them so."""
 
-    def __init__(self, shape: LayerShape, bits: int) -> None:
+    def __init__(self, parts: Sequence[BlockPart], bits: int) -> None:
         """Make empty arrays.
 
         Args:
-            shape: shape of the keys and values that the model computes.
+            parts: shapes of the keys and of the values that the model computes.
             bits: bits per number, 4 or 8.
 
         Raises:
             ValueError: when no group size divides the width of keys and values.
         """
-        super().__init__(shape)
         self.bits = bits
         """mlx-lm reads this attribute and `group_size`."""
-        self.group_size = group_size(shape)
-        self.parts = [packed for part in shape.parts for packed in self._packed_parts(part)]
-        self.arrays = [_empty(part) for part in self.parts]
+        self.group_size = group_size(parts)
+        super().__init__([packed for part in parts for packed in self._packed_parts(part)])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
         """Quantize new keys and values and write them at the ends of the present forward's rows.
@@ -139,11 +138,11 @@ class QuantizedRowLayer(RowLayer):
         return [numbers, groups, groups]
 
 
-def group_size(shape: LayerShape) -> int:
+def group_size(parts: Sequence[BlockPart]) -> int:
     """Return how many numbers of a key or value share a quantization scale.
 
     Args:
-        shape: shape of the layer's keys and values.
+        parts: shapes of the layer's keys and of its values.
 
     Returns:
         64, MLX's default, or 32 where 64 does not divide the widths of both.
@@ -152,14 +151,10 @@ def group_size(shape: LayerShape) -> int:
         ValueError: when 32 does not divide them either.
     """
     for size in (64, 32):
-        if all(part.dim and part.dim % size == 0 for part in shape.parts):
+        if all(part.dim and part.dim % size == 0 for part in parts):
             return size
-    widths = sorted({part.dim for part in shape.parts})
+    widths = sorted({part.dim for part in parts})
     raise ValueError(f"heads of width {widths} cannot be divided into groups of 64 or 32")
-
-
-def _empty(part: BlockPart) -> mx.array:
-    return mx.zeros((0, part.heads, 0, part.dim), dtype=part.dtype)
 
 
 def _resized(old: mx.array, row_count: int, row_tokens: int, rows: int, columns: int) -> mx.array:

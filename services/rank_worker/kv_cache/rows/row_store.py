@@ -9,10 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.kv_cache.rows.block_layout import BlockLayout
+from services.rank_worker.kv_cache.rows.block_layout import BlockLayout, BlockPart
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
-from services.rank_worker.kv_cache.rows.interface import BatchView
-from services.rank_worker.kv_cache.rows.kv_shapes import LayerShape
+from services.rank_worker.kv_cache.rows.interface import BatchView, KVStore
 from services.rank_worker.kv_cache.rows.row_layers import QuantizedRowLayer, RowLayer, View
 from services.rank_worker.kv_cache.rows.row_views import PaddedView, RaggedView, UniformView
 from shared.errors import InvariantBroken
@@ -28,25 +27,25 @@ _LAYERS_MIN = 4
 """In a model with fewer layers, one layer is a large part of a forward."""
 
 
-class RowStore:
-    """KV of models with plain keys and values, one preallocated row per slot; see `KVStore`."""
+class RowStore(KVStore):
+    """KV of models with plain keys and values, one preallocated row per slot."""
 
     can_pad = True
-    needs_state = False
-    bytes_per_row = 0
+    layout: BlockLayout
 
-    def __init__(self, shapes: Sequence[LayerShape], bits: int = 0) -> None:
+    def __init__(self, layers: Sequence[Sequence[BlockPart]], bits: int = 0) -> None:
         """Make empty rows.
 
         Args:
-            shapes: shape of each layer's keys and values.
+            layers: shapes of each layer's keys and values, as `layer_parts` returns them.
             bits: bits per stored number, 4 or 8; 0: the type that the model computes.
 
         Raises:
             ValueError: when these shapes cannot be quantized.
         """
+        super().__init__()
         self._layers = [
-            QuantizedRowLayer(shape, bits) if bits else RowLayer(shape) for shape in shapes
+            QuantizedRowLayer(parts, bits) if bits else RowLayer(parts) for parts in layers
         ]
         self.can_roll_back = True
         self.layout = BlockLayout([part for layer in self._layers for part in layer.parts])
@@ -54,13 +53,6 @@ class RowStore:
         self.bytes_per_token = self.layout.block_bytes(1)
         self.run_bytes_max = 0 if mx.default_device().type == mx.DeviceType.cpu else RUN_BYTES_MAX
         """Limit for consecutive blocks that are copied together, in bytes; 0: each by itself."""
-        self.row_count = 0
-        self.row_tokens = 0
-        self._lengths: list[int] = []
-
-    def length(self, slot: int) -> int:
-        """Return the number of tokens in a row."""
-        return self._lengths[slot]
 
     def resize(self, row_count: int, row_tokens: int) -> None:
         """Set the number of rows and their capacity in tokens; contents are kept.
@@ -70,11 +62,8 @@ class RowStore:
         """
         if row_count == self.row_count and row_tokens == self.row_tokens:
             return
-        if any(self._lengths[row_count:]) or max(self._lengths, default=0) > row_tokens:
-            raise InvariantBroken(
-                f"rows of {self._lengths} tokens do not fit {row_count} rows of {row_tokens} each"
-            )
         waits = self.resize_waits_for_device(row_count, row_tokens)
+        super().resize(row_count, row_tokens)
         rows = max((slot + 1 for slot, length in enumerate(self._lengths) if length), default=0)
         columns = max(self._lengths, default=0)
         for layer in self._layers:
@@ -82,9 +71,6 @@ class RowStore:
             if waits:
                 mx.eval(layer.arrays)
                 mx.clear_cache()
-        self._lengths = self._lengths[:row_count] + [0] * (row_count - self.row_count)
-        self.row_count = row_count
-        self.row_tokens = row_tokens
 
     def resize_waits_for_device(self, row_count: int, row_tokens: int) -> bool:
         """Tell whether `resize` to this size waits for the device, layer by layer, to save memory.
@@ -97,25 +83,16 @@ class RowStore:
             return False
         return row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
 
-    def free(self, slot: int) -> None:
-        """Empty a row, so that its slot can be reused; only its length changes."""
-        self._lengths[slot] = 0
-
     def move(self, slot: int, target: int) -> None:
         """Copy the row in `slot` to the free slot `target` and empty it; waits for the device."""
         length = self._lengths[slot]
-        copies = [
-            mx.contiguous(array[slot : slot + 1, :, :length])
-            for layer in self._layers
-            for array in layer.arrays
-        ]
+        arrays = self._arrays()
+        copies = [mx.contiguous(array[slot : slot + 1, :, :length]) for array in arrays]
         # Wait, because a view that is still in use prevents writing its array in place.
         mx.eval(copies)
-        arrays = (array for layer in self._layers for array in layer.arrays)
         for array, copied in zip(arrays, copies, strict=True):
             array[target : target + 1, :, :length] = copied
-        self._lengths[target] = length
-        self._lengths[slot] = 0
+        super().move(slot, target)
 
     def prefill(self, slot: int, count: int, columns: int = 0) -> list[Any]:
         """Lengthen a row by `count` tokens and return the caches for their forward.
@@ -192,10 +169,6 @@ class RowStore:
                 blocks += packed
         return blocks
 
-    def read_state(self, slot: int) -> CheckpointState:
-        """Raise InvariantBroken: rows of plain keys and values have no state."""
-        raise InvariantBroken(f"slot {slot} holds plain keys and values, there is no state")
-
     def fill_row(
         self,
         slot: int,
@@ -229,8 +202,7 @@ class RowStore:
                 parts = self.layout.unpack(payloads[0], tokens, stop - start)
             else:
                 parts = self.layout.unpack_run(payloads, tokens, stop - start)
-            arrays = (array for layer in self._layers for array in layer.arrays)
-            for array, part in zip(arrays, parts, strict=True):
+            for array, part in zip(self._arrays(), parts, strict=True):
                 array[slot : slot + 1, :, start:stop] = part
             start = stop
 
@@ -240,11 +212,7 @@ class RowStore:
             raise InvariantBroken(
                 f"slot {slot} holds {self._lengths[slot]} tokens, not [{start}, {stop})"
             )
-        return [
-            array[slot : slot + 1, :, start:stop]
-            for layer in self._layers
-            for array in layer.arrays
-        ]
+        return [array[slot : slot + 1, :, start:stop] for array in self._arrays()]
 
     def _runs(self, blocks: Sequence[tuple[mx.array, int]]) -> Iterator[tuple[list[mx.array], int]]:
         """Yield (payloads, tokens per block) for runs of equal blocks, bounded in bytes."""
@@ -277,21 +245,15 @@ class RowStore:
 
         It depends on all KV that they write, and has memory of its own.
         """
-        corners = [array[:1, :1, :1, :1] for layer in self._layers for array in layer.arrays]
+        corners = [array[:1, :1, :1, :1] for array in self._arrays()]
         # A sum has its own memory. A view would prevent the next step from writing in place.
         return mx.concatenate(corners).sum()
+
+    def _arrays(self) -> list[mx.array]:
+        return [array for layer in self._layers for array in layer.arrays]
 
     def _set_view(self, view: View) -> list[Any]:
         for layer in self._layers:
             layer.view = view
             layer.offset = view.offset
         return list(self._layers)
-
-    def _lengthen(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        for slot, count in zip(slots, counts, strict=True):
-            length = self._lengths[slot] + count
-            if length > self.row_tokens:
-                raise InvariantBroken(
-                    f"slot {slot} would hold {length} tokens, rows have room for {self.row_tokens}"
-                )
-            self._lengths[slot] = length

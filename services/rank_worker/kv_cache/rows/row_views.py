@@ -21,19 +21,10 @@ class UniformView:
     first: int
     last: int
     """Rows [first, last)."""
-    start: int
-    stop: int
-    """Columns [start, stop) are written."""
-
-    @property
-    def offset(self) -> int:
-        """Position of the first new token."""
-        return self.start
-
-    @property
-    def offset_after(self) -> int:
-        """Position after the last new token."""
-        return self.stop
+    offset: int
+    """First column that is written: the position of the first new token."""
+    offset_after: int
+    """Column, and position, after the last new token."""
 
     def write(self, target: mx.array, new: mx.array) -> mx.array:
         """Write new keys or values into a layer's array at the rows and columns of this view.
@@ -42,7 +33,7 @@ class UniformView:
             target: [row_count, kv_heads, row_tokens, head_dim], changed in place and returned.
             new: [rows, kv_heads, count, head_dim].
         """
-        target[self.first : self.last, :, self.start : self.stop] = new
+        target[self.first : self.last, :, self.offset : self.offset_after] = new
         return target
 
     def fetch(self, source: mx.array) -> mx.array:
@@ -52,9 +43,9 @@ class UniformView:
             source: [row_count, kv_heads, row_tokens, head_dim].
 
         Returns:
-            [rows, kv_heads, stop, head_dim].
+            [rows, kv_heads, offset_after, head_dim].
         """
-        return source[self.first : self.last, :, : self.stop]
+        return source[self.first : self.last, :, : self.offset_after]
 
     def mask(
         self, count: int, window_size: int | None, *, return_array: bool
@@ -67,13 +58,13 @@ class UniformView:
             return_array: never return "causal".
 
         Returns:
-            None, "causal", or bool [count, stop] that is true where a token may attend.
+            None, "causal", or bool [count, offset_after] that is true where a token may attend.
         """
         if window_size is None and count == 1:
             return None
         if window_size is None and not return_array:
             return "causal"
-        mask: mx.array = create_causal_mask(count, self.start, window_size=window_size)
+        mask: mx.array = create_causal_mask(count, self.offset, window_size=window_size)
         return mask
 
 
@@ -166,8 +157,8 @@ class RaggedView:
         return mask
 
 
-class PaddedView:
-    """Several empty rows that are filled by one right-padded forward."""
+class PaddedView(UniformView):
+    """Several empty rows that one right-padded forward fills. No token attends to the padding."""
 
     def __init__(self, slots: Sequence[int], columns: int) -> None:
         """Build the row index.
@@ -176,10 +167,8 @@ class PaddedView:
             slots: the rows.
             columns: width of the padded input in tokens.
         """
+        super().__init__(0, 0, 0, columns)
         self._row_index = mx.array(list(slots), dtype=mx.int32)
-        self._columns = columns
-        self.offset = 0
-        self.offset_after = columns
 
     def write(self, target: mx.array, new: mx.array) -> mx.array:
         """Write new keys or values into the first columns of these rows; return the changed array.
@@ -188,11 +177,5 @@ class PaddedView:
             target: [row_count, kv_heads, row_tokens, head_dim].
             new: [rows, kv_heads, columns, head_dim], padding included, which no token attends to.
         """
-        target[self._row_index, :, : self._columns] = new
+        target[self._row_index, :, : self.offset_after] = new
         return target
-
-    def mask(
-        self, count: int, window_size: int | None, *, return_array: bool
-    ) -> mx.array | str | None:
-        """Return the causal mask as `UniformView.mask` does; no token attends to padding."""
-        return UniformView(0, 0, 0, count).mask(count, window_size, return_array=return_array)
