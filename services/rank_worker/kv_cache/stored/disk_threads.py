@@ -6,13 +6,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from services.rank_worker.kv_cache.blocks.items import ItemKind
+from services.rank_worker.kv_cache.blocks.items import ItemKind, RestoredItem
 from services.rank_worker.kv_cache.stored import record_files
 from services.rank_worker.kv_cache.stored.record_files import (
     Allocate,
     BlockBytes,
     NoMemory,
-    ReadRecord,
     RecordReader,
 )
 from services.rank_worker.kv_cache.stored.restore_task import CLAIM_BYTES, Cause, RestoreTask
@@ -177,7 +176,7 @@ def _read_record(
     entry_hash: bytes,
     kind: ItemKind,
     tokens: int | None,
-) -> ReadRecord | None:
+) -> RestoredItem | None:
     cause: Cause = "unreadable"
     try:
         return reader.read(restore.places[entry_hash], entry_hash, kind, tokens)

@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from services.rank_worker.kv_cache.blocks.items import ItemKind, SpillItem
+from services.rank_worker.kv_cache.blocks.items import ItemKind, RestoredItem, SpillItem
 from shared import block_record
 from shared.block_record import HEADER_BYTES, RecordChecker, RecordIdentity, RecordUnreadable
 from shared.messages import BlockPlace, WrittenRecord
@@ -64,18 +64,6 @@ class NoMemory(Exception):
     """Raised when there is no memory for a record's payload."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReadRecord:
-    """A block or checkpoint read from a record file, whose identity and checksum were right."""
-
-    tokens: int
-    """The number of tokens in its header."""
-    payload: Any
-    """An array of `Allocate`: uint8 [payload bytes]."""
-    size_bytes: int
-    """Header and payload."""
-
-
 def write(path: Path, folder: NamespaceFolder, items: Sequence[SpillItem]) -> list[WrittenRecord]:
     """Write a new file with one record per item, in order. An error leaves no file behind.
 
@@ -90,18 +78,14 @@ def write(path: Path, folder: NamespaceFolder, items: Sequence[SpillItem]) -> li
     Raises:
         OSError: the disk is full, read-only or broken, or the folder is gone.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    file = FileIO(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600))
     try:
-        records = _write_records(descriptor, folder, items)
         # Some file systems report a full disk only when the file is closed.
-        open_descriptor, descriptor = descriptor, -1
-        os.close(open_descriptor)
+        with file:
+            return _write_records(file.fileno(), folder, items)
     except BaseException:
-        if descriptor >= 0:
-            os.close(descriptor)
         delete(path)
         raise
-    return records
 
 
 def delete(path: Path) -> None:
@@ -157,7 +141,7 @@ class RecordReader:
 
     def read(
         self, place: BlockPlace, block_hash: bytes, kind: ItemKind, tokens: int | None
-    ) -> ReadRecord:
+    ) -> RestoredItem:
         """Read one record and compare its header and checksum with the expected identity.
 
         Args:
@@ -191,7 +175,7 @@ class RecordReader:
                     _fill(piece, file)
                     checker.add(piece)
         checker.finish(self._folder.identity(block_hash, kind, expected_tokens))
-        return ReadRecord(expected_tokens, payload, place.size_bytes)
+        return RestoredItem(block_hash, kind, expected_tokens, payload)
 
     def close(self) -> None:
         """Close the file that is open for reading, if any."""

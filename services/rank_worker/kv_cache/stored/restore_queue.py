@@ -1,4 +1,4 @@
-"""All restores of one rank. Owns queries to the store and answers. For the store link's thread."""
+"""All restores of one rank. Owns queries to the store and answers. For the tier's thread."""
 
 from collections.abc import Callable
 
@@ -89,6 +89,7 @@ class RestoreQueue:
             return
         restore, hashes = query
         restore.open_queries.discard(message.query_id)
+        restore.pinning_queries.append(message.query_id)
         if restore.is_answered:
             self._release(restore)
             return
@@ -160,7 +161,6 @@ class RestoreQueue:
                 self._answer(restore, "off")
                 return
             self._queries[self._query_id] = (restore, part)
-            restore.query_ids.append(self._query_id)
             restore.open_queries.add(self._query_id)
         if not hashes:
             self._start_reading(restore)
@@ -177,17 +177,17 @@ class RestoreQueue:
     def _answer(self, restore: RestoreTask, cause: Cause, *, keep: bool = True) -> None:
         """Report to the scheduler how many items can be adopted, and why not more."""
         order = restore.order
-        count = restore.finish(keep=keep)
+        restore.finish(keep=keep)
         del self._open[order.restore_id]
-        if count:
-            self._staging.put(restore, count)
+        if restore.adoptable:
+            self._staging.put(restore)
         self._context.send_to_scheduler(
             BlocksRestored(
                 epoch=self._context.epoch,
                 rank=self._context.rank,
                 restore_id=order.restore_id,
-                count=count,
-                stopped_by="" if count == len(order.items) else cause,
+                count=restore.adoptable,
+                stopped_by="" if restore.adoptable == len(order.items) else cause,
                 bytes_read=restore.bytes_read,
                 read_ms=max(0.0, self._context.clock.now() - restore.arrived_at_s) * 1e3,
             )
@@ -199,7 +199,6 @@ class RestoreQueue:
         """Release the pins of a restore's answered queries."""
         if restore.session != self._session:
             return
-        for query_id in restore.query_ids:
-            if query_id not in restore.open_queries:
-                self._context.send_to_store(ReleaseBlocks(query_id=query_id))
-        restore.query_ids = [one for one in restore.query_ids if one in restore.open_queries]
+        for query_id in restore.pinning_queries:
+            self._context.send_to_store(ReleaseBlocks(query_id=query_id))
+        restore.pinning_queries = []

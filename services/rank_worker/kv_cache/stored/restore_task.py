@@ -1,6 +1,6 @@
 """One restore on this rank. Owns which items can be read and which were read.
 
-The store link's thread creates, prepares and answers it. Meanwhile reading threads claim parts of
+The tier's thread creates, prepares and answers it. Meanwhile reading threads claim parts of
 it and add the records read, so the link can answer at any moment with these.
 """
 
@@ -8,7 +8,7 @@ import threading
 from typing import Literal
 
 from services.rank_worker.kv_cache.blocks.items import RestoredItem
-from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder, ReadRecord
+from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder
 from shared.block_record import HEADER_BYTES
 from shared.messages import BlockPlace, RestoreBlocks
 
@@ -39,8 +39,8 @@ class RestoreTask:
         self.folder: NamespaceFolder | None = None
         self.session = 0
         """The session with the store that the queries belong to."""
-        self.query_ids: list[int] = []
-        """Queries to the store whose pins are not released."""
+        self.pinning_queries: list[int] = []
+        """Answered queries, whose records the store keeps until they are released."""
         self.open_queries: set[int] = set()
         """The queries that the store has not answered."""
         self.places: dict[bytes, BlockPlace] = {}
@@ -51,6 +51,8 @@ class RestoreTask:
         """Payload bytes of the target items; 0 after the answer."""
         self.stopped_by: Cause = ""
         """Why the target is not all items, or was not reached."""
+        self.adoptable = 0
+        """Number of leading items that a plan may adopt, once the restore is answered."""
         self.is_answered = False
         """The answer was sent; records read later are discarded."""
         self.is_reading = False
@@ -64,11 +66,11 @@ class RestoreTask:
         """Index of the next item to claim."""
         self._readers = 0
         self._is_done = False
-        self._records: dict[int, ReadRecord] = {}
+        self._records: dict[int, RestoredItem] = {}
         """By item index."""
         self._prefix = 0
         """Number of leading items that were read or were already resident."""
-        self._checkpoint: tuple[int, ReadRecord] | None = None
+        self._checkpoint: tuple[int, RestoredItem] | None = None
         """A checkpoint that was read, and the number of items before its end."""
 
     # --- before reading ----------------------------------------------------------------------
@@ -158,7 +160,7 @@ class RestoreTask:
                 self._next += 1
             return claimed
 
-    def put(self, index: int, record: ReadRecord) -> None:
+    def put(self, index: int, record: RestoredItem) -> None:
         """Add the block that was read for an item; drop it if the restore was answered.
 
         Args:
@@ -166,15 +168,15 @@ class RestoreTask:
             record: the block's record.
         """
         with self._lock:
-            self.bytes_read += record.size_bytes
+            self.bytes_read += HEADER_BYTES + record.payload.nbytes
             if not self.is_answered:
                 self._records[index] = record
                 self._advance()
 
-    def put_checkpoint(self, count: int, record: ReadRecord) -> None:
+    def put_checkpoint(self, count: int, record: RestoredItem) -> None:
         """Add the checkpoint after the first `count` items; drop it if the restore was answered."""
         with self._lock:
-            self.bytes_read += record.size_bytes
+            self.bytes_read += HEADER_BYTES + record.payload.nbytes
             if not self.is_answered:
                 self._checkpoint = (count, record)
 
@@ -197,40 +199,31 @@ class RestoreTask:
 
     # --- results -----------------------------------------------------------------------------
 
-    def finish(self, *, keep: bool) -> int:
-        """Mark the restore as answered and free the payloads that no plan can adopt.
+    def finish(self, *, keep: bool) -> None:
+        """Mark the restore as answered, set `adoptable`, and free the payloads of other items.
 
         Args:
             keep: keep the payloads of the items that can be adopted; otherwise free all.
-
-        Returns:
-            The number of leading items that can be adopted; 0 unless `keep`.
         """
         with self._lock:
             self.is_answered = True
             self.planned_bytes = 0
-            count = self._prefix if keep else 0
-            if self.needs_checkpoint:
-                count = self._checkpoint[0] if keep and self._checkpoint is not None else 0
-            for index in [one for one in self._records if one >= count]:
+            if keep:
+                checkpoint_at = self._checkpoint[0] if self._checkpoint is not None else 0
+                self.adoptable = checkpoint_at if self.needs_checkpoint else self._prefix
+            for index in [one for one in self._records if one >= self.adoptable]:
                 del self._records[index]
-            return count
 
     def restored_items(self, count: int) -> list[RestoredItem]:
         """Return the blocks read for the first `count` items, then the checkpoint after them.
 
         Args:
-            count: number of items, at most what `finish` returned.
+            count: number of items, at most `adoptable`.
         """
-        restored: list[RestoredItem] = []
-        for index, item in enumerate(self.items[:count]):
-            if item.block is not None:
-                record = self._records[index]
-                restored.append(RestoredItem(item.block, "block", record.tokens, record.payload))
+        items = enumerate(self.items[:count])
+        restored = [self._records[index] for index, item in items if item.block is not None]
         if self._checkpoint is not None and self._checkpoint[0] == count:
-            name, record = self.items[count - 1].checkpoint, self._checkpoint[1]
-            assert name is not None
-            restored.append(RestoredItem(name, "checkpoint", record.tokens, record.payload))
+            restored.append(self._checkpoint[1])
         return restored
 
     def _advance(self) -> None:

@@ -1,4 +1,4 @@
-"""All spills of one rank. Owns queue, files and reports. For the store link's thread."""
+"""All spills of one rank. Owns queue, files and reports. For the tier's thread."""
 
 import dataclasses
 from collections import deque

@@ -1,18 +1,10 @@
-"""Restored items until a plan adopts them. The store link adds them, the main thread takes them."""
+"""Restored items until a plan adopts them: the tier's thread adds, the main thread takes them."""
 
-import dataclasses
 import threading
 
 from services.rank_worker.kv_cache.blocks.items import RestoredItem
 from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
 from shared.errors import InvariantBroken
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Staged:
-    restore: RestoreTask
-    count: int
-    size_bytes: int
 
 
 class Staging:
@@ -24,19 +16,13 @@ class Staging:
     def __init__(self) -> None:
         self.bytes_max = 0
         """Most payload bytes that wait or are being read. While it is 0, no block is restored."""
-        self._staged: dict[int, _Staged] = {}
+        self._staged: dict[int, RestoreTask] = {}
         self._lock = threading.Lock()
 
-    def put(self, restore: RestoreTask, count: int) -> None:
-        """Keep the first items of an answered restore until a plan adopts or drops them.
-
-        Args:
-            restore: the restore.
-            count: number of items to keep, at least 1.
-        """
-        size_bytes = sum(item.payload.nbytes for item in restore.restored_items(count))
+    def put(self, restore: RestoreTask) -> None:
+        """Keep the adoptable items of an answered restore until a plan adopts or drops them."""
         with self._lock:
-            self._staged[restore.order.restore_id] = _Staged(restore, count, size_bytes)
+            self._staged[restore.order.restore_id] = restore
 
     def take(self, restore_id: int, count: int) -> list[RestoredItem]:
         """Remove a restore and return the blocks and checkpoint of its first items.
@@ -49,19 +35,19 @@ class Staging:
             InvariantBroken: this rank has fewer items, or not the checkpoint after them.
         """
         with self._lock:
-            staged = self._staged.pop(restore_id, None)
-        if staged is None or count > staged.count:
+            restore = self._staged.pop(restore_id, None)
+        if restore is None or count > restore.adoptable:
             raise InvariantBroken(
                 f"restore {restore_id} is adopted with {count} items, but this rank holds "
-                f"{staged.count if staged is not None else 0}"
+                f"{restore.adoptable if restore is not None else 0}"
             )
-        if staged.restore.needs_checkpoint and count != staged.count:
+        if restore.needs_checkpoint and count != restore.adoptable:
             # Otherwise ranks would hold different checkpoints.
             raise InvariantBroken(
                 f"restore {restore_id} is adopted with {count} items, but this rank read only "
-                f"the checkpoint after item {staged.count}"
+                f"the checkpoint after item {restore.adoptable}"
             )
-        return staged.restore.restored_items(count)
+        return restore.restored_items(count)
 
     def forget(self, restore_id: int) -> None:
         """Drop a restore and its items, because no plan will adopt them; ignore an unknown one."""
@@ -72,4 +58,5 @@ class Staging:
     def size_bytes(self) -> int:
         """Payload bytes of all restored items that no plan has adopted yet."""
         with self._lock:
-            return sum(staged.size_bytes for staged in self._staged.values())
+            items = [one.restored_items(one.adoptable) for one in self._staged.values()]
+        return sum(item.payload.nbytes for restored in items for item in restored)

@@ -120,23 +120,17 @@ class Rank:
     @property
     def store_state(self) -> str:
         """Whether the tier's store is `away`, `off` or `on`."""
-        link = self.tier._link
-        assert link is not None
-        return link._store
+        return self.tier._store
 
     @property
     def sessions_lost(self) -> int:
         """How often the link to the store was lost."""
-        link = self.tier._link
-        assert link is not None
-        return link._restores._session
+        return self.tier._restores._session
 
     @property
     def is_writing(self) -> bool:
         """Whether a spill file is being written."""
-        link = self.tier._link
-        assert link is not None
-        return link._spills._writing is not None
+        return self.tier._spills._writing is not None
 
     def spill(self, *items: SpillItem, evict_first: list[bytes] | None = None) -> None:
         """Order a spill of these items."""
@@ -182,9 +176,7 @@ class Rank:
 
     def wait_for_read(self, restore_id: int, prefix: int) -> None:
         """Wait until the first `prefix` items of an open restore are read."""
-        link = self.tier._link
-        assert link is not None
-        opened = link._restores._open
+        opened = self.tier._restores._open
         wait_until(lambda: restore_id in opened and opened[restore_id].prefix == prefix)
 
     def adopt(self, restore_id: int, count: int) -> list[RestoredItem]:

@@ -26,7 +26,9 @@ from tests.unit.rank_worker.stored.stored_rank import (
 )
 
 
-def test_hanging_read_is_answered_at_deadline(store: ScriptedStore, rank: Rank) -> None:
+def test_restore_with_hanging_read_is_answered_at_deadline(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """The answer counts the items read before; pins are released when the read has ended."""
     hanging_file = hang_reads_of(store, block_hash(3))
     answer = rank.restore(restore_items(range(8)), deadline_s=2.0)
@@ -40,7 +42,9 @@ def test_hanging_read_is_answered_at_deadline(store: ScriptedStore, rank: Rank) 
     assert len(rank.messages_of(BlocksRestored)) == 1
 
 
-def test_hanging_read_does_not_delay_other_restore(store: ScriptedStore, rank: Rank) -> None:
+def test_hanging_read_does_not_delay_restore_of_other_files(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """Another restore of other files is read while one read hangs."""
     hanging_file = hang_reads_of(store, block_hash(3))
     hanging_id = rank.start_restore(restore_items(range(3, 4)), deadline_s=60.0)
@@ -51,7 +55,9 @@ def test_hanging_read_does_not_delay_other_restore(store: ScriptedStore, rank: R
     assert rank.wait_for_answer(hanging_id).count == 0
 
 
-def test_hanging_reads_do_not_delay_spills(store: ScriptedStore, rank: Rank) -> None:
+def test_blocks_are_spilled_while_all_reading_threads_hang(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """While all reading threads hang, blocks are still spilled and restores answered."""
     hanging_file = hang_reads_of(store, block_hash(3))
     hanging_ids = [rank.start_restore(restore_items(range(3, 4)), deadline_s=0.2) for _ in range(4)]
@@ -67,7 +73,9 @@ def test_hanging_reads_do_not_delay_spills(store: ScriptedStore, rank: Rank) -> 
     wait_until(all_pins_released)
 
 
-def test_restore_is_late_when_store_does_not_answer(store: ScriptedStore, rank: Rank) -> None:
+def test_restore_ends_late_at_deadline_when_store_does_not_answer(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """The deadline also applies to the store's answer."""
     store.is_mute = True
     answer = rank.restore(restore_items(range(8)), deadline_s=0.2)
@@ -75,7 +83,9 @@ def test_restore_is_late_when_store_does_not_answer(store: ScriptedStore, rank: 
     assert (answer.count, answer.stopped_by) == (0, "late")
 
 
-def test_late_locate_answer_is_released_unread(store: ScriptedStore, rank: Rank) -> None:
+def test_restore_that_ended_releases_late_located_items_unread(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """A restore that has ended reads nothing when the store answers, and releases the pins."""
     store.is_mute = True
     late = rank.start_restore(restore_items(range(8)), deadline_s=0.1)
@@ -88,7 +98,7 @@ def test_late_locate_answer_is_released_unread(store: ScriptedStore, rank: Rank)
     assert rank.reads == 0
 
 
-def test_item_read_after_answer_is_discarded(store: ScriptedStore, rank: Rank) -> None:
+def test_item_read_after_restore_deadline_is_discarded(store: ScriptedStore, rank: Rank) -> None:
     """The read in progress at the deadline is the last one, and its item is not staged."""
     allocate, go_on = rank.allocate, threading.Event()
 
@@ -99,7 +109,7 @@ def test_item_read_after_answer_is_discarded(store: ScriptedStore, rank: Rank) -
 
     rank.allocate = hang_at_fourth
     answer = rank.restore(restore_items(range(8)), deadline_s=2.0)
-    staged = rank.tier._staging._staged[answer.restore_id].restore
+    staged = rank.tier._staging._staged[answer.restore_id]
     go_on.set()
     check_all_released(store)
 
@@ -108,7 +118,7 @@ def test_item_read_after_answer_is_discarded(store: ScriptedStore, rank: Rank) -
     assert rank.reads == 4
 
 
-def test_items_after_hanging_read_are_not_staged(
+def test_items_read_beyond_hanging_item_are_freed(
     store: ScriptedStore, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Items that other threads read beyond the hanging one are freed."""
@@ -118,14 +128,14 @@ def test_items_after_hanging_read_are_not_staged(
     hanging_id = rank.start_restore(restore_items(range(8)), deadline_s=3.0)
     wait_until(lambda: rank.reads == 7)
     answer = rank.wait_for_answer(hanging_id)
-    staged = rank.tier._staging._staged[hanging_id].restore
+    staged = rank.tier._staging._staged[hanging_id]
     hanging_file.release()
 
     assert (answer.count, answer.stopped_by) == (3, "late")
     assert sorted(staged._records) == [0, 1, 2]
 
 
-def test_restore_is_off_at_once_without_store(tmp_path: Path) -> None:
+def test_restore_is_answered_off_at_once_when_no_store_runs(tmp_path: Path) -> None:
     """Without a store process the restore is answered at once, not at its deadline."""
     rank = Rank(ScriptedStore(tmp_path).address, connects=False)
     answer = rank.restore(restore_items(range(8)), deadline_s=1_000.0)
@@ -133,7 +143,7 @@ def test_restore_is_off_at_once_without_store(tmp_path: Path) -> None:
     assert (answer.count, answer.stopped_by) == (0, "off")
 
 
-def test_disabled_tier_answers_off_without_store(store: ScriptedStore) -> None:
+def test_disabled_tier_answers_restore_off_without_asking_store(store: ScriptedStore) -> None:
     """A tier that is off sends nothing to the store."""
     rank = Rank(store.address, is_on=False)
 
@@ -141,7 +151,9 @@ def test_disabled_tier_answers_off_without_store(store: ScriptedStore) -> None:
     assert store.messages == []
 
 
-def test_restore_is_off_when_store_is_off(store: ScriptedStore, rank: Rank) -> None:
+def test_restores_are_answered_off_until_store_is_on_again(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """A store that switches off ends open and new restores until it is on again."""
     hanging_file = hang_reads_of(store, block_hash(3))
     hanging_id = rank.start_restore(restore_items(range(8)), deadline_s=1_000.0)
@@ -158,7 +170,7 @@ def test_restore_is_off_when_store_is_off(store: ScriptedStore, rank: Rank) -> N
 
 
 @pytest.mark.parametrize("with_goodbye", [True, False])
-def test_store_killed_during_restore_keeps_read_items(
+def test_items_read_before_store_was_killed_are_adopted(
     store: ScriptedStore, rank: Rank, *, with_goodbye: bool
 ) -> None:
     """Items read before the kill are adopted; the next store gets new queries only."""
@@ -178,7 +190,9 @@ def test_store_killed_during_restore_keeps_read_items(
     assert len(store.messages_of(LocateBlocks)) == len(store.messages_of(ReleaseBlocks)) + 1
 
 
-def test_store_killed_before_locate_ends_restore(store: ScriptedStore, rank: Rank) -> None:
+def test_open_restore_is_answered_at_once_when_store_is_killed(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """The open restore is answered at once, and the next store pins nothing for it."""
     store.is_mute = True
     restore_id = rank.start_restore(restore_items(range(8)))
@@ -196,7 +210,9 @@ def test_store_killed_before_locate_ends_restore(store: ScriptedStore, rank: Ran
     wait_until(lambda: store.pins == {})
 
 
-def test_dropping_open_restore_answers_it_empty(store: ScriptedStore, rank: Rank) -> None:
+def test_restore_dropped_while_reading_is_answered_without_items(
+    store: ScriptedStore, rank: Rank
+) -> None:
     """A restore that is dropped while it is read is answered once, without items or memory."""
     hanging_file = hang_reads_of(store, block_hash(3))
     hanging_id = rank.start_restore(restore_items(range(8)), deadline_s=1_000.0)
@@ -210,7 +226,7 @@ def test_dropping_open_restore_answers_it_empty(store: ScriptedStore, rank: Rank
     check_all_released(store)
 
 
-def test_restore_is_read_before_spills_are_written(store: ScriptedStore) -> None:
+def test_spills_wait_for_restore_until_their_queue_is_half_full(store: ScriptedStore) -> None:
     """While a restore is read no spill is written, until the spill queue is half full."""
     rank = Rank(store.address, spill_bytes_max=MIB)
     rank.store(range(4))
