@@ -75,25 +75,31 @@ def fault_injection(campaign: Campaign) -> Iterator[LoadedStack]:
 
 
 @pytest.mark.parametrize("name", SUPERVISED_FAULTS)
-def test_process_fault_costs_only_pause(supervised: LoadedStack, name: str) -> None:
+def test_killed_or_stopped_process_pauses_streams_and_changes_no_text(
+    supervised: LoadedStack, name: str
+) -> None:
     """A process that dies or stops pauses streams; texts are the same as without the fault."""
     row = supervised.inject(name)
 
     assert row.streams >= 16
 
 
-def test_full_disk_does_not_delay_streams(supervised: LoadedStack) -> None:
+def test_streams_continue_without_pause_while_cache_disk_is_full(supervised: LoadedStack) -> None:
     """Streams continue without a pause while the cache store's disk is full."""
     supervised.inject("disk-full")
 
 
 @pytest.mark.parametrize("name", ["rank-link-cut", "gateway-link-cut", "rank-link-delay"])
-def test_link_fault_costs_only_pause(fault_injection: LoadedStack, name: str) -> None:
+def test_cut_or_slow_link_pauses_streams_and_changes_no_text(
+    fault_injection: LoadedStack, name: str
+) -> None:
     """A link that is cut or slow pauses streams at most."""
     fault_injection.inject(name)
 
 
-def test_wrong_result_of_rank_reaches_no_stream(fault_injection: LoadedStack) -> None:
+def test_wrong_result_of_rank_ends_epoch_and_reaches_no_stream(
+    fault_injection: LoadedStack,
+) -> None:
     """A wrong result ends the epoch, and no token of its step reaches a stream."""
     fault_injection.inject("wrong-row")
     fault_injection.inject("wrong-token")

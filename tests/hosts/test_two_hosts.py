@@ -37,7 +37,7 @@ def two_hosts(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Ite
         cluster.close()
 
 
-def test_request_is_answered_by_ranks_of_two_hosts(two_hosts: Cluster) -> None:
+def test_gateway_answers_chat_with_ranks_on_two_hosts(two_hosts: Cluster) -> None:
     """The gateway answers a chat, and `lockstep status` lists a rank on each host."""
     question = {"role": "user", "content": "What is Lockstep?"}
     body = {"model": "lockstep-demo", "messages": [question], "max_tokens": 40}
@@ -53,7 +53,7 @@ def test_request_is_answered_by_ranks_of_two_hosts(two_hosts: Cluster) -> None:
     assert "host-b" in status.text
 
 
-def test_stream_continues_after_supervisor_of_host_is_killed(two_hosts: Cluster) -> None:
+def test_stream_text_is_unchanged_after_supervisor_of_host_is_killed(two_hosts: Cluster) -> None:
     """After a host's supervisor is killed and restarted the stream has the same text."""
     expected = "".join(two_hosts.stream())
     stream = two_hosts.stream()
@@ -68,7 +68,9 @@ def test_stream_continues_after_supervisor_of_host_is_killed(two_hosts: Cluster)
     assert two_hosts.hosts["host-a"].wait_for_line("ready again")
 
 
-def test_up_fails_without_keys(two_hosts: Cluster, tmp_path: Path) -> None:
+def test_lockstep_up_without_keys_fails_and_names_key_command(
+    two_hosts: Cluster, tmp_path: Path
+) -> None:
     """`lockstep up` without keys starts no process and names the command that creates keys."""
     text = two_hosts.file.read_text(encoding="utf-8")
     keys, run = two_hosts.file.parent / "host-b" / "keys", two_hosts.file.parent / "host-b" / "run"
@@ -84,7 +86,9 @@ def test_up_fails_without_keys(two_hosts: Cluster, tmp_path: Path) -> None:
     assert "started" not in up.text
 
 
-def test_status_fails_when_key_is_not_allowed(two_hosts: Cluster, tmp_path: Path) -> None:
+def test_lockstep_status_with_key_not_allowed_fails_naming_key(
+    two_hosts: Cluster, tmp_path: Path
+) -> None:
     """A status query with a key that is not allowed fails and names the key as the cause."""
     text = two_hosts.file.read_text(encoding="utf-8")
     keys = two_hosts.file.parent / "host-b" / "keys"
@@ -106,7 +110,7 @@ def test_status_fails_when_key_is_not_allowed(two_hosts: Cluster, tmp_path: Path
     assert "this host's key is not allowed there" in status.text
 
 
-def test_hosts_stop_and_start_again(two_hosts: Cluster) -> None:
+def test_hosts_stopped_by_ctrl_c_exit_with_zero_and_restart(two_hosts: Cluster) -> None:
     """After Ctrl-C on both hosts they end with 0 and can be started again."""
     assert two_hosts.stop("host-b") == limits.EXIT_OK, two_hosts.hosts["host-b"].text
     assert two_hosts.stop("host-a") == limits.EXIT_OK, two_hosts.hosts["host-a"].text

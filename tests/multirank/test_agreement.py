@@ -20,7 +20,7 @@ class MismatchedStack(UnsupervisedStack):
         return self._settings.get(name, {})
 
 
-def test_world_is_refused_when_rank_settings_differ() -> None:
+def test_world_is_refused_when_settings_of_ranks_differ() -> None:
     """Before the first collective ranks compare their settings and name each difference."""
     other: Tree = {
         "speculation": {"method": "ngram"},
@@ -40,7 +40,7 @@ def test_world_is_refused_when_rank_settings_differ() -> None:
 
 
 @pytest.mark.proof
-def test_world_is_refused_when_scheduler_settings_differ() -> None:
+def test_world_is_refused_when_rank_and_scheduler_settings_differ() -> None:
     """Settings that differ from the scheduler's are refused, though the ranks agree."""
     other: Tree = {"speculation": {"method": "ngram"}}
     with run_stack(MismatchedStack(rank_0=other, rank_1=other)) as stack:

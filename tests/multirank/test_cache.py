@@ -28,7 +28,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[Client]:
         assert (status.running, status.waiting) == (0, 0)
 
 
-def test_shared_prefix_is_reused(client: Client) -> None:
+def test_second_prompt_reuses_shared_prefix_and_gets_uncached_tokens(client: Client) -> None:
     """The second prompt with the same prefix reuses it and gets the same tokens as without a
     cache."""
     first, _ = generate(client, "cold", PROMPTS[0])
@@ -44,7 +44,7 @@ def test_shared_prefix_is_reused(client: Client) -> None:
     ]
 
 
-def test_next_turn_reuses_generated_tokens(client: Client) -> None:
+def test_prompt_continuing_completion_reuses_kv_of_generated_tokens(client: Client) -> None:
     """A prompt that continues a completion reuses the completion's KV."""
     answer, _ = generate(client, "turn-1", PROMPTS[2])
     conversation = PROMPTS[2] + answer
@@ -55,7 +55,7 @@ def test_next_turn_reuses_generated_tokens(client: Client) -> None:
     assert found == len(conversation) - 1
 
 
-def test_cache_salt_isolates_prefixes(client: Client) -> None:
+def test_request_with_other_cache_salt_reuses_no_prefix(client: Client) -> None:
     """A request with another salt finds no cached prefix."""
     generate(client, "mine", PROMPTS[3], cache_salt="mine")
 
@@ -64,7 +64,7 @@ def test_cache_salt_isolates_prefixes(client: Client) -> None:
     assert (tokens, found) == (uncached_tokens()[3], len(PROMPTS[3]) - 1)
 
 
-def test_random_traffic_generates_same_texts_as_uncached_rank(client: Client) -> None:
+def test_random_requests_with_cache_get_texts_of_one_uncached_rank(client: Client) -> None:
     """Under random requests and aborts each text equals that of one rank without a cache."""
     rng = random.Random(5)
     names: dict[str, int] = {}

@@ -23,7 +23,7 @@ def faulty_world(kind: str, **settings: object) -> AbstractContextManager[Unsupe
     return run_stack(UnsupervisedStack(options, commands, ROLES))
 
 
-def test_canary_results_of_ranks_are_equal() -> None:
+def test_two_ranks_report_equal_canary_results() -> None:
     """Two ranks report equal sums and an equal prompt, each with bytes and time."""
     with cluster(2) as client:
         first, second = client.query_status().ranks
@@ -40,7 +40,7 @@ def test_canary_results_of_ranks_are_equal() -> None:
 
 
 @pytest.mark.proof
-def test_longest_canary_prompt_runs_when_configured() -> None:
+def test_canary_runs_4500_token_prompt_when_canary_prompt_s_is_120() -> None:
     """With `world.canary_prompt_s` of 120 a prompt of 4,500 tokens runs with equal bits."""
     with cluster(2, WORLD_CANARY_PROMPT_S="120") as client:
         first, second = (rank.canary[-1] for rank in client.query_status().ranks)
@@ -50,13 +50,13 @@ def test_longest_canary_prompt_runs_when_configured() -> None:
 
 
 @pytest.mark.proof
-def test_disabled_canary_reports_no_results() -> None:
+def test_world_with_canary_off_is_ready_without_canary_results() -> None:
     """With `world.canary` off the world is ready without canary results."""
     with cluster(2, WORLD_CANARY="false") as client:
         assert [rank.canary for rank in client.query_status().ranks] == [[], []]
 
 
-def test_wrong_sums_fail_canary_and_name_rank() -> None:
+def test_rank_with_wrong_sums_fails_canary_and_is_named() -> None:
     """A rank with wrong sums fails two starts in a row and is named with the first wrong
     element."""
     with faulty_world("sum") as stack:
@@ -69,7 +69,7 @@ def test_wrong_sums_fail_canary_and_name_rank() -> None:
 
 
 @pytest.mark.proof
-def test_wrong_logits_of_long_prompt_fail_canary() -> None:
+def test_rank_with_wrong_logits_of_long_prompt_fails_canary() -> None:
     """A rank with correct sums and wrong logits of long prompts is found by the prompt's digest."""
     with faulty_world("prompt") as stack:
         status = wait_for_failure(stack)
@@ -80,7 +80,7 @@ def test_wrong_logits_of_long_prompt_fail_canary() -> None:
 
 
 @pytest.mark.proof
-def test_faulty_rank_serves_without_canary() -> None:
+def test_world_with_faulty_rank_becomes_ready_when_canary_is_off() -> None:
     """Without the canary the same faulty world becomes ready."""
     with faulty_world("sum", **{"world.canary": False}) as stack:
         wait_until(

@@ -47,7 +47,7 @@ def finished_request(client: Client, name: str) -> RequestFinished:
     return end
 
 
-def test_two_requests_finish_in_same_step(client: Client) -> None:
+def test_two_requests_finishing_in_one_step_get_tokens_of_one_rank(client: Client) -> None:
     """Two requests of 30 tokens that start together finish together with one rank's tokens."""
     prompt = PROMPTS[1]
     client.submit("same-a", prompt, max_tokens=LENGTH)
@@ -56,7 +56,7 @@ def test_two_requests_finish_in_same_step(client: Client) -> None:
     assert client.tokens["same-a"] == client.tokens["same-b"] == single_rank_tokens()[1]
 
 
-def test_stop_token_and_length_finish_in_same_step(client: Client) -> None:
+def test_one_step_finishes_requests_by_stop_token_and_by_length(client: Client) -> None:
     """One request finishes by a stop token in the step in which another finishes by length."""
     expected = single_rank_tokens()
     stop = expected[2][9]
@@ -70,7 +70,7 @@ def test_stop_token_and_length_finish_in_same_step(client: Client) -> None:
     assert client.tokens["by-length"] == expected[3][:count]
 
 
-def test_abort_in_last_step_keeps_other_request(client: Client) -> None:
+def test_abort_in_last_step_does_not_change_other_request(client: Client) -> None:
     """An abort in the last step and a second abort do not change another request."""
     client.submit("ends", PROMPTS[0], max_tokens=6)
     client.submit("stays", PROMPTS[4], max_tokens=LENGTH)
@@ -85,7 +85,7 @@ def test_abort_in_last_step_keeps_other_request(client: Client) -> None:
 
 @pytest.mark.proof
 @pytest.mark.timeout(600)
-def test_random_ends_and_aborts_keep_tokens(client: Client) -> None:
+def test_random_ends_and_aborts_keep_tokens_of_one_rank(client: Client) -> None:
     """200 random requests, 8 at a time: no hang, equal receipts, and one rank's tokens."""
     rng = random.Random(5)
     expected = single_rank_tokens()

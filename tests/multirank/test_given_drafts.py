@@ -54,7 +54,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.proof)])
-def test_drafts_keep_tokens_of_undrafted_rank(
+def test_drafts_in_plans_keep_tokens_of_rank_without_drafts(
     tmp_path: Path, expected: dict[int, list[int]], size: int
 ) -> None:
     """With right and wrong drafts receipts are equal, and texts equal those of one rank without

@@ -28,7 +28,7 @@ def _generate(ranks: int, **settings: str) -> list[int]:
         return client.tokens["one"]
 
 
-def test_world_from_hostfile_generates_same_tokens(tmp_path: Path) -> None:
+def test_world_from_hostfile_generates_tokens_of_one_rank(tmp_path: Path) -> None:
     """With host names and two connections per rank the tokens equal those of one rank."""
     rows = [[f"localhost:{free_port()}" for _ in range(2)] for _ in range(2)]
     hostfile = tmp_path / "hosts.json"
@@ -47,7 +47,9 @@ def scheduler(tmp_path: Path) -> ScriptedScheduler:
 
 
 @pytest.mark.proof
-def test_unreachable_peer_is_named_within_deadline(scheduler: ScriptedScheduler) -> None:
+def test_rank_names_unreachable_peer_and_ends_before_join_deadline(
+    scheduler: ScriptedScheduler,
+) -> None:
     """The rank names the unreachable peer and ends before the deadline for joining."""
     other = "192.0.2.7:5000"
     environment, files = rank_environment(

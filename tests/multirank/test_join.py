@@ -63,7 +63,9 @@ def _digests(finished: list[StepFinished]) -> dict[int, set[bytes]]:
     return found
 
 
-def test_two_ranks_join_execute_steps_and_leave(scheduler: ScriptedScheduler) -> None:
+def test_two_ranks_join_execute_steps_with_equal_receipts_and_end(
+    scheduler: ScriptedScheduler,
+) -> None:
     """Ranks report ready, execute steps with equal receipts and end within a second."""
     for rank in range(2):
         scheduler.start(rank, 2)
@@ -88,7 +90,7 @@ def test_two_ranks_join_execute_steps_and_leave(scheduler: ScriptedScheduler) ->
     assert codes == [limits.EXIT_WORLD_LOST] * 2
 
 
-def test_rank_ends_when_peer_is_killed(scheduler: ScriptedScheduler) -> None:
+def test_rank_reports_failure_and_ends_when_peer_is_killed(scheduler: ScriptedScheduler) -> None:
     """After SIGKILL of one rank the other fails its next step, reports it and ends."""
     for rank in range(2):
         scheduler.start(rank, 2)
@@ -104,7 +106,9 @@ def test_rank_ends_when_peer_is_killed(scheduler: ScriptedScheduler) -> None:
     assert [(m.rank, m.permanent) for m in scheduler.messages_of(RankFailed)] == [(0, False)]
 
 
-def test_watchdog_ends_rank_at_step_deadline(scheduler: ScriptedScheduler) -> None:
+def test_watchdog_ends_rank_waiting_in_collective_at_step_deadline(
+    scheduler: ScriptedScheduler,
+) -> None:
     """A rank whose peer got no plan waits in a collective until its watchdog ends it."""
     for rank in range(2):
         scheduler.start(rank, 2)
@@ -117,7 +121,9 @@ def test_watchdog_ends_rank_at_step_deadline(scheduler: ScriptedScheduler) -> No
 
 
 @pytest.mark.proof
-def test_ranks_started_by_mlx_launch_join(scheduler: ScriptedScheduler) -> None:
+def test_ranks_started_by_mlx_launch_join_and_execute_equal_steps(
+    scheduler: ScriptedScheduler,
+) -> None:
     """Ranks under MLX's launcher join with its environment and execute equal steps."""
     main = "from mlx._distributed_utils.launch import main; main()"
     flags = ["-n", "2", "--backend", "ring", "--starting-port", str(two_free_ports())]
@@ -135,7 +141,7 @@ def test_ranks_started_by_mlx_launch_join(scheduler: ScriptedScheduler) -> None:
     )
 
 
-def test_unsplittable_model_is_permanent_failure(
+def test_model_unsplittable_on_three_ranks_is_permanent_failure(
     scheduler: ScriptedScheduler,
 ) -> None:
     """A model with eight heads on three ranks fails before joining, with one sentence."""
@@ -149,7 +155,7 @@ def test_unsplittable_model_is_permanent_failure(
     assert codes == [limits.EXIT_CONFIG]
 
 
-def test_rank_ends_when_scheduler_closes_link(scheduler: ScriptedScheduler) -> None:
+def test_joined_rank_ends_when_scheduler_closes_link(scheduler: ScriptedScheduler) -> None:
     """A joined rank ends when its scheduler closes the link."""
     scheduler.join_rank_0()
     scheduler.poll_until(lambda: bool(scheduler.messages_of(RankReady)))
@@ -157,7 +163,7 @@ def test_rank_ends_when_scheduler_closes_link(scheduler: ScriptedScheduler) -> N
     assert scheduler.processes[0].wait(timeout=GONE_S + SLACK_S) == limits.EXIT_WORLD_LOST
 
 
-def test_gap_in_step_ids_ends_rank(scheduler: ScriptedScheduler) -> None:
+def test_rank_reports_gap_in_step_ids_as_failure_and_ends(scheduler: ScriptedScheduler) -> None:
     """Plan 3 after plan 1 is reported as a failure and not executed."""
     scheduler.join_rank_0()
     scheduler.poll_until(lambda: bool(scheduler.messages_of(RankReady)))

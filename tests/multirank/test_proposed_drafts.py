@@ -113,7 +113,7 @@ def _write_eagle_head(folder: Path) -> Path:
 @pytest.mark.proof
 @pytest.mark.parametrize("synchronization", ["broadcast", "independent"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_proposed_drafts_keep_tokens_of_undrafted_rank(
+def test_drafts_proposed_by_ranks_keep_tokens_of_rank_without_drafts(
     tmp_path: Path,
     expected: dict[int, list[int]],
     method: str,

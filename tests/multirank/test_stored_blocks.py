@@ -49,7 +49,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
         (4, "flipped"),
     ],
 )
-def test_stored_blocks_are_restored_after_restart(
+def test_restart_reuses_only_stored_blocks_undamaged_on_every_rank(
     stored: Callable[[int], Path], tmp_path: Path, ranks: int, damage: str
 ) -> None:
     """Blocks come from the store after a restart; blocks that one rank has lost are used by
@@ -78,7 +78,9 @@ def test_stored_blocks_are_restored_after_restart(
     assert status.counters["epochs_total"] == 1.0
 
 
-def test_blocks_of_other_world_size_are_miss(stored: Callable[[int], Path], tmp_path: Path) -> None:
+def test_one_rank_does_not_find_blocks_stored_by_two(
+    stored: Callable[[int], Path], tmp_path: Path
+) -> None:
     """Blocks of two ranks are not found by one rank."""
     blocks = shutil.copytree(stored(2), tmp_path / "blocks")
     with cluster(1, blocks, **SETTINGS) as client:

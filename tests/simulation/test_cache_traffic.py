@@ -138,7 +138,7 @@ def run_steps(world: InMemoryWorld, clients: Clients, rng: random.Random, losses
 @pytest.mark.deep
 @pytest.mark.parametrize("state_bytes", [0, 160], ids=["plain", "checkpoints"])
 @pytest.mark.parametrize("seed", range(cases(3, 24)))
-def test_requests_get_own_tokens_under_cache_faults(
+def test_requests_get_tokens_of_undisturbed_run_under_cache_faults(
     make_world: MakeWorld, seed: int, state_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every request gets the tokens of an undisturbed run while blocks are reused, evicted and
@@ -183,7 +183,7 @@ def test_requests_get_own_tokens_under_cache_faults(
 
 @pytest.mark.deep
 @pytest.mark.parametrize("state_bytes", [0, 160], ids=["plain", "checkpoints"])
-def test_cache_state_is_clean_after_random_requests(
+def test_no_block_reference_or_row_remains_after_random_requests(
     make_world: MakeWorld, state_bytes: int
 ) -> None:
     """After 1,000 random requests with many aborts, no reference, restore or row remains, and the

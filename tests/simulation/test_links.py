@@ -54,7 +54,7 @@ class _LinkPair:
         return heard
 
 
-def test_listener_cannot_send_into_next_session_of_lost_peer() -> None:
+def test_blocked_listener_cannot_send_into_next_session_of_lost_peer() -> None:
     """A listener that was blocked learns of a session's end before it can send into the next
     session.
 
@@ -116,7 +116,7 @@ def _poll_until_lost(link: Listener[Any], limit_s: float) -> str:
     return ""
 
 
-def test_closed_connection_is_noticed_before_silence_limit(
+def test_killed_peer_is_noticed_at_once_by_its_closed_connection(
     connected_ends: tuple[Listener[Any], Dialer[Any]],
 ) -> None:
     """A killed process sends no goodbye, but its closed connection is noticed at once."""
@@ -127,7 +127,7 @@ def test_closed_connection_is_noticed_before_silence_limit(
     assert _poll_until_lost(listener, 9.0) == "gone"
 
 
-def test_stopped_peer_with_open_connection_is_not_gone(
+def test_stopped_peer_is_not_lost_while_its_connection_is_open(
     connected_ends: tuple[Listener[Any], Dialer[Any]],
 ) -> None:
     """A peer that does not read, write or poll is not lost while its connection is open."""

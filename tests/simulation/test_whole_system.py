@@ -18,7 +18,7 @@ SEEDS_PER_CHUNK = 100
 
 @pytest.mark.deep
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_invariants_hold_under_faults(chunk: int) -> None:
+def test_invariants_hold_and_streams_end_correctly_under_simulated_faults(chunk: int) -> None:
     """I1 to I9 hold at every event, every stream ends correctly, and no state is left over."""
     broken = {}
     finished = faults = 0
@@ -35,14 +35,14 @@ def test_invariants_hold_under_faults(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [31_461, 33_616])
-def test_seeds_of_fixed_bugs_pass(seed: int) -> None:
+def test_simulated_seeds_that_found_fixed_bugs_now_pass(seed: int) -> None:
     """Seeds of fixed bugs pass: admission beside rows with drafts, and rows too short for
     padding."""
     assert simulate(seed).violation == ""
 
 
 @pytest.mark.proof
-def test_no_token_is_released_after_corrupted_receipt() -> None:
+def test_no_token_of_step_with_corrupted_receipt_is_released() -> None:
     """A rank that computed something else is detected at that step, a thousand times of a thousand
     (I6)."""
     divergences, broken = 0, {}
@@ -59,7 +59,7 @@ def test_no_token_is_released_after_corrupted_receipt() -> None:
 
 
 @pytest.mark.deep
-def test_seed_determines_run() -> None:
+def test_simulation_repeats_run_event_by_event_for_equal_seed() -> None:
     """The same seed does the same at the same times in any process, so failures can be repeated."""
     seeds = range(cases(10, 40))
     code = (
