@@ -74,7 +74,7 @@ def _cache_stats(running: RunningLockstep) -> dict[str, Any]:
     return stats
 
 
-def test_response_reports_memory_hit_and_after_restart_ssd_hit(
+def test_response_reports_cache_hit_from_memory_and_after_restart_from_ssd(
     single: RunningLockstep, tmp_path: Path
 ) -> None:
     """The second answer reuses the prefix from memory; after a restart, the prefix comes from

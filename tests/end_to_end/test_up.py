@@ -184,7 +184,7 @@ def _answer_with_retries(running: RunningLockstep, deadline_s: float = 90.0) -> 
 
 
 def test_second_lockstep_up_in_same_run_folder_exits_with_78(pair: RunningLockstep) -> None:
-    """The error names the process that holds the run folder."""
+    """The error of the second `lockstep up` names the process that holds the run folder."""
     refused = _run_lockstep("up", "--config", str(pair.config_file))
 
     assert refused.returncode == limits.EXIT_CONFIG
@@ -192,7 +192,7 @@ def test_second_lockstep_up_in_same_run_folder_exits_with_78(pair: RunningLockst
 
 
 def test_lockstep_up_exits_with_78_when_gateway_port_is_taken(tmp_path: Path) -> None:
-    """The error names the port, and no process is started."""
+    """The error names the taken port, and no process is started."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

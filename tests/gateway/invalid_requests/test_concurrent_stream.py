@@ -91,7 +91,7 @@ HTTP: dict[str, bytes] = {
 
 
 @pytest.mark.alone
-def test_running_stream_keeps_its_token_gaps_while_invalid_requests_arrive(
+def test_token_gaps_of_running_stream_stay_short_while_invalid_requests_arrive(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """Every invalid request gets a 4xx, and the stream's p99 gap stays in bounds."""

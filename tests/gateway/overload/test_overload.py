@@ -83,7 +83,7 @@ def _check_each(responses: list[Response]) -> None:
 
 
 @pytest.mark.alone
-def test_gateway_keeps_goodput_and_memory_at_tenfold_load(
+def test_gateway_throughput_and_memory_stay_bounded_at_tenfold_load(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """Promise 16: at ten times the capacity goodput and memory stay; the excess gets a 429."""

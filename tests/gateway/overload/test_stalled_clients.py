@@ -66,7 +66,7 @@ if hasattr(socket, "TCP_USER_TIMEOUT"):
 def test_request_is_aborted_when_client_stops_reading_stream_until_timeout(
     model_folder: Path, tmp_path: Path, prelude: str, first_tokens: int
 ) -> None:
-    """Its sequence is aborted after the stall timeout; other requests are served."""
+    """After the stall timeout the client's sequence is aborted, and other requests are served."""
     settings: dict[str, Any] = {"stream_buffer_bytes_max": 2**26, "keepalive_s": 0.5}
     settings |= {"prelude": prelude, "report": _REPORT}
     with RunningGateway.start(model_folder, tmp_path, **settings) as gateway:

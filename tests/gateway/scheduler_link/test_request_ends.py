@@ -335,7 +335,7 @@ def test_request_gets_429_when_its_choices_exceed_open_requests_max(
 
 
 def test_http_1_0_client_gets_unchunked_stream(gateway: RunningGateway) -> None:
-    """The stream is not chunked and ends with the connection."""
+    """The stream of an HTTP/1.0 client is not chunked and ends with the connection."""
     gateway.scheduler.reply = reply_with(_LONG[:5])
     data = json.dumps({"model": "tiny", "messages": _MESSAGES, "stream": True}).encode()
     client = socket.create_connection(("127.0.0.1", gateway.port))

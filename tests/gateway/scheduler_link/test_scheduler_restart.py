@@ -116,7 +116,7 @@ def test_open_requests_end_with_error_when_scheduler_stays_away(
 
 
 @pytest.mark.proof
-def test_response_contains_no_token_of_ended_scheduler_session_twice(
+def test_response_has_each_token_once_when_ended_scheduler_session_still_sends(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """Tokens sent to the ended session do not arrive twice; each position comes once."""

@@ -291,7 +291,7 @@ def _fail(request: Any) -> Any:
 def test_gateway_exits_with_78_when_api_key_file_is_invalid(
     model_folder: Path, tmp_path: Path, write: str | None, cause: str
 ) -> None:
-    """One sentence with the remedy, exit code 78, and nothing of the file's content."""
+    """The exit code is 78, and one sentence has the remedy but nothing of the file's content."""
     path = tmp_path / "api-keys"
     if write is not None:
         path.write_text(write)

@@ -32,7 +32,7 @@ def test_newcomer_gets_room_when_four_tenants_take_all_they_can() -> None:
 
 
 def test_tenant_without_holdings_gets_all_that_is_free_when_amount_is_large() -> None:
-    """A tenant that holds nothing may take more than its share at once, up to what is free."""
+    """A tenant that holds nothing may take more than its share at once, if that much is free."""
     shares = FairShare(10, 0.5)
     assert shares.take("a", 4)
     assert not shares.take("b", 7)

@@ -16,7 +16,7 @@ from tests.unit.commands.command_lines import run
 
 
 def test_benchmark_command_without_flags_uses_documented_defaults() -> None:
-    """Flags that are given replace the defaults."""
+    """Without flags a benchmark runs its documented cases; given flags replace the defaults."""
     overhead = parse(["overhead"])
     assert (overhead.clients, overhead.prompt_tokens) == ([1, 4, 8, 16], [64, 1_024])
     assert overhead.new_tokens == 64
@@ -26,7 +26,7 @@ def test_benchmark_command_without_flags_uses_documented_defaults() -> None:
 
 
 def test_quick_flag_reduces_cases_and_repeats_of_benchmark() -> None:
-    """A smaller number of repeats that is given stays."""
+    """`--quick` reduces cases and repeats; a smaller given number of repeats stays."""
     quick = parse(["overhead", "--quick"])
     assert (quick.clients, quick.prompt_tokens, quick.repeats) == ([1, 16], [64], 2)
     assert parse(["steps", "--quick", "--repeats", "1"]).repeats == 1
@@ -57,7 +57,7 @@ def test_bench_help_shows_summary_and_flags_of_each_benchmark(
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_quick_flag_gives_no_benchmark_more_cases_or_repeats_than_default(name: str) -> None:
-    """All values are filled in; --quick has at most two repeats and no more cases."""
+    """With `--quick` a benchmark has at most two repeats and no more cases than without."""
     benchmark, plain, quick = (
         BENCHMARKS[name],
         vars(parse([name])),
@@ -87,7 +87,7 @@ def test_quick_flag_gives_no_benchmark_more_cases_or_repeats_than_default(name: 
 def test_bench_exits_with_usage_code_when_command_line_is_wrong(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There is one sentence on standard error and nothing on standard output."""
+    """A wrong command line gives one sentence on standard error and nothing on standard output."""
     code, out, err = run(capsys, "bench", *argv)
     assert (code, out) == (64, "")
     assert err.startswith("lockstep: ")
@@ -95,7 +95,7 @@ def test_bench_exits_with_usage_code_when_command_line_is_wrong(
 
 
 def test_bench_set_flag_becomes_environment_variable_of_that_setting() -> None:
-    """A setting without a section is refused."""
+    """`--set SECTION.KEY=VALUE` becomes a variable; a setting without a section is refused."""
     assert flags._setting("scheduler.decode_stall_ms=50") == (
         "LOCKSTEP_SCHEDULER_DECODE_STALL_MS",
         "50",
@@ -105,7 +105,7 @@ def test_bench_set_flag_becomes_environment_variable_of_that_setting() -> None:
 
 
 def test_bench_steps_divides_time_counters_into_microseconds_per_step() -> None:
-    """Counters are found at any depth of the status; no step means no metrics."""
+    """Counters at any depth of the status are divided by the steps; no step gives no metrics."""
     before = stack.find_counters({"scheduler": {"counters": {"steps_total": 10, "x_ms_total": 5}}})
     after = {"steps_total": 20.0, "x_ms_total": 6.0, "y_seconds_total": 0.001, "other": 3.0}
     found = stack.per_step_metrics(before, after)
@@ -132,7 +132,7 @@ def test_bench_steps_counts_gaps_only_between_consecutive_steps_with_full_batch(
 
 
 def test_step_times_recorded_by_one_process_are_read_by_another(tmp_path: Path) -> None:
-    """One process reads what another records; a new pace deletes recorded steps."""
+    """One process reads the step times of another; a new pace deletes the recorded steps."""
     one, other = StepTimesFile(tmp_path / "times"), StepTimesFile(tmp_path / "times")
     one.set_pace(0.002, spins=True, queued=False)
     assert other.pace() == (0.002, True, False)
@@ -149,7 +149,7 @@ def test_step_times_recorded_by_one_process_are_read_by_another(tmp_path: Path) 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
 def test_byte_pattern_is_counted_once_wherever_reads_cut_the_stream(size: int) -> None:
-    """A pattern that spans two reads counts once."""
+    """A pattern counts once, also when it spans two reads."""
     data = b"data: {z} data: {zz}" * 7
     for mark, expected in ((b"data: ", 14), (b"z", 21)):
         counter = MarkCounter(mark)

@@ -88,10 +88,10 @@ def _clock_of_pauses(
     return clock
 
 
-def test_wait_for_cache_folder_ends_when_no_file_has_changed_lately(
+def test_wait_for_cache_folder_ends_shortly_after_last_file_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wait returns the bytes of all files."""
+    """The wait ends when no file has changed for a while, and returns the bytes of all files."""
     (tmp_path / "deep").mkdir()
     written_s: list[float] = []
 
@@ -109,7 +109,7 @@ def test_wait_for_cache_folder_ends_when_no_file_has_changed_lately(
 def test_wait_for_cache_folder_times_out_while_its_files_keep_changing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says that blocks were still being written."""
+    """The error of the timeout says that blocks were still being written."""
     clock = _clock_of_pauses(
         monkeypatch, lambda number: (tmp_path / "a").write_bytes(b"x" * number)
     )
@@ -120,7 +120,7 @@ def test_wait_for_cache_folder_times_out_while_its_files_keep_changing(
 
 
 def test_files_keep_their_content_when_bench_drops_page_cache(tmp_path: Path) -> None:
-    """A read rate is measured; an empty folder has no rate."""
+    """Dropping the page cache changes no file; a read rate is measured unless there is no file."""
     with pytest.raises(UnavailableError, match="no stored blocks"):
         disk.measure_read_rate(tmp_path)
     (tmp_path / "a").write_bytes(bytes(range(256)) * 40_000)
@@ -136,8 +136,8 @@ def test_reported_file_system_type_is_that_of_nearest_mount() -> None:
     assert found == "proc" if Path("/proc/mounts").exists() else found
 
 
-def test_memory_limit_that_bench_sets_holds_one_prefix_but_not_two() -> None:
-    """The memory is computed per rank."""
+def test_cache_memory_limit_of_bench_fits_one_prefix_but_not_two() -> None:
+    """The limit per rank holds the KV of one prefix and not of two."""
     found = prefix_reuse.resident_bytes(2_048 * 1_000, 2_048, length=4_096, ranks=2)
     assert 4_096 * 500 < found < 2 * 4_096 * 500
 
@@ -156,8 +156,8 @@ def _prefix_case(memory: float, ssd: float, restarted: float, peer: float) -> Ca
     return case
 
 
-def test_bench_cache_notes_prefix_that_contender_did_not_find() -> None:
-    """A contender without measurements is noted as well."""
+def test_bench_cache_notes_prefix_that_server_did_not_find_in_cache() -> None:
+    """A note names a prefix without a cache hit, and a server without measurements."""
     assert prefix_reuse.miss_notes(_prefix_case(1_000, 960, 900, 1_000), 1_000) == []
     notes = prefix_reuse.miss_notes(_prefix_case(1_000, 0, 899, 1_000), 1_000)
     assert len(notes) == 2
@@ -178,15 +178,16 @@ def test_cache_hit_times_are_compared_with_cold_request_of_same_repeat() -> None
     assert "ssd/plain read read_mb_per_s" not in case.ratios
 
 
-def test_bench_cache_repeats_long_prefixes_and_sessions_fewer_times() -> None:
-    """They have at least one."""
+def test_bench_cache_repeats_long_prefixes_and_sessions_less_than_short_ones() -> None:
+    """Long prefixes and sessions have fewer repeats than short ones, and at least one."""
     assert [prefix_reuse.repeats_for(3, length) for length in (1_024, 8_192, 16_384)] == [3, 3, 1]
     assert prefix_reuse.repeats_for(1, 16_384) == 1
     assert [session_replay.repeats_for(6, tokens) for tokens in (1_500, 30_000)] == [6, 2]
 
 
 def test_restore_rate_is_computed_from_scheduler_counters() -> None:
-    """Without restores there is no rate."""
+    """The rate is restored bytes by seconds of the scheduler's counters; no restore gives no
+    rate."""
     before = {"cache_restore_bytes_total": 10.0, "cache_restore_ms_total": 5.0}
     after = {"cache_restore_bytes_total": 2_010.0, "cache_restore_ms_total": 7.0}
     assert restore_rate(before, after) == pytest.approx(1e6)
@@ -194,8 +195,9 @@ def test_restore_rate_is_computed_from_scheduler_counters() -> None:
     assert restore_rate({}, {"steps_total": 3.0}) is None
 
 
-def test_session_metrics_include_every_turn() -> None:
-    """The metrics are percentiles, total time and the share of prompt tokens found in the cache."""
+def test_bench_cache_computes_latency_percentiles_over_every_chat_turn() -> None:
+    """The metrics of a session cover all turns: percentiles, total time and share of cached
+    tokens."""
     turns = [
         TurnResult(ttft_ms=10.0 * n, wall_s=0.5, prompt_tokens=100, found_tokens=50)
         for n in range(1, 21)
@@ -208,8 +210,8 @@ def test_session_metrics_include_every_turn() -> None:
     }
 
 
-def test_bench_cache_notes_contenders_with_different_prompt_lengths() -> None:
-    """A contender with another chat template does different work."""
+def test_bench_cache_notes_when_compared_servers_count_different_prompt_lengths() -> None:
+    """A note says that the prompts had different lengths, as with another chat template."""
     one, other = TurnResult(1.0, 1.0, 100, 0), TurnResult(1.0, 1.0, 101, 0)
     assert session_replay.prompt_length_notes({"a": [one, one], "b": [one, one]}) == []
     assert session_replay.prompt_length_notes({"a": [one], "b": [other]}) == [
@@ -224,7 +226,7 @@ def test_bench_cache_notes_contenders_with_different_prompt_lengths() -> None:
 def test_bench_cache_notes_disk_writes_that_are_missing_or_unexpected(
     spilling: list[float], resident: list[float], notes: int
 ) -> None:
-    """Only the spilling contender may write blocks."""
+    """A note says that the writing server wrote no blocks or that another one wrote some."""
     case = Case(conditions={})
     for contender, values in (
         (spilling_cost.SPILLING, spilling),
@@ -236,7 +238,7 @@ def test_bench_cache_notes_disk_writes_that_are_missing_or_unexpected(
 
 
 def test_bench_cache_without_flags_uses_documented_defaults() -> None:
-    """Flags that are given replace the defaults."""
+    """Without flags `bench cache` uses its documented defaults; given flags replace them."""
     plain = parse(["cache"])
     assert plain.parts == ["prefixes", "replay", "decode"]
     assert (plain.prefixes, plain.turns, plain.tokens) == ([1_024, 4_096, 16_384], 12, 6_000)
@@ -259,7 +261,7 @@ def test_bench_cache_without_flags_uses_documented_defaults() -> None:
 def test_bench_cache_exits_with_usage_code_when_command_line_is_wrong(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There is one sentence on standard error."""
+    """A wrong command line of `bench cache` gives one sentence on standard error."""
     code, _, err = run(capsys, "bench", *argv)
     assert code == 64
     assert err.startswith("lockstep: ")
@@ -274,7 +276,7 @@ def test_benchmarked_server_stores_kv_blocks_in_its_own_cache_folder() -> None:
 
 
 def test_bench_cache_prints_prefixes_and_sessions_in_separate_tables() -> None:
-    """A table has only the columns of its part."""
+    """The tables of prefixes and sessions have only their own columns."""
     report = Report(benchmark="cache", machine={}, settings={})
     for part, metric in (("prefixes", "ttft_ms"), ("prefixes", "ttft_ms"), ("replay", "total_s")):
         case = Case(conditions={PART: part})
@@ -289,7 +291,8 @@ def test_bench_cache_prints_prefixes_and_sessions_in_separate_tables() -> None:
 
 
 def test_bench_cache_request_has_temperature_zero_and_asks_for_usage() -> None:
-    """Only the given prompt or messages are included."""
+    """A request has temperature 0, asks for the usage, and has only the given prompt or
+    messages."""
     body = request_body("m", 4, messages=[])
     assert (body["temperature"], body["stream_options"]) == (0, {"include_usage": True})
     assert (body["messages"], "prompt" in body) == ([], False)

@@ -41,7 +41,7 @@ def test_collective_time_is_that_of_slowest_rank_for_given_batch_size() -> None:
 
 
 def test_bench_ranks_reports_share_of_collectives_only_when_canary_measured_it() -> None:
-    """One rank has no collectives; two ranks without a canary have unknown ones."""
+    """One rank has no share of collectives, and two ranks without a canary have an unknown one."""
     client = {"tokens_per_s": 100.0, "itl_p50_ms": 10.0}
     known = ranks.decode_metrics(client, (65, 1.5), is_alone=False)
     assert (known["step_ms"], known["collectives_ms_per_step"]) == (10.0, 1.5)
@@ -53,7 +53,7 @@ def test_bench_ranks_reports_share_of_collectives_only_when_canary_measured_it()
 
 
 def test_bench_ranks_reports_memory_of_each_rank_in_its_own_row() -> None:
-    """Weights are absent when a rank does not report them."""
+    """Each rank has its memory and its weights, unless it does not report the weights."""
     first, second = ranks.memory_cases([rank(0), rank(1, shard_bytes=0)])
     assert first.series_of("lockstep").metrics == {"memory_mib": [3.0], "weights_mib": [1.0]}
     assert second.series_of("lockstep").metrics == {"memory_mib": [3.0]}
@@ -79,7 +79,7 @@ def test_bench_ranks_reports_changes_as_ratios_of_medians_to_earlier_run() -> No
 
 
 def test_bench_ranks_reports_no_change_when_earlier_run_lacks_the_metric() -> None:
-    """The earlier case may be missing, or its figure zero."""
+    """A case that is missing in the earlier run, or was zero there, has no change."""
     now = report(2, [1.0])
     ranks.add_changes(now, report(2, [1.0], clients=4))
     assert now.cases[0].ratios == {}
@@ -90,7 +90,7 @@ def test_bench_ranks_reports_no_change_when_earlier_run_lacks_the_metric() -> No
 def test_bench_ranks_refuses_earlier_run_that_is_unreadable_or_of_another_benchmark(
     tmp_path: Path,
 ) -> None:
-    """The file may be missing, no document, or of another benchmark."""
+    """A file that is missing, no document, or of another benchmark is refused."""
     file = tmp_path / "before.json"
     assert ranks.read_earlier_run(None) is None
     with pytest.raises(UsageError, match="Cannot read"):

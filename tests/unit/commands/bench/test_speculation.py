@@ -76,7 +76,9 @@ def test_repetitive_requests_alternate_between_numbered_and_json_lists() -> None
     assert [text.startswith("Write a JSON list") for text in asked] == [False, True] * 2
 
 
-def test_contenders_receive_requests_that_differ_only_in_speculation_field(tmp_path: Path) -> None:
+def test_compared_servers_receive_requests_that_differ_only_in_speculation_field(
+    tmp_path: Path,
+) -> None:
     """Requests are greedy, in the same order and from the same clients."""
     plan = SpeculationPlan(
         model=tmp_path, ranks=1, texts=[COPY], clients=[2], new_tokens=7, rounds=1, repeats=1,
@@ -164,7 +166,8 @@ def test_bench_speculation_without_flags_uses_documented_defaults() -> None:
 def test_bench_speculation_exits_with_usage_code_when_command_line_is_wrong(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There are no presets, because random weights do not write such texts."""
+    """Wrong flags are a usage error; so are presets, whose random weights do not write such
+    texts."""
     code, _, err = run(capsys, "bench", *argv)
     assert code == 64
     assert err.startswith("lockstep: ")

@@ -67,7 +67,7 @@ def test_text_check_notes_number_of_differences_of_each_speculation_method() -> 
 
 
 def test_draft_model_flag_becomes_setting_of_benchmarked_server(tmp_path: Path) -> None:
-    """N-grams need no setting."""
+    """The draft model is passed as a setting; n-grams need none."""
     fields: dict[str, Any] = {
         "model": tmp_path, "ranks": 1, "texts": [COPY], "clients": [1], "new_tokens": 5,
         "rounds": 1, "repeats": 1, "log_folder": tmp_path,
@@ -94,7 +94,8 @@ def test_draft_model_flag_becomes_setting_of_benchmarked_server(tmp_path: Path) 
 def test_text_check_exits_with_usage_code_when_method_lacks_draft_model(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So are a draft model without its method, a missing folder and an unknown method."""
+    """A method without its draft model, the reverse, a missing folder and an unknown method
+    are refused."""
     code, _, err = run(capsys, "bench", "speculation", *argv)
     assert code == 64
     assert err.startswith("lockstep: ")

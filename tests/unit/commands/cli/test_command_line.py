@@ -73,7 +73,8 @@ def test_wrong_command_line_exits_with_documented_code_and_one_line_error(
 def test_status_command_exits_with_69_when_no_scheduler_answers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the deadline the exit code is 69, and the error names the remedy."""
+    """When no scheduler answers until the deadline, the exit code is 69 and the error has a
+    remedy."""
     monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path))
 
     code, _, err = run(capsys, "status")

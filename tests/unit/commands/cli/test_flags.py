@@ -79,7 +79,7 @@ def test_every_role_flag_names_an_existing_setting() -> None:
 def test_role_with_wrong_flag_exits_with_usage_code_and_one_line_error(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, expected: str
 ) -> None:
-    """The one line names the allowed values or the missing flag."""
+    """The one line of the error names the allowed values or the missing flag."""
     assert main.main(["up", *arguments]) == code
 
     captured = capsys.readouterr()

@@ -153,7 +153,8 @@ def test_restart_reports_whether_gateway_cut_streams(
 def test_drain_command_exits_with_69_when_no_scheduler_answers(
     capsys: pytest.CaptureFixture[str], run_dir: Path
 ) -> None:
-    """After the deadline the exit code is 69, and the error names the remedy."""
+    """When no scheduler answers until the deadline, the exit code is 69 and the error has a
+    remedy."""
     code, out, err = run(capsys, "drain", "--wait", "0")
 
     assert code == limits.EXIT_UNAVAILABLE

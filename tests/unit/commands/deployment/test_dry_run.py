@@ -118,7 +118,7 @@ def test_dry_run_without_inventory_shows_roles_of_this_machine(
 def test_dry_run_refuses_flags_that_contradict_inventory(
     tmp_path: Path, arguments: list[str], expected: str
 ) -> None:
-    """The errors are those without --dry-run."""
+    """Flags beside an inventory are refused with the errors that a real start gives."""
     file = str(inventories.write_inventory(tmp_path))
 
     code, output = _dry_run("--inventory", file, *arguments)

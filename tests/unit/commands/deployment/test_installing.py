@@ -156,7 +156,7 @@ def test_systemd_units_are_installed_replaced_and_removed(tmp_path: Path) -> Non
 
 
 def test_install_fails_with_command_and_exit_code_when_systemctl_fails(tmp_path: Path) -> None:
-    """The error names the command and its exit code."""
+    """The error of a failed systemctl names the command and its exit code."""
     machine = RecordingMachine(tmp_path / "root")
     machine.fails = {"enable": 1}
 

@@ -81,7 +81,7 @@ def test_inconsistent_inventory_is_refused_with_one_line_that_names_host(
 
 
 def test_missing_or_malformed_inventory_file_is_refused_by_name(tmp_path: Path) -> None:
-    """The error names the file."""
+    """The error for a missing or malformed inventory names the file."""
     with pytest.raises(ConfigError, match="Cannot read the inventory"):
         inventory.read(str(tmp_path / "none.toml"))
     with pytest.raises(ConfigError, match="is not valid TOML"):
@@ -90,7 +90,7 @@ def test_missing_or_malformed_inventory_file_is_refused_by_name(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["studio-2", "Studio-2", "studio-2.local", "studio-2.example.org"])
 def test_this_machine_is_found_in_inventory_by_host_name_ignoring_case(name: str) -> None:
-    """The domain and the case of letters do not matter."""
+    """The machine's host name is found without regard to its domain and the case of letters."""
     assert inventories.parse_inventory().this_host(name).name == "studio-2"
 
 

@@ -63,7 +63,7 @@ def test_supervised_job_runs_lockstep_up_with_time_to_drain(tmp_path: Path) -> N
 
 
 def test_launch_daemon_starts_at_boot_restarts_and_has_time_to_drain(tmp_path: Path) -> None:
-    """It starts before login, is kept running, and has time for a drain before SIGKILL."""
+    """A LaunchDaemon starts before login, is kept running, and may drain before SIGKILL."""
     found = {
         name: plistlib.loads(launchd.render(job).encode()) for name, job in _jobs(tmp_path).items()
     }

@@ -51,7 +51,7 @@ def test_supervisor_prints_no_gateway_address_on_host_without_gateway() -> None:
 
 
 def test_supervisor_reports_missing_remote_scheduler_once_until_it_answers() -> None:
-    """The message appears once until the scheduler has answered."""
+    """The message on a missing scheduler appears once until the scheduler has answered."""
     output = io.StringIO()
     announcer = Announcer(_share("studio-2"), Console(output))
 
@@ -66,7 +66,7 @@ def test_supervisor_reports_missing_remote_scheduler_once_until_it_answers() -> 
 
 
 def test_supervisor_reports_refused_key_once_until_scheduler_answers() -> None:
-    """The message has cause and remedy, and appears again only after an answer."""
+    """The message on a refused key has cause and remedy and appears again only after an answer."""
     output = io.StringIO()
     announcer = Announcer(_share("studio-1"), Console(output))
 

@@ -53,7 +53,7 @@ def _only_finding(report: HostReport, name: str) -> Finding:
 def test_doctor_reports_only_ok_for_healthy_mac(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All findings are OK, and the facts for other hosts are complete."""
+    """All findings of a healthy Mac are OK, and the facts for other hosts are complete."""
     report = _examine_mac(monkeypatch, tmp_path)
 
     faults = [
@@ -184,7 +184,7 @@ def test_doctor_reports_cannot_check_when_system_command_is_missing(
 
 
 def test_doctor_fails_port_held_by_another_process_and_names_it(tmp_path: Path) -> None:
-    """A port that this Lockstep itself holds is OK."""
+    """A port of another process fails with its name; a port that this Lockstep holds is OK."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         place = [ports.ListenAddress("gateway", "gateway.port", "127.0.0.1", port)]
@@ -210,7 +210,7 @@ def test_doctor_fails_listen_address_that_belongs_to_another_host() -> None:
 
 
 def test_doctor_checks_tcp_listen_addresses_and_no_unix_sockets(tmp_path: Path) -> None:
-    """Unix sockets in the run folder are not checked."""
+    """Every TCP listen address is checked; Unix sockets in the run folder are not."""
     share = _share(
         tmp_path,
         gateway={"port": 8123},
@@ -224,7 +224,7 @@ def test_doctor_checks_tcp_listen_addresses_and_no_unix_sockets(tmp_path: Path) 
 
 
 def test_doctor_fails_missing_keys_only_when_links_use_tcp(tmp_path: Path) -> None:
-    """The remedy is the command that makes a key pair."""
+    """Missing keys fail with TCP links, and the remedy is the command that makes a key pair."""
     found = Findings("a")
 
     files.check_keys(found, tmp_path / "none", needed=False)
@@ -238,7 +238,7 @@ def test_doctor_fails_missing_keys_only_when_links_use_tcp(tmp_path: Path) -> No
 
 
 def test_doctor_fails_keys_folder_that_other_users_can_enter(tmp_path: Path) -> None:
-    """The remedy is the command that closes the folder."""
+    """A keys folder that others can enter fails, and the remedy is the command that closes it."""
     from services.commands.keys import host_keys
 
     folder = tmp_path / "keys"
@@ -267,7 +267,7 @@ def test_doctor_fails_damaged_or_missing_model_folder(tmp_path: Path) -> None:
 
 
 def test_doctor_warns_when_disk_is_smaller_than_cache_store_limit(tmp_path: Path) -> None:
-    """The remedy names the setting."""
+    """A disk with less room than the limit of the cache store gives a warning with the setting."""
 
     def config(size: int) -> object:
         return {"cache.directory": str(tmp_path / "not-yet"), "cache.ssd_bytes_max": size}
@@ -344,7 +344,7 @@ def test_doctor_reports_api_key_variables_only_as_digest() -> None:
 
 
 def test_doctor_writes_no_file_while_it_examines_host(tmp_path: Path) -> None:
-    """No folder, file or lock is created."""
+    """The examination of a host creates no folder, file or lock."""
     share = _share(tmp_path)
 
     Examiner(

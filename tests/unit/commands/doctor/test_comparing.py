@@ -52,7 +52,7 @@ def _faults(
 
 
 def test_doctor_reports_only_ok_when_compared_hosts_are_equal() -> None:
-    """All findings are OK, and each comparison has one."""
+    """Equal hosts have one finding for each comparison, and all findings are OK."""
     found = compare([_facts("a"), _facts("b")], {"a": {"b": ["rdma_en5"]}}, "a").all
 
     assert {one.verdict for one in found} == {"OK"}
@@ -124,14 +124,14 @@ def test_doctor_cannot_check_model_digests_when_mlx_lm_versions_differ() -> None
 
 
 def test_doctor_cannot_check_keys_of_host_without_public_key() -> None:
-    """The finding is CANNOT CHECK, not OK."""
+    """A host without a public key gives CANNOT CHECK, and not OK."""
     found = compare([_facts("a", public_key=""), _facts("b")], {}, "a").all
 
     assert [one.verdict for one in found if one.check == "keys"] == ["CANNOT CHECK"]
 
 
 def test_doctor_remedy_for_keys_lists_present_and_missing_roles() -> None:
-    """The command lists the present roles and the missing ones."""
+    """The remedy is a command with the roles that are already allowed and the missing ones."""
     found = _faults([_facts("a", allowed={"key-b": ["gateway"]}), _facts("b")])
 
     command = "lockstep keys allow --role gateway --role rank -- 'key-b' b"
@@ -163,7 +163,7 @@ def test_doctor_remedy_for_different_lockstep_versions_installs_from_checkout() 
 
 
 def test_doctor_fails_cable_that_only_one_mac_sees() -> None:
-    """The finding names both ends, and the pair counts as not linked."""
+    """The finding names both ends of the cable, and the pair counts as not linked."""
     unlinked = _facts("b", ports=[_port(B1, "", "en5")])
 
     found = _faults([_facts("a"), unlinked])
@@ -173,7 +173,7 @@ def test_doctor_fails_cable_that_only_one_mac_sees() -> None:
 
 
 def test_doctor_fails_missing_cable_with_jaccl_and_warns_with_ring() -> None:
-    """For a ring over the network it is a warning."""
+    """A missing cable is a fault with jaccl, and a warning for a ring over the network."""
     hosts = [_facts(h, ports=[_port(u, "", "en5")]) for h, u in (("a", A1), ("b", B1))]
     rings = [msgspec.structs.replace(one, backend="ring") for one in hosts]
 
@@ -182,7 +182,7 @@ def test_doctor_fails_missing_cable_with_jaccl_and_warns_with_ring() -> None:
 
 
 def test_doctor_names_unknown_mac_at_other_end_of_cable() -> None:
-    """The finding shows the name that the other Mac reports."""
+    """A cable to a Mac outside the inventory is reported with the name of that Mac."""
     found = _faults(
         [_facts("a", ports=[_port(A1, B1, "en5"), _port(A2, "FFFF", "en2", "2")]), _facts("b")]
     )
@@ -310,6 +310,6 @@ def test_doctor_quotes_remote_paths_only_when_command_runs_over_ssh(path: str, w
 
 @pytest.mark.parametrize("template", ["ssh {unknown}", "'", "", "{", "{0}"])
 def test_doctor_refuses_malformed_remote_command_template(template: str) -> None:
-    """The error names `--remote`."""
+    """The error for a malformed template names `--remote`."""
     with pytest.raises(UsageError, match="--remote"):
         command_for(template, HostEntry(name="b"), "x")

@@ -111,7 +111,7 @@ def test_reading_any_checkpoint_header_raises_nothing_but_config_error(header: A
 
 
 def test_plan_refuses_truncated_weight_file_by_name(tmp_path: Path) -> None:
-    """The error names the truncated file."""
+    """The error for a truncated weight file names the file."""
     folder = sparse_checkpoints.write(
         tmp_path, SMALL, sparse_checkpoints.dense_shapes(SMALL), files=2
     )

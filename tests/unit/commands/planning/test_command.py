@@ -182,7 +182,7 @@ def test_plan_uses_all_gpu_memory_of_nccl_hosts(
 def test_plan_reports_config_section_with_scalar_value_in_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one line names the setting."""
+    """A setting in place of a section gives an error of one line that names the setting."""
     file = _inventory(tmp_path, 'model = "demo"')
 
     code, out, err = _plan(capsys, "--inventory", str(file))
@@ -211,7 +211,7 @@ def test_plan_reports_config_section_with_scalar_value_in_one_line_error(
 def test_plan_with_wrong_flag_exits_with_usage_code_and_one_line_error(
     words: list[str], code: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one line names cause and remedy."""
+    """A wrong flag or model gives its exit code and one line with cause and remedy."""
     found, out, err = _plan(capsys, *words)
 
     assert (found, out) == (code, "")

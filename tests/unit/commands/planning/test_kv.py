@@ -48,7 +48,7 @@ def test_pipeline_rank_keeps_kv_of_its_own_layers_only(tmp_path: Path) -> None:
     assert parts[0].per_token == 30 * 4 * KIB
 
 
-def test_every_rank_keeps_whole_latent_kv(tmp_path: Path) -> None:
+def test_plan_counts_whole_latent_kv_on_every_rank(tmp_path: Path) -> None:
     """DeepSeek V3 keeps 512 + 64 numbers per layer and token on every rank."""
     config = {
         "model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128,
@@ -134,7 +134,7 @@ def _families_with(pattern: str) -> list[str]:
 
 @pytest.mark.parametrize("family", _families_with(r"RotatingKVCache"))
 def test_plan_knows_every_model_family_with_sliding_window(family: str) -> None:
-    """This fails when a newer mlx-lm has one more family with a sliding window."""
+    """The test fails when a newer mlx-lm has one more family with a sliding window."""
     assert family in WINDOWED.keys() | UNPLANNED
 
 

@@ -101,6 +101,6 @@ def test_ranks_on_one_linux_host_divide_its_available_memory(tmp_path: Path) -> 
 
 
 def test_plan_asks_for_memory_flag_when_memory_of_mac_is_unknown() -> None:
-    """The error asks for `--memory`."""
+    """A Mac whose memory cannot be read gives an error that asks for `--memory`."""
     with pytest.raises(UnavailableError, match="--memory"):
         memory_of_this_machine(1, "metal", ask=_fake_system())

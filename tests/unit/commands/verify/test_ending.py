@@ -69,5 +69,5 @@ def test_verify_passes_fast_synchronization_only_after_rank_recorded_its_use(
 
 
 def test_verify_skips_fast_synchronization_check_on_linux(tmp_path: Path) -> None:
-    """Only Metal has fast synchronization."""
+    """On Linux the check is skipped, because only Metal has fast synchronization."""
     assert _judge_fast_synch("on", tmp_path / "file", "linux").verdict == "SKIP"

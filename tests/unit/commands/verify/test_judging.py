@@ -54,7 +54,7 @@ def test_verify_fails_different_canary_digests_and_names_ranks() -> None:
 
 
 def test_verify_skips_canary_check_for_one_rank_or_disabled_canary() -> None:
-    """The verdict is SKIP with the reason."""
+    """For one rank, or without a canary, the verdict is SKIP with the reason."""
     assert judging.canary(world_status(healthy_rank(0))).verdict == "SKIP"
     line = judging.canary(world_status(healthy_rank(0, canary=[]), healthy_rank(1, canary=[])))
     assert (line.verdict, "world.canary is off" in line.detail) == ("SKIP", True)
@@ -129,8 +129,8 @@ def test_verify_fails_aborted_request_that_still_runs_after_two_seconds() -> Non
     assert_fails(judging.aborted(None, 3), "still runs 2 s after")
 
 
-def test_verify_fails_when_no_kv_block_or_not_every_one_is_stored() -> None:
-    """No stored block, or one that a store refused, fails."""
+def test_verify_fails_when_kv_blocks_are_missing_from_cache_store() -> None:
+    """The check fails when no block was stored or a store refused one."""
     assert "all 2 ranks have" in judging.stored(2, 0, 2, 0.1).detail
     assert_fails(judging.stored(0, 0, 2, 15.0), "0 blocks stored and 0 lost within 15 s")
     assert_fails(judging.stored(1, 1, 2, 0.5), "1 lost")

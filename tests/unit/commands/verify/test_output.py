@@ -19,7 +19,7 @@ SKIPPED = TimedCheck(check="clean shutdown", verdict="SKIP", detail="only with -
 
 
 def test_verify_prints_verdict_check_seconds_and_detail_in_one_row() -> None:
-    """Notes and remedy stand below the detail."""
+    """One row has verdict, check, seconds and detail; notes and remedy stand below it."""
     assert render([PASSED], _WIDTHS) == "PASS  one request                   0.12 s  24 tokens"
     assert render([FAILED], _WIDTHS).splitlines() == [
         "FAIL  canary on every rank          1.50 s  they differ",
@@ -30,7 +30,7 @@ def test_verify_prints_verdict_check_seconds_and_detail_in_one_row() -> None:
 
 
 def test_verify_summary_counts_verdicts_and_fails_after_one_fail() -> None:
-    """One FAIL makes the whole a FAIL; a SKIP does not."""
+    """The summary counts the verdicts; one FAIL makes it a FAIL, and a SKIP does not."""
     assert summary([PASSED, SKIPPED]) == "PASS  1 PASS, 0 FAIL, 1 SKIP"
     assert summary([PASSED, FAILED, SKIPPED]) == "FAIL  1 PASS, 1 FAIL, 1 SKIP"
     assert has_failed([PASSED, FAILED])
@@ -38,7 +38,7 @@ def test_verify_summary_counts_verdicts_and_fails_after_one_fail() -> None:
 
 
 def test_verify_json_has_schema_and_every_check() -> None:
-    """The document also says whether all checks passed."""
+    """The document has its schema, every check, and whether all checks passed."""
     document = json.loads(to_json([PASSED, FAILED]))
     assert (document["schema"], document["passed"]) == ("lockstep.verify/1", False)
     assert document["checks"][0] == {

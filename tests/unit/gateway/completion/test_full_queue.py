@@ -98,7 +98,7 @@ def test_gateway_submits_next_request_after_client_of_waiting_request_disconnect
 def test_gateway_submits_next_request_after_rejection_for_other_cause(
     harness: OpenRequestsHarness, cause: Any
 ) -> None:
-    """Only the cause queue_full is remembered."""
+    """Only the cause queue_full keeps later requests from being submitted."""
     name = harness.submit().request_id
     harness.receive(RequestRejected(request_id=name, cause=cause, detail="No."))
     harness.requests.check_queue()

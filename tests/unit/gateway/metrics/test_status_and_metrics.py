@@ -71,10 +71,11 @@ def test_request_metrics_have_vllm_names_and_observed_values() -> None:
     board, _ = _board(ready_status())
     metrics = GatewayMetrics(board)
     metrics.prompt_tokens += 10
-    metrics.observe_first_token(0.02, 1)
-    metrics.observe_tokens(0.01, 2)
+    metrics.first_token.observe(0.02)
+    metrics.next_token.observe(0.01)
+    metrics.generation_tokens += 3
     metrics.observe_end("stop", 1.0)
-    metrics.count_rejection("queue_full")
+    metrics.rejections["queue_full"] += 1
     page = metrics.exposition().decode()
     samples = {
         (sample.name, *sample.labels.values()): sample.value

@@ -137,7 +137,7 @@ def test_system_tokens_are_those_shared_by_conversations_with_equal_instructions
 
 
 def test_prompt_without_system_prompt_or_tools_has_no_system_tokens() -> None:
-    """Only a system prompt or tools give system tokens."""
+    """A conversation without system prompt and tools has 0 system tokens."""
     assert _encode(chat_templates.PLAIN_TURNS, [_user("Hello")]).system_tokens == 0
     assert _encode(chat_templates.PLAIN_TURNS, [_user("Hello")], _TOOLS).system_tokens > 20
 

@@ -54,7 +54,7 @@ def test_contradicting_settings_are_refused_with_remedy(
     ],
 )
 def test_consistent_settings_give_no_warning(tree: dict[str, Any]) -> None:
-    """There is no error and no warning."""
+    """Settings that fit together give no error and no warning."""
     assert settings_without_effect(config_from_tree(tree)) == []
 
 

@@ -30,12 +30,12 @@ def test_hugging_face_model_id_resolves_to_no_folder() -> None:
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/model", "~/no-such-model", "nowhere"])
 def test_model_path_to_missing_folder_is_refused(path: str) -> None:
-    """The error says what a model name may be."""
+    """The error for a missing folder says what a model name may be."""
     with pytest.raises(ConfigError, match="no model folder"):
         location.local_folder(path)
 
 
 def test_model_folder_without_config_json_is_refused(tmp_path: Path) -> None:
-    """The error names config.json."""
+    """The error for a folder without config.json names that file."""
     with pytest.raises(ConfigError, match=r"config\.json"):
         location.local_folder(str(tmp_path))

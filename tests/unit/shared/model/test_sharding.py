@@ -107,7 +107,7 @@ def test_impossible_model_split_error_names_obstacle_and_alternatives(
     assert expected_words in str(refused.value)
 
 
-def test_possible_model_splits_raise_no_error() -> None:
+def test_check_of_model_split_raises_no_error_for_possible_splits() -> None:
     """A MoE model can be split in all three ways; one rank is always possible."""
     for sharding in ("tensor", "expert", "pipeline"):
         check_sharding(MOE, sharding, 4)
@@ -142,7 +142,9 @@ def test_split_of_unknown_model_family_is_checked_by_config_alone() -> None:
         ("glm_moe_dsa", ModelFamily(shards=True, pipelines=True, has_experts=True)),
     ],
 )
-def test_model_family_traits_are_found_in_mlx_lm_source(name: str, expected: ModelFamily) -> None:
+def test_supported_splits_of_model_family_are_read_from_mlx_lm_source(
+    name: str, expected: ModelFamily
+) -> None:
     """Traits are found through base classes and through imports of other model files."""
     assert model_family({"model_type": name}) == expected
 

@@ -276,7 +276,7 @@ def test_dialer_starts_no_session_when_welcome_is_for_previous_incarnation(addre
 def test_listener_logs_peer_of_other_protocol_version_once(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such a peer waits for a session without end, so the log must name the cause."""
+    """A peer of another protocol version never gets a session, so one log line names the cause."""
     listener: Listener[ToScheduler] = Listener(address, ToScheduler)
     context = zmq.Context()
     other = context.socket(zmq.DEALER)

@@ -124,7 +124,8 @@ def test_dialer_reconnects_to_restarted_listener_before_silence_limit(
 def test_listener_answers_frame_for_older_incarnation_with_reset(
     address: str, listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
 ) -> None:
-    """Such a frame is counted as stale and not delivered."""
+    """A frame for an older incarnation is counted as stale, not delivered, and answered with a
+    reset."""
     connect(listener, dial())
     dealer = _raw_dealer(address)
     for number in (1, 2):
@@ -319,7 +320,7 @@ def test_session_counts_and_skips_message_with_invalid_body(
 def test_listener_refuses_and_counts_peers_over_maximum(
     address: str, listener: Listener[ToScheduler]
 ) -> None:
-    """More sessions than the maximum are not opened."""
+    """Over the maximum of sessions a listener opens no more, and counts the refused peers."""
     dealers = [_raw_dealer(address) for _ in range(limits.PEERS_MAX + 3)]
     hello = msgpack.packb([VERSION, 0, 5, 0, 0, 0, "hello"])
     for dealer in dealers:

@@ -160,9 +160,7 @@ def test_decoder_returns_valid_message_or_refuses_any_body(union: Any, data: st.
 
 @pytest.mark.parametrize("union", _UNIONS.values(), ids=_UNIONS)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_decoder_refuses_hostile_body_without_allocating_claimed_length(
-    name: str, union: Any
-) -> None:
+def test_decoder_refuses_hostile_body_and_allocates_little_memory(name: str, union: Any) -> None:
     """A body is refused without the memory for lengths that its header only claims."""
     with pytest.raises(FrameRefused):
         codec.Decoder(union).decode(HOSTILE[name])
@@ -281,9 +279,7 @@ def test_listener_serves_valid_peer_beside_hostile_dialer(
 
 @_WIRED
 @given(data=st.data())
-def test_dialer_gets_messages_of_valid_listener_after_hostile_listener(
-    folder: Path, data: st.DataObject
-) -> None:
+def test_dialer_gets_messages_after_hostile_listener(folder: Path, data: st.DataObject) -> None:
     """For any frames of a hostile listener, the dialler gets the messages of the next valid
     session."""
     address = f"ipc://{folder}/d.sock"

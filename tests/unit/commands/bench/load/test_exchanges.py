@@ -96,13 +96,13 @@ def test_load_client_sends_no_request_before_its_scheduled_time(server: _Server)
 
 
 def test_load_client_raises_timeout_when_server_sends_no_answer(server: _Server) -> None:
-    """The server accepts the connection and sends nothing."""
+    """A server that accepts the connection and sends nothing makes the client raise a timeout."""
     with pytest.raises(TimeoutError, match="not answered"):
         run_exchanges("127.0.0.1", server.server_address[1], [[(0.0, _request(b"silent"))]], 0.3)
 
 
 def test_load_client_raises_error_when_server_refuses_connection() -> None:
-    """No process listens on the port."""
+    """A port on which no process listens makes the client raise an error."""
     with contextlib.closing(socket.socket()) as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]

@@ -29,7 +29,7 @@ def test_generated_token_prompts_have_requested_length_and_different_first_token
 
 
 def test_generated_text_prompts_encode_to_requested_number_of_tokens(folder: Path) -> None:
-    """The model's own tokenizer counts them."""
+    """The model's own tokenizer counts the requested number of tokens in each text prompt."""
     maker = PromptGenerator(folder)
     for length in (1, 2, 64, 1_024):
         assert maker.count(maker.text_prompt(length)) == length
@@ -66,13 +66,13 @@ def test_each_word_of_prompt_generator_contains_the_counted_letter_exactly_once(
 
 
 def test_prompt_generator_refuses_model_folder_without_tokenizer(tmp_path: Path) -> None:
-    """The error says which folder to give."""
+    """The error for a folder without a tokenizer says which folder to give."""
     with pytest.raises(UsageError, match="holds no tokenizer"):
         PromptGenerator(tmp_path)
 
 
 def test_random_model_is_refused_when_preset_is_unknown_or_folder_exists(tmp_path: Path) -> None:
-    """The error names the known presets; an existing folder is not overwritten."""
+    """An unknown preset gives the known ones; an existing folder is not overwritten."""
     with pytest.raises(UsageError, match="choose one of tiny"):
         random_model.make_random_model(tmp_path / "new", "7b")
     with pytest.raises(UsageError, match="already exists"):

@@ -58,13 +58,13 @@ def test_measurement_is_repeated_up_to_limit_while_other_processes_use_cpu(
 
 
 def test_measurement_is_taken_once_when_cpu_use_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of foreign cores is then None."""
+    """Where the CPU use of other processes cannot be read, a measurement is not repeated."""
     monkeypatch.setattr(noise, "busy_seconds", lambda: None)
     assert noise.measure_with_retries(iter("ab").__next__, 5) == ("a", None)
 
 
 def test_bench_report_notes_how_many_repeats_other_processes_disturbed() -> None:
-    """There is no note when no repeat was disturbed."""
+    """A note has the number of disturbed repeats; without any there is no note."""
     case = Case(conditions={})
     for foreign in (0.0, 0.5, None):
         case.series_of("lockstep").add({"tokens_per_s": 1.0, noise.FOREIGN_CORES: foreign})

@@ -19,7 +19,7 @@ def test_percentile_is_one_of_the_measured_values() -> None:
 def test_percentile_raises_error_without_values_or_with_share_outside_0_to_1(
     values: list[float], share: float
 ) -> None:
-    """The share must be between 0 and 1."""
+    """A percentile needs at least one value and a share between 0 and 1."""
     with pytest.raises(ValueError, match=r"no values|between"):
         numbers.percentile(values, share)
 
@@ -33,7 +33,7 @@ def test_spread_reports_median_minimum_maximum_and_values_in_time_order() -> Non
         numbers.spread([])
 
 
-def test_ratio_of_two_contenders_is_computed_repeat_by_repeat() -> None:
+def test_ratio_of_two_measured_servers_is_computed_repeat_by_repeat() -> None:
     """A drift of both values of a pair does not change its ratio."""
     assert numbers.pair_ratios([9.0, 4.5], [10.0, 5.0]) == [0.9, 0.9]
     with pytest.raises(ValueError, match="2 repeats against 1"):
@@ -41,7 +41,7 @@ def test_ratio_of_two_contenders_is_computed_repeat_by_repeat() -> None:
 
 
 def test_differences_are_taken_between_consecutive_values() -> None:
-    """There is one difference fewer than values."""
+    """Each value is subtracted from the next one, so there is one difference fewer than values."""
     assert numbers.differences([1.0, 1.5, 4.0]) == [0.5, 2.5]
     assert numbers.differences([1.0]) == []
 

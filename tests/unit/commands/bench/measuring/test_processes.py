@@ -115,6 +115,7 @@ def test_wait_for_server_raises_error_with_exit_code_when_process_exits(
 def test_wait_for_server_raises_error_at_timeout_when_server_stays_unready(
     gateway: _Gateway, child: MeasuredProcess
 ) -> None:
-    """The process neither becomes ready nor reports a failure."""
+    """A process that neither becomes ready nor reports a failure is waited for until the
+    timeout."""
     with pytest.raises(UnavailableError, match="not ready after 1 s"):
         wait_until_ready(child, gateway.port, "/readyz", 1.0)

@@ -35,7 +35,7 @@ def _report() -> Report:
 
 
 def test_bench_json_has_documented_keys_and_only_measured_metrics() -> None:
-    """It has the keys that `bench.main` documents and no metric that was not measured."""
+    """The document has the keys that `bench.main` documents and no metric that was not measured."""
     document = json.loads(to_json(_report()))
     assert document["schema"] == SCHEMA
     assert sorted(document) == [
@@ -60,7 +60,7 @@ def test_bench_json_has_documented_keys_and_only_measured_metrics() -> None:
 
 
 def test_bench_text_shows_machine_medians_ratios_and_notes() -> None:
-    """A metric that a contender lacks is "-"."""
+    """The text has the machine, medians with ranges, ratios and notes; a missing metric is "-"."""
     text = to_text(_report(), ["tokens_per_s", "ttft_p50_ms", "never"])
     assert "cores: 2" in text
     assert "90.0 [85.0-190]" in text
@@ -72,14 +72,14 @@ def test_bench_text_shows_machine_medians_ratios_and_notes() -> None:
 
 
 def test_bench_text_says_nothing_was_measured_when_report_has_no_cases() -> None:
-    """It contains no table."""
+    """The text of a report without cases has one sentence and no table."""
     assert "Nothing was measured." in to_text(
         Report(benchmark="steps", machine={}, settings={}), ["exposed_us_p50"]
     )
 
 
 def test_bench_text_prints_numbers_with_about_three_significant_digits() -> None:
-    """Thousands are separated by commas."""
+    """Numbers have about three significant digits, with commas between thousands."""
     assert format_spread(spread([1234.6])) == "1,235 [1,235-1,235]"
     assert format_spread(spread([123.4])) == "123 [123-123]"
     assert format_spread(spread([12.34])) == "12.3 [12.3-12.3]"
@@ -89,14 +89,15 @@ def test_bench_text_prints_numbers_with_about_three_significant_digits() -> None
 
 
 def test_all_lines_of_bench_table_have_equal_length() -> None:
-    """The columns are aligned."""
+    """The columns of a table are aligned, so that all lines are equally long."""
     lines = markdown_table(["a", "long header"], [["wide cell", "1"], ["x", "2"]])
     assert len({len(line) for line in lines}) == 1
     assert lines[1].startswith("|-----------|")
 
 
 def test_bench_json_read_back_prints_same_tables_as_original_report() -> None:
-    """A text that is no bench document is refused."""
+    """A document that is read back gives the same text; a text that is no such document is
+    refused."""
     report = _report()
     assert to_text(from_json(to_json(report))) == to_text(report)
     for text in ("", "[]", "{}", '{"schema": "lockstep.bench/0"}'):

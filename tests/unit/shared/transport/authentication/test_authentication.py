@@ -238,9 +238,7 @@ def test_dialer_gets_session_without_restart_when_its_key_becomes_allowed(
     assert connect(listener, dialer).startswith(b"gateway-")
 
 
-def test_session_ends_when_its_key_is_removed_from_allowed_list(
-    hosts: Hosts, listener: Listener[ToScheduler]
-) -> None:
+def test_session_ends_when_key_is_removed(hosts: Hosts, listener: Listener[ToScheduler]) -> None:
     """`lockstep keys remove` ends the session, and no later message of that key is delivered."""
     dialer = hosts.dial(hosts.gateway, listener.address)
     peer = connect(listener, dialer)
@@ -337,7 +335,7 @@ def test_listener_logs_refused_public_key_with_command_that_allows_it(
     assert not [one for one in (hosts.scheduler, hosts.gateway) if one.secret in str(said)]
 
 
-def test_listener_logs_each_refused_key_at_most_once_a_minute(
+def test_refused_key_is_logged_at_most_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each key is logged once a minute, and at most 20 keys are; the number of others follows
@@ -379,9 +377,7 @@ def test_dialer_raises_error_unless_one_allowed_peer_has_listener_role(hosts: Ho
         hosts.dial(hosts.gateway, "tcp://127.0.0.1:9")
 
 
-def test_link_refuses_address_off_loopback_when_host_has_no_keys(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_link_without_keys_refuses_address_off_loopback(hosts: Hosts, tmp_path: Path) -> None:
     """Both ends raise the error with the command that creates keys."""
     elsewhere = "tcp://192.0.2.1:5555"  # Reserved for documentation (RFC 5737): no host has it.
 

@@ -176,16 +176,16 @@ def test_current_allowed_peers_stay_when_list_file_is_incomplete(folder: Path) -
     """An editor may empty the file before it writes; the current peers stay allowed meanwhile."""
     allowed = AllowList(folder, Log("test"))
     text = (folder / "allowed").read_text()
-    before = list(allowed.peers())
+    before = allowed.peers
 
     (folder / "allowed").write_text("")
     assert not allowed.has_changed(1.0)
     (folder / "allowed").write_text(f"{text}{KEY} mac-2 rank\n")
     assert not allowed.has_changed(2.0)
-    assert list(allowed.peers()) == before
+    assert allowed.peers == before
     assert allowed.has_changed(3.0)
 
-    assert [peer.name for peer in allowed.peers()] == ["this-host", "mac-2"]
+    assert [peer.name for peer in allowed.peers.values()] == ["this-host", "mac-2"]
     assert not allowed.has_changed(4.0)
 
 
@@ -258,7 +258,7 @@ NO_ADDRESS = [
 
 @pytest.mark.parametrize("is_dialled", [False, True])
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_link_address_is_allowed_by_its_kind_and_presence_of_keys(
+def test_link_address_off_loopback_is_allowed_only_with_keys(
     has_keys: bool, is_dialled: bool
 ) -> None:
     """Loopback and ipc are always allowed, other hosts with keys, wildcards with keys and to
