@@ -255,26 +255,24 @@ def time_sums(
         One finding per batch size in `DECODE_ROWS`: digest of the result, and for all `count` sums
         together their bytes and median microseconds.
     """
-    return [_time_decode(world, count, rows, hidden_size, dtype, clock) for rows in DECODE_ROWS]
-
-
-def _time_decode(
-    world: Collectives, count: int, rows: int, hidden_size: int, dtype: mx.Dtype, clock: Clock
-) -> CanaryFinding:
-    seconds: list[float] = []
-    # Zeros stay zeros in every repetition.
-    summed = mx.zeros((rows, hidden_size), dtype=dtype)
-    mx.eval(summed)
-    for _ in range(DECODE_REPETITIONS + 1):
-        began_s = clock.now()
-        for _ in range(count):
-            summed = world.sum_ids(summed)
+    findings: list[CanaryFinding] = []
+    for rows in DECODE_ROWS:
+        seconds: list[float] = []
+        # Zeros stay zeros in every repetition.
+        summed = mx.zeros((rows, hidden_size), dtype=dtype)
         mx.eval(summed)
-        seconds.append(clock.now() - began_s)
-    digest = hashlib.blake2b(bytes(mx.array(summed, dtype=mx.float32)), digest_size=16)
-    return CanaryFinding(
-        name=decode_name(count, rows),
-        digest=digest.digest(),
-        bytes=count * summed.nbytes,
-        microseconds=statistics.median(seconds[1:]) * 1e6,
-    )
+        for _ in range(DECODE_REPETITIONS + 1):
+            began_s = clock.now()
+            for _ in range(count):
+                summed = world.sum_ids(summed)
+            mx.eval(summed)
+            seconds.append(clock.now() - began_s)
+        digest = hashlib.blake2b(bytes(mx.array(summed, dtype=mx.float32)), digest_size=16)
+        finding = CanaryFinding(
+            name=decode_name(count, rows),
+            digest=digest.digest(),
+            bytes=count * summed.nbytes,
+            microseconds=statistics.median(seconds[1:]) * 1e6,
+        )
+        findings.append(finding)
+    return findings

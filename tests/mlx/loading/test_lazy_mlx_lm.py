@@ -47,14 +47,14 @@ def _run(code: str, *paths: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_model_runs_without_importing_tokenizers() -> None:
+def test_demo_model_runs_without_importing_transformers() -> None:
     """The demo model runs without transformers; a later import of its tokenizer still works."""
     done = _run(_RANK)
 
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_unsupported_mlx_lm_version_is_imported_normally(tmp_path: Path) -> None:
+def test_mlx_lm_needing_more_than_placeholder_is_imported_normally(tmp_path: Path) -> None:
     """A version of mlx-lm that needs more than the placeholder is imported normally.
 
     No half-imported module is left.

@@ -86,7 +86,7 @@ def test_model_without_tokenizer_loads_with_rising_progress(folder: Path) -> Non
     ("asked", "on_cpu"),
     [("float32", mx.float32), ("float16", mx.float16), ("auto", mx.float32)],
 )
-def test_weights_have_configured_dtype(folder: Path, asked: str, on_cpu: mx.Dtype) -> None:
+def test_loaded_weights_have_configured_dtype(folder: Path, asked: str, on_cpu: mx.Dtype) -> None:
     """Weights have the configured dtype; "auto" is float32 on the CPU, else the dtype of the
     file.
     """
@@ -97,7 +97,7 @@ def test_weights_have_configured_dtype(folder: Path, asked: str, on_cpu: mx.Dtyp
     assert _types(loaded.model) == {on_cpu if is_cpu else on_gpu}
 
 
-def test_quantized_model_keeps_packed_weights(folder: Path) -> None:
+def test_quantized_weights_stay_packed_after_loading(folder: Path) -> None:
     """Quantized weights stay packed; other weights have the configured dtype."""
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
     nn.quantize(model, group_size=32, bits=4)
@@ -109,7 +109,7 @@ def test_quantized_model_keeps_packed_weights(folder: Path) -> None:
     assert mx.all(mx.isfinite(loaded.model(mx.array([[1, 2]])))).item()
 
 
-def test_fingerprint_differs_when_dtype_differs(folder: Path) -> None:
+def test_model_fingerprint_differs_when_dtype_differs(folder: Path) -> None:
     """Equal settings give equal fingerprints; another dtype gives another one."""
     first, again = _load(folder)[0], _load(folder)[0]
     other = _load(folder, dtype="float16")[0]
@@ -127,7 +127,7 @@ def test_fingerprint_differs_when_dtype_differs(folder: Path) -> None:
         ({"model_file": "model.py"}, "set model.trust_remote_code to true"),
     ],
 )
-def test_config_not_fitting_weights_is_refused(
+def test_model_config_not_fitting_weights_is_refused_in_one_line(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     """Unknown families, missing or misshapen weights and untrusted code are refused in one line."""
@@ -149,7 +149,9 @@ def test_config_not_fitting_weights_is_refused(
         (None, "FileNotFoundError: .*model.py"),
     ],
 )
-def test_failing_model_code_is_named(folder: Path, code: str | None, message: str) -> None:
+def test_error_in_model_python_file_is_reported_with_file_name(
+    folder: Path, code: str | None, message: str
+) -> None:
     """An error in the Python file of a model is reported in one line with file and cause."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, "model_file": "model.py"}))
     if code is not None:
@@ -173,7 +175,7 @@ def _truncate_after_planning(patch: pytest.MonkeyPatch, path: Path) -> None:
     patch.setattr(loader, "find_origins", traced)
 
 
-def test_weight_file_truncated_during_read_is_named(
+def test_weight_file_truncated_during_read_raises_config_error_naming_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read error in a thread of MLX becomes a ConfigError in the main thread."""
@@ -203,13 +205,13 @@ def test_process_exits_normally_after_failed_load(folder: Path) -> None:
     assert done.returncode == ConfigError.exit_code, done.stderr.decode()
 
 
-def test_missing_model_folder_is_refused(tmp_path: Path) -> None:
+def test_missing_model_folder_is_refused_before_loading(tmp_path: Path) -> None:
     """A model folder that does not exist is refused first."""
     with pytest.raises(ConfigError, match="There is no model folder"):
         _load(tmp_path / "nothing")
 
 
-def test_free_memory_is_divided_by_ranks_of_host() -> None:
+def test_cpu_ranks_of_one_host_share_its_free_memory() -> None:
     """CPU ranks of one host share its free memory."""
     here = hardware.describe_device()
     alone, shared = hardware.free_bytes(here, 1), hardware.free_bytes(here, 2)

@@ -91,7 +91,7 @@ def _write_published_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     [(DENSE, "tensor", "bfloat16"), (DENSE, "tensor", "float32"), (MOE, "expert", "float32")],
     ids=["tensor", "tensor-cast", "expert-cast"],
 )
-def test_loading_uses_little_more_memory_than_shard(
+def test_loading_uses_at_most_a_tenth_more_memory_than_shard(
     tmp_path: Path, config: dict[str, Any], sharding: str, dtype: str
 ) -> None:
     """Reading, cutting, stacking and casting use at most a tenth more than the shard."""
@@ -146,7 +146,7 @@ def test_shard_exceeding_memory_is_refused_with_sizes(
         rank.load(settings, memory_bytes=100_000)
 
 
-def test_shard_fitting_memory_is_loaded(tmp_path: Path) -> None:
+def test_shard_fitting_beside_used_memory_is_loaded(tmp_path: Path) -> None:
     """A shard is loaded when its needs and the memory in use fit."""
     model = MODEL_FACTORIES["mamba2"]()
     save_checkpoint(tmp_path, model_weights(model), model_config(model))
@@ -156,7 +156,7 @@ def test_shard_fitting_memory_is_loaded(tmp_path: Path) -> None:
     assert rank.load(settings, memory_bytes=needed).shard_bytes > 0
 
 
-def test_memory_limit_is_shared_by_ranks_of_host(
+def test_ranks_of_host_share_memory_limit_but_not_cuda_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of a host share its memory or the limit of its container; a CUDA GPU belongs to one

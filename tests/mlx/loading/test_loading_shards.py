@@ -71,7 +71,7 @@ def test_single_rank_loads_whole_model_bit_for_bit(
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3", "deepseek_v32", "gpt_oss"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_tensor_shards_equal_cut_model(
+def test_loaded_tensor_shards_equal_parts_cut_from_whole_model(
     tmp_path: Path, make_model: MakeModel, family: str, size: int
 ) -> None:
     """Tensor-sharded ranks load their parts from several files."""
@@ -87,7 +87,9 @@ def test_tensor_shards_equal_cut_model(
 
 
 @pytest.mark.parametrize("family", sorted(moe_models.MOE_FAMILIES))
-def test_expert_shards_equal_cut_model(tmp_path: Path, computed: list[str], family: str) -> None:
+def test_loaded_expert_shards_equal_parts_cut_from_whole_model(
+    tmp_path: Path, computed: list[str], family: str
+) -> None:
     """Each rank reads only its experts, for every MoE family and unequal shares."""
     model = moe_models.make_moe_model(family)
     save_checkpoint(tmp_path, model_weights(model), moe_models.moe_config(family))
@@ -105,7 +107,7 @@ def test_expert_shards_equal_cut_model(tmp_path: Path, computed: list[str], fami
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
-def test_pipeline_rank_reads_only_its_layers(
+def test_pipeline_rank_reads_only_its_layers_and_shared_weights(
     tmp_path: Path, make_model: MakeModel, family: str
 ) -> None:
     """A rank of a pipeline reads its own layers and the shared weights only."""
@@ -118,7 +120,9 @@ def test_pipeline_rank_reads_only_its_layers(
 
 
 @pytest.mark.parametrize("sharding", ["tensor", "expert"])
-def test_quantized_weights_are_cut_with_scales(tmp_path: Path, sharding: Sharding) -> None:
+def test_quantized_weights_are_cut_together_with_their_scales(
+    tmp_path: Path, sharding: Sharding
+) -> None:
     """Quantized weights, also of shared experts, are cut together with their scales."""
     model = moe_models.make_moe_model("glm4_moe")
     config = {
@@ -152,7 +156,7 @@ def _with_separate_experts(weights: Weights) -> Weights:
 
 
 @pytest.mark.parametrize(("sharding", "size"), [("tensor", 2), ("expert", 2), ("expert", 4)])
-def test_separate_experts_are_stacked_without_reading_others(
+def test_rank_stacks_its_separate_experts_without_reading_others(
     tmp_path: Path, computed: list[str], sharding: Sharding, size: int
 ) -> None:
     """Separate expert matrices are stacked as in mlx-lm; a rank reads only its own."""
@@ -171,7 +175,7 @@ def test_separate_experts_are_stacked_without_reading_others(
         assert all(shard.bytes_read == shard.shard_bytes for shard in shards)
 
 
-def test_expert_shares_follow_rank_memory(tmp_path: Path) -> None:
+def test_rank_with_more_memory_gets_more_experts(tmp_path: Path) -> None:
     """A rank with more memory gets more experts and reads more bytes."""
     model = moe_models.make_moe_model("qwen3_moe")
     save_checkpoint(tmp_path, model_weights(model), moe_models.moe_config("qwen3_moe"))
@@ -186,7 +190,7 @@ def test_expert_shares_follow_rank_memory(tmp_path: Path) -> None:
     assert read[0] > read[1]
 
 
-def test_tied_embedding_is_read_once(tmp_path: Path) -> None:
+def test_embedding_tied_to_head_is_read_once(tmp_path: Path) -> None:
     """A tied head is not read a second time."""
     model = moe_models.make_moe_model("qwen3_moe")
     config = {**moe_models.moe_config("qwen3_moe"), "tie_word_embeddings": True}
@@ -199,7 +203,7 @@ def test_tied_embedding_is_read_once(tmp_path: Path) -> None:
     assert shard.bytes_read == sum(a.nbytes for path, a in weights.items() if "lm_head" not in path)
 
 
-def test_published_hybrid_checkpoint_is_read_in_parts(
+def test_published_hybrid_model_is_read_without_unused_layers(
     tmp_path: Path, make_model: MakeModel, computed: list[str]
 ) -> None:
     """Unused layers are not read, convolutions are transposed, and only norms are computed."""
@@ -218,7 +222,9 @@ def test_published_hybrid_checkpoint_is_read_in_parts(
     assert all("norm" in path for path in computed)
 
 
-def test_fp8_weights_are_computed_and_others_read(tmp_path: Path, computed: list[str]) -> None:
+def test_fp8_weights_are_converted_and_others_read_directly(
+    tmp_path: Path, computed: list[str]
+) -> None:
     """Weights of eight bits with block scales are converted; all others are read directly."""
     model = moe_models.make_moe_model("deepseek_v3")
     weights = model_weights(model)
@@ -233,7 +239,7 @@ def test_fp8_weights_are_computed_and_others_read(tmp_path: Path, computed: list
     assert set(computed) == {path}
 
 
-def test_model_inspecting_weights_is_read_whole(
+def test_model_inspecting_weights_while_loading_is_read_whole(
     tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A family that inspects weights while loading is read whole, with the same result."""
@@ -255,7 +261,7 @@ def test_model_inspecting_weights_is_read_whole(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_rank_reads_little_more_than_its_shard(tmp_path: Path, size: int) -> None:
+def test_rank_reads_at_most_1_percent_more_than_its_shard(tmp_path: Path, size: int) -> None:
     """A rank reads at most 1 % more than its shard of long rows cut along either axis."""
     config = {
         "model_type": "qwen3",

@@ -70,7 +70,7 @@ def _model_type(family: str) -> str:
 
 @pytest.mark.parametrize("family", list(MODEL_FACTORIES))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_planned_kv_and_weights_equal_reported_bytes(
+def test_planned_kv_and_weight_bytes_equal_bytes_of_loaded_model(
     make_model: MakeModel, family: str, dtype: str, tmp_path: Path
 ) -> None:
     """Planned bytes per token, per row and of all weights equal the reported ones in both
@@ -90,7 +90,7 @@ def test_planned_kv_and_weights_equal_reported_bytes(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_planned_quantized_kv_equals_reported_bytes(bits: int, tmp_path: Path) -> None:
+def test_planned_quantized_kv_bytes_equal_bytes_of_loaded_model(bits: int, tmp_path: Path) -> None:
     """Planned bytes per token with 8 and 4 bits equal the reported ones."""
     model = _wide_headed_qwen3()
     kv = model_kv(_written_as_family(model, "qwen3", tmp_path))
@@ -101,7 +101,7 @@ def test_planned_quantized_kv_equals_reported_bytes(bits: int, tmp_path: Path) -
     )
 
 
-def test_planned_bytes_of_quantized_weights_are_exact(tmp_path: Path) -> None:
+def test_planned_bytes_of_quantized_weights_equal_loaded_ones(tmp_path: Path) -> None:
     """Packed weights, scales and biases are counted; KV is as wide as without quantization."""
     model = _wide_headed_qwen3()
     before = open_store(model, read_shape(model)).bytes_per_token
@@ -112,7 +112,7 @@ def test_planned_bytes_of_quantized_weights_are_exact(tmp_path: Path) -> None:
     assert model_kv(checkpoint).bytes().per_token == before
 
 
-def test_planned_kv_share_equals_rank_worker_share() -> None:
+def test_planning_and_rank_worker_use_equal_memory_share_for_kv() -> None:
     """Planning uses the same share of free memory for KV as the rank worker."""
     assert worker.KV_MEMORY_SHARE == KV_SHARE
 
@@ -133,7 +133,7 @@ def no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(set(MOE_FAMILIES) - UNSERVED))
-def test_planned_bytes_of_moe_families_are_exact(family: str, tmp_path: Path) -> None:
+def test_planned_weight_bytes_of_moe_models_equal_loaded_ones(family: str, tmp_path: Path) -> None:
     """All planned weights are exact; KV is exact or reported as unknown."""
     model = make_moe_model(family)
     checkpoint = _written(model, moe_config(family), tmp_path)
@@ -158,7 +158,9 @@ SPLITS = [
 
 @pytest.mark.usefixtures("no_sums")
 @pytest.mark.parametrize(("family", "sharding"), SPLITS)
-def test_planned_shares_equal_split_models(family: str, sharding: Sharding, tmp_path: Path) -> None:
+def test_planned_bytes_of_each_rank_equal_split_model(
+    family: str, sharding: Sharding, tmp_path: Path
+) -> None:
     """The planned weights and KV of each rank equal those of the split model."""
     config = moe_config(family, **VOCAB)
     checkpoint = _written(make_moe_model(family, **VOCAB), config, tmp_path)
@@ -181,7 +183,7 @@ def test_planned_shares_equal_split_models(family: str, sharding: Sharding, tmp_
 
 @pytest.mark.parametrize("memory", [[8, 8], [16, 8]])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
-def test_planned_pipeline_shares_equal_split_models(
+def test_planned_bytes_of_each_pipeline_rank_equal_split_model(
     family: str, memory: list[int], tmp_path: Path
 ) -> None:
     """Each rank of a pipeline has the planned bytes, with equal and unequal memory."""

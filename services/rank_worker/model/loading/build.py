@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +22,8 @@ _log = Log("rank_worker.loading")
 _CONFIG_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 """Errors that mlx-lm raises for a config it does not support."""
 
-ArraysByName = dict[str, mx.array]
-ReadFile = Callable[[Path], ArraysByName]
-"""Returns the arrays of a weight file."""
+ReadFile = Callable[[Path], dict[str, mx.array]]
+"""Returns the arrays of a weight file, by name."""
 
 
 def build_model(
@@ -69,29 +69,15 @@ def build_model(
     return model
 
 
-class _PatchedMLX:
-    """The module `mlx.core` with another `load`."""
-
-    def __init__(self, real: Any, read_file: ReadFile) -> None:
-        self._real = real
-        self._read_file = read_file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def load(self, path: str) -> ArraysByName:
-        """Return the arrays of a weight file."""
-        return self._read_file(Path(path))
-
-
 @contextmanager
 def _patched_load(read_file: ReadFile | None) -> Iterator[None]:
+    """Replace `mx.load` in mlx-lm's loader only."""
     if read_file is None:
         yield
         return
     utils: Any = mlx_lm.utils
     real = utils.mx
-    utils.mx = _PatchedMLX(real, read_file)
+    utils.mx = SimpleNamespace(**{**vars(real), "load": lambda path: read_file(Path(path))})
     try:
         yield
     finally:

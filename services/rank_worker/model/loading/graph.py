@@ -138,9 +138,7 @@ def _apply(
             return [first.moved(tensor_slices.concatenate(arrays, arguments[0]))]
         case "Broadcast" if len(known) == 1:
             return [first.moved(tensor_slices.broadcast(first.array, shape))]
-        case "ExpandDims":
-            return [first.moved(tensor_slices.expand_dims(first.array, arguments[0]))]
-        case "Reshape" | "Flatten" | "Unflatten" | "Squeeze":
+        case "Reshape" | "Flatten" | "Unflatten" | "ExpandDims" | "Squeeze":
             return [first.moved(tensor_slices.reshape(first.array, shape))]
         case "AsType":
             return [first.cast(arguments[0])]

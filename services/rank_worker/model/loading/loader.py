@@ -20,7 +20,7 @@ from services.rank_worker.model.loading.build import (
     cast_parameters,
 )
 from services.rank_worker.model.loading.memory_fit import MemoryNeeds, memory_needs
-from services.rank_worker.model.loading.origins import WeightOrigins, find_origins
+from services.rank_worker.model.loading.origins import find_origins
 from services.rank_worker.model.loading.source import ModelSource, inspect_source
 from services.rank_worker.model.loading.weights import ModelWeights, load_weights, plan_weights
 from services.rank_worker.model.sharding.apply import apply_split
@@ -68,7 +68,6 @@ class OpenedModel:
     needs: MemoryNeeds
     """Memory that it takes on this rank."""
     weights: ModelWeights
-    origins: WeightOrigins
     files: list[WeightFile]
     traits: UnshardedTraits | None
     """See `LoadedModel.traits`."""
@@ -85,9 +84,7 @@ class OpenedModel:
         shard_bytes = self.needs.weight_bytes
         try:
             progress = _Progress(shard_bytes, report)
-            bytes_read = load_weights(
-                self.model, self.weights, self.origins, self.files, progress.add
-            )
+            bytes_read = load_weights(self.model, self.weights, self.files, progress.add)
         except (RuntimeError, ValueError, MemoryError) as error:
             raise _load_error(error) from error
         report("loading", 1.0)
@@ -149,15 +146,13 @@ def open_model(
         world_size=split.world_size,
         sharding=sharding,
     )
-    origins = find_origins(make_shard, source.files)
-    weights = plan_weights(model, origins)
+    weights = plan_weights(model, find_origins(make_shard, source.files))
     return OpenedModel(
         model,
         fingerprint,
         source.context_tokens_max,
         memory_needs(model, weights.nbytes),
         weights,
-        origins,
         source.files,
         traits,
     )

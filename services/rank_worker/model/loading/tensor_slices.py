@@ -130,28 +130,6 @@ def broadcast(array: SlicedArray, shape: Shape) -> SlicedArray:
     return SlicedArray(shape, array.item_bytes, kept)
 
 
-def expand_dims(array: SlicedArray, axes: Sequence[int]) -> SlicedArray:
-    """Insert axes of size 1 into an array, like `numpy.expand_dims`.
-
-    Args:
-        array: the array.
-        axes: positions of the new axes in the result.
-    """
-    slices = array.slices
-    shape = array.shape
-    for axis in sorted(axes):
-        shape = _insert(shape, axis, 1)
-        slices = tuple(
-            part._replace(
-                strides=_insert(part.strides, axis, 0),
-                start=_insert(part.start, axis, 0),
-                shape=_insert(part.shape, axis, 1),
-            )
-            for part in slices
-        )
-    return SlicedArray(shape, array.item_bytes, slices)
-
-
 def reshape(array: SlicedArray, shape: Shape) -> SlicedArray | None:
     """Return the array with another shape in row-major order; None when that needs a copy.
 
@@ -223,10 +201,6 @@ def row_major_strides(shape: Shape, item_bytes: int) -> Shape:
 def _with(values: Shape, axis: int, value: int) -> Shape:
     """Return the values with another one at an axis."""
     return (*values[:axis], value, *values[axis + 1 :])
-
-
-def _insert(values: Shape, axis: int, value: int) -> Shape:
-    return (*values[:axis], value, *values[axis:])
 
 
 def _pick(values: Shape, axes: Sequence[int]) -> Shape:

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from services.rank_worker.model.loading.graph import WeightOrigin
 from services.rank_worker.model.loading.origins import WeightOrigins
 from services.rank_worker.model.loading.virtual_safetensors import DTYPES, read_arrays
-from services.rank_worker.model.loading.weight_reader import WeightReader
+from services.rank_worker.model.loading.weight_reader import TensorLocation, WeightReader
 from shared.log import Log
 from shared.model.checkpoint_files import WeightFile
 
@@ -55,6 +55,8 @@ class ModelWeights:
     sliced: list[SlicedWeight]
     computed: dict[str, mx.array]
     """By parameter path: lazy arrays that MLX computes from whole tensors."""
+    locations: list[TensorLocation]
+    """Location of each stored tensor, by the tensor index that origins use."""
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +83,7 @@ def plan_weights(model: nn.Module, origins: WeightOrigins) -> ModelWeights:
         origin = origins.parameters.get(path)
         if origin is None or not array.size or origin.dtype not in DTYPES:
             computed[path] = array
-        elif not _matches(origin, array):
+        elif (origin.array.shape, origin.final_dtype) != (array.shape, array.dtype):
             _log.warning("weight_origin_mismatch", path=path)
             computed[path] = array
         else:
@@ -90,13 +92,12 @@ def plan_weights(model: nn.Module, origins: WeightOrigins) -> ModelWeights:
             placeholders[path] = mx.broadcast_to(mx.zeros((), dtype=array.dtype), array.shape)
     # MLX closes a file once no lazy array refers to it: models may have very many files.
     _replace(model, placeholders)
-    return ModelWeights(list(sliced.values()), computed)
+    return ModelWeights(list(sliced.values()), computed, origins.locations)
 
 
 def load_weights(
     model: nn.Module,
     weights: ModelWeights,
-    origins: WeightOrigins,
     files: list[WeightFile],
     report: ReportBytes,
 ) -> int:
@@ -105,7 +106,6 @@ def load_weights(
     Args:
         model: the model that `plan_weights` was called with.
         weights: the result of `plan_weights`.
-        origins: origins of the model's parameters.
         files: the model's weight files.
         report: called with the number of bytes loaded since the last call.
 
@@ -120,7 +120,7 @@ def load_weights(
     cache_limit_bytes = mx.set_cache_limit(GROUP_BYTES)
     try:
         _compute(weights.computed, report)
-        with WeightReader(files, origins.locations) as reader:
+        with WeightReader(files, weights.locations) as reader:
             arrays = _read(weights.sliced, reader, report)
     finally:
         mx.set_cache_limit(cache_limit_bytes)
@@ -180,10 +180,6 @@ def _compute(arrays: dict[str, mx.array], report: ReportBytes) -> None:
     for layer in sorted(layers, key=nbytes.__getitem__, reverse=True):
         mx.eval(layers[layer])
         report(nbytes[layer])
-
-
-def _matches(origin: WeightOrigin, array: mx.array) -> bool:
-    return (origin.array.shape, origin.final_dtype) == (array.shape, array.dtype)
 
 
 def _replace(model: nn.Module, arrays: dict[str, mx.array]) -> None:
