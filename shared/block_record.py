@@ -41,8 +41,8 @@ HEADER_BYTES: Final = 256
 _MAGIC = b"LSBLOCK\n"
 _FIELDS = struct.Struct("<8sHHHBxI4xQ32s64s")
 _SEALED_BYTES = 232
-_SEAL = struct.Struct("<16s")
-_HEADER_SEAL = struct.Struct("<8s")
+_SEAL_BYTES = 16
+_HEADER_SEAL_BYTES = 8
 _NAMESPACE = re.compile(rb"[0-9a-f]*\x00*")
 _KINDS: tuple[Literal["block", "checkpoint"], ...] = ("block", "checkpoint")
 
@@ -98,8 +98,10 @@ def build_header(identity: RecordIdentity, payload: memoryview | bytes) -> bytes
         identity.hash,
         namespace_digits,
     ).ljust(_SEALED_BYTES, b"\0")
-    body = sealed + _SEAL.pack(_seal(sealed, payload))
-    return body + _HEADER_SEAL.pack(xxhash.xxh3_64_digest(body))
+    seal = xxhash.xxh3_128(sealed)
+    seal.update(payload)
+    body = sealed + seal.digest()
+    return body + xxhash.xxh3_64_digest(body)
 
 
 def read_header(data: bytes | bytearray | memoryview) -> tuple[RecordIdentity, int]:
@@ -115,7 +117,7 @@ def read_header(data: bytes | bytearray | memoryview) -> tuple[RecordIdentity, i
     raw = bytes(data[:HEADER_BYTES])
     if not raw.startswith(_MAGIC):
         raise RecordUnreadable("The bytes do not start with a record.", "damaged")
-    body_bytes = HEADER_BYTES - _HEADER_SEAL.size
+    body_bytes = HEADER_BYTES - _HEADER_SEAL_BYTES
     if xxhash.xxh3_64_digest(raw[:body_bytes]) != raw[body_bytes:]:
         raise RecordUnreadable("The record's header does not match its checksum.", "damaged")
     _, version, rank, world_size, kind, tokens, payload_bytes, name, namespace_digits = (
@@ -155,7 +157,7 @@ class RecordChecker:
                 f"{size_bytes}.",
                 "torn",
             )
-        self._seal = bytes(header[_SEALED_BYTES : _SEALED_BYTES + _SEAL.size])
+        self._seal = bytes(header[_SEALED_BYTES : _SEALED_BYTES + _SEAL_BYTES])
         self._digest = xxhash.xxh3_128(header[:_SEALED_BYTES])
 
     def add(self, piece: memoryview) -> None:
@@ -203,9 +205,3 @@ def check_record(
     checker.add(payload)
     checker.finish(expected)
     return checker.identity, payload
-
-
-def _seal(sealed: bytes, payload: memoryview | bytes) -> bytes:
-    digest = xxhash.xxh3_128(sealed)
-    digest.update(payload)
-    return digest.digest()

@@ -4,6 +4,7 @@ The same inventory gives the same settings on every host, except for those in it
 table.
 """
 
+import copy
 import dataclasses
 from pathlib import Path, PurePath
 from typing import Any
@@ -70,10 +71,7 @@ def share_of_host(
     Raises:
         ConfigError: when a setting is wrong or contradicts the hosts.
     """
-    tree = {
-        section: dict(values) if isinstance(values, dict) else values
-        for section, values in inventory.settings.items()
-    }
+    tree = copy.deepcopy(inventory.settings)
     for section, key, value in _host_settings(host):
         _section(tree, section, inventory)[key] = value
     world = _section(tree, "world", inventory)
@@ -126,10 +124,12 @@ def _set_addresses(inventory: Inventory, tree: dict[str, Any]) -> None:
     """Set tcp addresses at the scheduler's host if there are several hosts."""
     scheduler = _section(tree, "scheduler", inventory)
     address = inventory.scheduler.address
+    if ":" in address:
+        address = f"[{address}]"
     port = inventory.cluster.bus_port
     for index, key in enumerate(("gateway_address", "rank_address")):
         if len(inventory.hosts) > 1 and not scheduler.get(key):
-            scheduler[key] = f"tcp://{_bracket_ipv6(address)}:{port + index}"
+            scheduler[key] = f"tcp://{address}:{port + index}"
         elif len(inventory.hosts) > 1 and str(scheduler[key]).startswith("ipc:"):
             raise ConfigError(
                 f"{inventory.file}: scheduler.{key} is {scheduler[key]}, which other hosts cannot "
@@ -218,19 +218,12 @@ def _check_backend(inventory: Inventory, config: Config, matrix: Matrix) -> None
         )
     if len(with_ranks) < 2 or config.world.hostfile:
         return
+    reason = f"world.backend is {config.backend}"
+    if config.backend == "jaccl":
+        reason = 'world.jaccl_fallback is "ring"'
     for host in with_ranks:
         if not host.data_address:
             raise ConfigError(
                 f"{inventory.file}: The host {host.name} has no data_address, where the ranks of "
-                f"other hosts reach its ranks ({_backend_reason(config)})."
+                f"other hosts reach its ranks ({reason})."
             )
-
-
-def _backend_reason(config: Config) -> str:
-    if config.backend == "jaccl":
-        return 'world.jaccl_fallback is "ring"'
-    return f"world.backend is {config.backend}"
-
-
-def _bracket_ipv6(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -6,16 +6,14 @@ alone, so hosts with the same file agree.
 """
 
 import ipaddress
-import tomllib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from shared import limits
-from shared.configuration.loading import is_loopback
+from shared.configuration.loading import is_loopback, read_toml
 from shared.configuration.settings import Port
 from shared.errors import ConfigError, UsageError
 
@@ -142,14 +140,7 @@ def read(file: str) -> Inventory:
     Raises:
         ConfigError: when it is wrong; names the place and the remedy.
     """
-    try:
-        with Path(file).open("rb") as stream:
-            tree = tomllib.load(stream)
-    except OSError as error:
-        raise ConfigError(f"Cannot read the inventory {file}: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The inventory {file} is not valid TOML: {error}.") from None
-    return parse(tree, file)
+    return parse(read_toml(file, "inventory"), file)
 
 
 def parse(tree: dict[str, Any], file: str) -> Inventory:

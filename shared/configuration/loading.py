@@ -41,7 +41,7 @@ def load_config(
         ConfigError: when a setting is wrong; names the key and the allowed values.
     """
     environment = environment or {}
-    tree: dict[str, Any] = _read_file(file) if file else {}
+    tree = read_toml(file, "configuration") if file else {}
     overrides: dict[str, Any] = dict(_environment_keys(environment))
     overrides |= {key: value for key, value in (flags or {}).items() if value is not None}
     for key, value in overrides.items():
@@ -136,14 +136,23 @@ def sections() -> dict[str, type[Struct]]:
     return {field.name: field.type for field in msgspec.structs.fields(Config)}
 
 
-def _read_file(file: str) -> dict[str, Any]:
+def read_toml(file: str, kind: str) -> dict[str, Any]:
+    """Return the content of a TOML file.
+
+    Args:
+        file: its path.
+        kind: "configuration" or "inventory", for errors.
+
+    Raises:
+        ConfigError: when it cannot be read or is not valid.
+    """
     try:
         with Path(file).open("rb") as stream:
             return tomllib.load(stream)
     except OSError as error:
-        raise ConfigError(f"Cannot read the configuration {file}: {error.strerror}.") from None
+        raise ConfigError(f"Cannot read the {kind} {file}: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The configuration {file} is not valid TOML: {error}.") from None
+        raise ConfigError(f"The {kind} {file} is not valid TOML: {error}.") from None
 
 
 def _read_text(file: str, key: str) -> str:

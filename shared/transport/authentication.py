@@ -14,7 +14,6 @@ from shared.errors import ConfigError
 from shared.identifiers import PeerId
 from shared.log import Log
 from shared.transport import keys
-from shared.transport.keys import AllowedPeer
 
 ALLOWED_CHECK_INTERVAL_S = 0.5
 """Seconds between checks of the list. A change counts when seen twice, since editors write in
@@ -35,16 +34,9 @@ class AllowList:
         self._folder = folder
         self._log = log
         self._loaded = self._seen = keys.signature(folder)
-        self._peers = keys.read_allowed(folder)
+        self.peers = keys.read_allowed(folder)
+        """All allowed peers, by public key."""
         self._check_at_s = 0.0
-
-    def get(self, public_key: str) -> AllowedPeer | None:
-        """Return the peer with this key; None if the file does not allow the key."""
-        return self._peers.get(public_key)
-
-    def peers(self) -> Iterable[AllowedPeer]:
-        """Return all allowed peers."""
-        return self._peers.values()
 
     def has_changed(self, now_s: float) -> bool:
         """Read the file again if it has changed; return True if the list was replaced.
@@ -66,13 +58,13 @@ class AllowList:
         try:
             if not self._seen:
                 raise ConfigError(f"{self._folder / keys.ALLOWED_FILE} is gone.")
-            self._peers = keys.read_allowed(self._folder)
+            self.peers = keys.read_allowed(self._folder)
         except ConfigError as error:
             self._log.error(
                 "allowed_keys_unreadable", cause=str(error), meanwhile="the previous list is used"
             )
             return False
-        self._log.info("allowed_keys_read", peers=len(self._peers))
+        self._log.info("allowed_keys_read", peers=len(self.peers))
         return True
 
 
@@ -140,12 +132,9 @@ class AccessControl:
         self._allowed = AllowList(folder, log)
         self._refusal_log = RefusalLog(clock, log)
         self._session_keys: dict[PeerId, str] = {}
-        if not any(peer.roles & self._roles for peer in self._allowed.peers()):
-            log.warning(
-                "no_peer_allowed",
-                link=address,
-                remedy=f"`lockstep keys allow` {self._role_option()}",
-            )
+        if not any(peer.roles & self._roles for peer in self._allowed.peers.values()):
+            remedy = f"`lockstep keys allow` {self._role_option()}"
+            log.warning("no_peer_allowed", link=address, remedy=remedy)
 
     def admits_key(self, public_key: str, peer_address: str) -> bool:
         """Decide whether a handshake succeeds; count and log a refusal.
@@ -156,18 +145,13 @@ class AccessControl:
             public_key: the key that the dialer has proven.
             peer_address: the dialer's network address, for the log.
         """
-        peer = self._allowed.get(public_key)
+        peer = self._allowed.peers.get(public_key)
         if peer is not None and peer.roles & self._roles:
             return True
-        self._refuse(
-            public_key,
-            peer_address=peer_address,
-            why="not allowed here"
-            if peer is None
-            else f"{peer.name} has no role for this listener",
-            remedy=f"lockstep keys allow '{public_key}' {peer.name if peer else 'NAME'} "
-            f"{self._role_option()}",
-        )
+        why = f"{peer.name} has no role for this listener" if peer else "not allowed here"
+        name = peer.name if peer else "NAME"
+        remedy = f"lockstep keys allow '{public_key}' {name} {self._role_option()}"
+        self._refuse(public_key, peer_address=peer_address, why=why, remedy=remedy)
         return False
 
     def admits(self, peer: PeerId, public_key: str) -> bool:
@@ -183,15 +167,14 @@ class AccessControl:
         session_key = self._session_keys.get(peer)
         if session_key == public_key:
             return True
-        role = keys.role_of(peer)
-        allowed = self._allowed.get(public_key)
         if session_key is not None:
-            self._refuse(public_key, announces=role, why="another key uses this identity")
-        elif allowed is None or role is None or role not in allowed.roles & self._roles:
-            name = allowed.name if allowed else "this key"
-            self._refuse(public_key, announces=role, why=f"{name} is not allowed this role here")
-        else:
+            why = "another key uses this identity"
+        elif self._is_allowed(peer, public_key):
             return True
+        else:
+            allowed = self._allowed.peers.get(public_key)
+            why = f"{allowed.name if allowed else 'this key'} is not allowed this role here"
+        self._refuse(public_key, why=why, announces=keys.role_of(peer) or "no role")
         return False
 
     def begin(self, peer: PeerId, public_key: str) -> None:
@@ -212,13 +195,11 @@ class AccessControl:
         return [peer for peer, key in self._session_keys.items() if not self._is_allowed(peer, key)]
 
     def _is_allowed(self, peer: PeerId, public_key: str) -> bool:
-        allowed = self._allowed.get(public_key)
+        allowed = self._allowed.peers.get(public_key)
         return allowed is not None and keys.role_of(peer) in allowed.roles & self._roles
 
-    def _refuse(self, public_key: str, *, announces: str | None = "", **fields: str) -> None:
+    def _refuse(self, public_key: str, **fields: str) -> None:
         self.refused += 1
-        if announces != "":
-            fields["announces"] = announces or "no role"
         self._refusal_log.log_refusal(public_key, link=self._address, **fields)
 
     def _role_option(self) -> str:

@@ -40,12 +40,8 @@ def unpack(data: bytes) -> Any:
             an extension type or is not UTF-8.
     """
     try:
-        return msgpack.unpackb(
-            data,
-            raw=False,
-            strict_map_key=True,
-            max_ext_len=0,
-        )
+        # By default only text and bytes are map keys, and text must be UTF-8.
+        return msgpack.unpackb(data, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise FrameRefused(f"not a msgpack value: {type(error).__name__}: {error}"[:300]) from None
 

@@ -7,7 +7,6 @@ from msgspec import Meta, Struct
 
 from shared import limits
 from shared.errors import FrameRefused
-from shared.identifiers import Incarnation
 from shared.transport import codec
 from shared.transport.delivery import Frame
 
@@ -15,7 +14,7 @@ _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Fields of the header in wire order; docs/reference/protocol.md explains them."""
+    """The version and the fields of a `Frame` but its body, in wire order."""
 
     version: int
     epoch: _Number
@@ -28,18 +27,9 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, 
 
 def pack(frame: Frame) -> list[bytes]:
     """Return the parts of a ZeroMQ message: the packed header, and the body unless it is empty."""
-    header = codec.pack_header(
-        (
-            limits.PROTOCOL_VERSION,
-            frame.epoch,
-            frame.sender,
-            frame.receiver,
-            frame.number,
-            frame.acknowledged,
-            frame.kind,
-        )
-    )
-    return [header, frame.body] if frame.body else [header]
+    *fields, body = msgspec.structs.astuple(frame)
+    header = codec.pack_header((limits.PROTOCOL_VERSION, *fields))
+    return [header, body] if body else [header]
 
 
 def unpack(parts: list[bytes]) -> Frame:
@@ -60,13 +50,5 @@ def unpack(parts: list[bytes]) -> Frame:
         header = msgspec.convert(fields, _Header, strict=True)
     except msgspec.ValidationError as error:
         raise FrameRefused(f"the header has other fields than this version's: {error}") from None
-    body = parts[1] if len(parts) == 2 else b""
-    return Frame(
-        header.epoch,
-        Incarnation(header.sender),
-        Incarnation(header.receiver),
-        header.number,
-        header.acknowledged,
-        header.kind,
-        body,
-    )
+    _, *of_frame = msgspec.structs.astuple(header)
+    return Frame(*of_frame, *parts[1:])

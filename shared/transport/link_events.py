@@ -43,15 +43,11 @@ LinkEvent = Received[M] | Connected | Lost
 
 @dataclasses.dataclass(slots=True)
 class LinkCounters:
-    """Counts of refused and repaired traffic since the link was opened."""
+    """Counts of refused traffic since the link was opened."""
 
     refused: int = 0
     """Frames that are invalid or have another protocol version."""
     stale: int = 0
     """Frames for another incarnation or session."""
-    resent: int = 0
-    """Messages sent again, because no acknowledgement had arrived in time."""
-    duplicates: int = 0
-    """Messages received again, and dropped."""
     strangers: int = 0
     """Handshakes and frames of keys without permission. On a dialer, its own failed handshakes."""

@@ -231,12 +231,10 @@ class Listener(_Link[M]):
             self.counters.strangers = self._access.refused
 
     def _end_session(self, peer: PeerId, cause: str, events: list[LinkEvent[M]]) -> None:
-        session = self._sessions.pop(peer)
+        del self._sessions[peer]
         self._ended_now.add(peer)
         if self._access is not None:
             self._access.end(peer)
-        self.counters.resent += session.resent
-        self.counters.duplicates += session.duplicates
         events.append(Lost(peer, cause))
 
 
@@ -388,8 +386,6 @@ class Dialer(_Link[M]):
 
     def _end_session(self, cause: str, events: list[LinkEvent[M]]) -> None:
         if self._session is not None:
-            self.counters.resent += self._session.resent
-            self.counters.duplicates += self._session.duplicates
             self._session = None
             # A new incarnation keeps frames of the ended session out of the next one.
             self.incarnation = new_incarnation()

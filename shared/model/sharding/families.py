@@ -60,7 +60,7 @@ def _models_folder() -> Path | None:
 def _renamed_types(folder: Path) -> dict[str, str]:
     """Return model types that mlx-lm loads with the code of another type."""
     for node in _parse(folder.parent / "utils.py").body:
-        if isinstance(node, ast.Assign) and _target_names(node) == ["MODEL_REMAPPING"]:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_REMAPPING":
             names: dict[str, str] = ast.literal_eval(node.value)
             return names
     return {}
@@ -142,10 +142,6 @@ def _has_method(node: ast.ClassDef, method: str) -> bool:
 
 def _base_names(node: ast.ClassDef) -> list[str]:
     return [one.id for one in node.bases if isinstance(one, ast.Name)]
-
-
-def _target_names(node: ast.Assign) -> list[str]:
-    return [one.id for one in node.targets if isinstance(one, ast.Name)]
 
 
 @functools.cache
