@@ -335,9 +335,7 @@ def test_listener_logs_refused_public_key_with_command_that_allows_it(
     assert not [one for one in (hosts.scheduler, hosts.gateway) if one.secret in str(said)]
 
 
-def test_refused_key_is_logged_at_most_once_a_minute(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_refused_key_is_logged_at_most_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     """Each key is logged once a minute, and at most 20 keys are; the number of others follows
     later."""
     clock = ManualClock()
