@@ -21,6 +21,8 @@ class Attacker:
     port: int
     ends_at_s: float
     """Monotonic time at which it stops."""
+    source: str = HOST
+    """Its own address, by which the gateway knows it where no API keys exist."""
 
     @property
     def is_over(self) -> bool:
@@ -35,7 +37,9 @@ class Attacker:
     @contextlib.contextmanager
     def connected(self) -> Iterator[socket.socket]:
         """Open a connection and close it after the block."""
-        with socket.create_connection((HOST, self.port), timeout=CONNECT_TIMEOUT_S) as connection:
+        address = (HOST, self.port)
+        source = (self.source, 0)
+        with socket.create_connection(address, CONNECT_TIMEOUT_S, source) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield connection
 

@@ -16,7 +16,7 @@ from tests.chaos.campaign import Campaign, CampaignOptions
 from tests.chaos.cluster import processes
 from tests.chaos.cluster.stack import Stack, StackOptions
 from tests.chaos.cluster.stack_kinds import open_stack
-from tests.chaos.faults import catalog
+from tests.chaos.faults import attack_faults, catalog
 from tests.chaos.load.client_load import Load
 from tests.chaos.results import FaultResult, render
 
@@ -24,6 +24,7 @@ WATCHED = ("scheduler", "gateway", "store")
 FAULTS = (
     "none", "rank-kill-mixed", "store-kill", "rank-stop-1s", "gateway-kill", "scheduler-kill",
     "store-stop", "scheduler-stop-1s", "rank-kill-load", "rank-kill-recovery", "rank-kill-prefill",
+    "rank-kill-cleaned", *(fault.name for fault in attack_faults.FAULTS),
 )  # fmt: skip
 """Injected in a random order that changes each round."""
 SETTLE_S = 3.0

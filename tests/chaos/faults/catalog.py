@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tests.chaos.faults import (
+    attack_faults,
     harmless_faults,
     link_faults,
     rank_faults,
@@ -19,6 +20,7 @@ ALL: dict[str, Fault] = {
         *role_faults.FAULTS,
         *link_faults.FAULTS,
         *wrong_result_faults.FAULTS,
+        *attack_faults.FAULTS,
     )
 }
 

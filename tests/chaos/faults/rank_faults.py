@@ -73,6 +73,16 @@ def _kill_all(context: FaultContext) -> None:
     context.wait_until_served(pids.values())
 
 
+def _kill_after_cleaning(context: FaultContext) -> None:
+    """Delete every file in the run folder, as cleaners of temporary folders do; kill a rank."""
+    before = {rank.pid for rank in context.stack.status().ranks}
+    context.stack.log.note("all files in the run folder are deleted")
+    for file in context.stack.config.run_dir.iterdir():
+        file.unlink(missing_ok=True)
+    pid = context.stack.signal(context.target_rank, signal.SIGKILL)
+    context.wait_until_served(before | {pid})
+
+
 def _stop(context: FaultContext) -> None:
     """Stop a rank: the scheduler loses it at the step deadline, the supervisor kills it."""
     began_s = time.monotonic()
@@ -108,6 +118,7 @@ FAULTS = (
     Fault("rank-kill-idle", "serves again", _kill_idle, phase="decode"),
     Fault("rank-kill-load", "serves again", _kill_while_loading, phase="decode"),
     Fault("rank-kill-recovery", "a pause", _kill_during_recovery, phase="mixed", loads=2),
+    Fault("rank-kill-cleaned", "a pause", _kill_after_cleaning, phase="mixed", extra_s=1.0),
     Fault("all-but-gateway-kill", "a pause", _kill_all, loads=2, may_refuse=True),
     Fault("rank-stop", "killed, a pause", _stop, phase="decode", extra_s=DEADLINE_MIN_S),
     Fault("rank-stop-1s", "same world", _stop_for_1s, phase="mixed", loads=0, extra_s=1.0),
