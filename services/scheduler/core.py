@@ -175,11 +175,9 @@ class SchedulerCore:
         is_new = not message.generated
         if self._drain.is_stopping or (self._drain.is_on and is_new):
             reject(gateway, message.request_id, "draining", self._drain.explain(), RETRY_AFTER_S)
-        elif self._world.state is WorldState.FAILED:
-            reject(gateway, message.request_id, "not_ready", self._world.explain())
-        elif not self._world.was_ready:
-            detail = self._world.explain()
-            reject(gateway, message.request_id, "not_ready", detail, RETRY_AFTER_S)
+        elif self._world.state is WorldState.FAILED or not self._world.was_ready:
+            retry_after_s = None if self._world.state is WorldState.FAILED else RETRY_AFTER_S
+            reject(gateway, message.request_id, "not_ready", self._world.explain(), retry_after_s)
         else:
             bounds = RequestLimits(
                 self._tokens_limit(),
@@ -309,15 +307,14 @@ class SchedulerCore:
     # --- time --------------------------------------------------------------------------------
 
     def _check_deadlines(self, now_s: float) -> None:
+        in_flight = self._pipeline.in_flight
         stalled_s = self._stall_detector.stalled_for_s(now_s)
         if stalled_s:
             fields = {"seconds": round(stalled_s, 1)}
             self._actions.append(WriteLog("warning", "scheduler_stalled", fields))
-            self._pipeline.in_flight.extend_deadlines(stalled_s, now_s)
+            in_flight.extend_deadlines(stalled_s, now_s)
             self._world.extend_deadlines(stalled_s, now_s)
-        overdue = self._pipeline.in_flight.overdue_reason(now_s) or self._world.overdue_reason(
-            now_s
-        )
+        overdue = in_flight.overdue_reason(now_s) or self._world.overdue_reason(now_s)
         if overdue is not None:
             self._end_epoch(overdue, now_s)
         for sequence, cause, detail in self._requests.expired(now_s):

@@ -19,8 +19,6 @@ class GatewayLost:
     """The link to a gateway is lost, and with it the clients of its requests."""
 
     gateway: PeerId
-    cause: str
-    """Why the transport considers the link lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,8 +104,6 @@ class WriteLog:
 class SaveEvidence:
     """Write a step's plan and its differing receipts to a file, for an investigation."""
 
-    name: str
-    """Part of the file's name."""
     facts: dict[str, Any]
 
 

@@ -76,7 +76,6 @@ class Shell:
         self._exit_code: int | None = None
         self._drains_requested = 0
         self._hand_over_requested = False
-        self._cpu_ms = 0.0
 
     def run(self) -> int:
         """Serve until the core stops; return the exit code."""
@@ -136,7 +135,7 @@ class Shell:
                 case Connected():
                     self._handle(GatewayConnected(event.peer))
                 case Lost():
-                    self._handle(GatewayLost(event.peer, event.cause))
+                    self._handle(GatewayLost(event.peer))
 
     def _handle(self, event: Event) -> None:
         started = time.perf_counter()
@@ -160,7 +159,7 @@ class Shell:
                 except LinkFull as error:
                     self._log.warning("gateway_too_slow", peer=action.gateway, detail=str(error))
                     self._gateways.drop(action.gateway)
-                    self._handle(GatewayLost(action.gateway, str(error)))
+                    self._handle(GatewayLost(action.gateway))
             case WriteLog():
                 getattr(self._log, action.level)(action.event, **action.fields)
             case SaveEvidence():
@@ -178,7 +177,7 @@ class Shell:
                 self._handle(RankLost(PeerId(peer), str(error)))
 
     def _save_evidence(self, evidence: SaveEvidence) -> None:
-        path = self._config.run_dir / f"evidence-{evidence.name}-{unix_seconds()}.json"
+        path = self._config.run_dir / f"evidence-receipts-{unix_seconds()}.json"
         facts: Any = msgspec.to_builtins(evidence.facts)
         try:
             path.write_bytes(orjson.dumps(facts, option=orjson.OPT_INDENT_2, default=repr))

@@ -115,7 +115,7 @@ class StepPipeline:
             if disagreement is not None:
                 self._counters["receipts_mismatched_total"] += 1
                 evidence = _evidence(step, disagreement)
-                self._actions.append(SaveEvidence("receipts", evidence))
+                self._actions.append(SaveEvidence(evidence))
                 return disagreement
             self._finish(step, now_s)
         return None

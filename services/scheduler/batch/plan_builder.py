@@ -5,7 +5,7 @@ import dataclasses
 from services.scheduler.requests.sequence import Sequence
 from services.scheduler.speculation.costs import DecodeWork
 from services.scheduler.speculation.methods import Method
-from services.scheduler.speculation.speculator import PlannedDrafts
+from services.scheduler.speculation.sequence_drafts import PLAIN_PLAN, PlannedDrafts
 from shared.identifiers import SequenceId
 from shared.messages import AdmittedSequence, DraftChunk, PrefillChunk, SlotMove, StepPlan
 
@@ -95,10 +95,10 @@ class ChosenDrafts:
         ids = [one.sequence_id for one in decodes]
         if not self.counts.keys().isdisjoint(ids):
             counts = [self.counts.get(one, -1) for one in ids]
-            return PlannedDrafts([], counts=counts, method=self.method)
+            return PlannedDrafts(counts=counts, method=self.method)
         if not self.by_sequence.keys().isdisjoint(ids):
             return PlannedDrafts([self.by_sequence.get(one, []) for one in ids])
-        return PlannedDrafts([])
+        return PLAIN_PLAN
 
 
 NO_DRAFTS = ChosenDrafts()

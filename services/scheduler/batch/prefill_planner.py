@@ -34,56 +34,47 @@ class PrefillPlanner:
         running: RunningSequences,
         waiting: WaitingQueue,
         cache: BlockCache,
+        timing: StepTiming,
     ) -> None:
         self._config = config
         self._rows = rows
         self._running = running
         self._waiting = waiting
         self._cache = cache
+        self._timing = timing
 
-    def look_ahead(self, timing: StepTiming, now_s: float, *, may_evict: bool) -> None:
+    def look_ahead(self, now_s: float, *, may_evict: bool) -> None:
         """Request restores of cache blocks for the first waiting sequences, before their admission.
 
         Args:
-            timing: measured step times, by which a restore is compared with a prefill.
             now_s: the time in seconds, from which deadlines of restores count.
             may_evict: a plan is being made, which can carry evictions that make room for the
                 blocks.
         """
-        if len(self._waiting):
-            for sequence in self._waiting.first(_LOOKAHEAD_COUNT):
-                self._fetch_blocks(sequence, timing, now_s, may_evict=may_evict)
+        for sequence in self._waiting.first(_LOOKAHEAD_COUNT):
+            self._cache.admission.prepare(sequence.blocks, now_s, may_evict=may_evict)
 
-    def plan(self, plan: PlanBuilder, timing: StepTiming) -> None:
+    def plan(self, plan: PlanBuilder) -> None:
         """Add prefill chunks and admissions to a plan whose decodes are complete.
 
         Args:
             plan: the plan being built, which changes.
-            timing: measured step times, which limit the tokens of the chunks.
         """
         position = self._next_position()
         tokens_max = min(
             self._config.step_tokens_max,
-            timing.chunk_tokens(decoding=bool(plan.decodes), position=position),
+            self._timing.chunk_tokens(decoding=bool(plan.decodes), position=position),
         )
         # Without decodes one long prompt may fill a step, but several prompts may not.
-        joint_tokens_max = math.inf if plan.decodes else timing.joint_tokens_max(position)
-        budget = PromptBudget(tokens_max, position, timing)
+        joint_tokens_max = math.inf if plan.decodes else self._timing.joint_tokens_max(position)
+        budget = PromptBudget(tokens_max, position, self._timing)
         for sequence in self._running:
             if not sequence.is_decoding:
                 if budget.would_cut_scrap(_unplanned_tokens(sequence), sequence.planned_tokens):
                     return
                 self._plan_chunk(plan, sequence, budget)
         if not plan.preempted and len(self._waiting):
-            self._admit_next(plan, timing, budget, joint_tokens_max)
-
-    def _fetch_blocks(
-        self, sequence: Sequence, timing: StepTiming, now_s: float, *, may_evict: bool
-    ) -> bool:
-        """Request the restore that a sequence needs; return True when it can be admitted."""
-        return self._cache.admission.prepare(
-            sequence.blocks, now_s, timing.prefill_token_ms, may_evict=may_evict
-        )
+            self._admit_next(plan, budget, joint_tokens_max)
 
     def _next_position(self) -> int:
         """Return the position in its prompt of the next token to prefill."""
@@ -92,14 +83,12 @@ class PrefillPlanner:
                 return sequence.planned_tokens
         return self._waiting.first(1)[0].blocks.resident_tokens if len(self._waiting) else 0
 
-    def _admit_next(
-        self, plan: PlanBuilder, timing: StepTiming, budget: PromptBudget, joint_tokens_max: float
-    ) -> None:
+    def _admit_next(self, plan: PlanBuilder, budget: PromptBudget, joint_tokens_max: float) -> None:
         """Admit sequences that need not wait for blocks while budget and room last."""
         for sequence in self._waiting.first(_SCANNED_MAX):
             if not self._rows.has_free_slot:
                 return
-            if not self._fetch_blocks(sequence, timing, plan.now_s, may_evict=True):
+            if not self._cache.admission.prepare(sequence.blocks, plan.now_s, may_evict=True):
                 continue
             found = sequence.blocks.resident_tokens
             rest = len(sequence.tokens) - found

@@ -33,15 +33,16 @@ class RunningBatch:
     def __init__(self, config: Config, waiting: WaitingQueue) -> None:
         scheduler = config.scheduler
         self.rows = Rows(scheduler.running_sequences_max, scheduler.kv_row_growth_tokens)
-        self.cache = BlockCache(config.cache, self.rows)
         self.timing = StepTiming(scheduler.decode_stall_ms)
+        self.cache = BlockCache(config.cache, self.rows, self.timing.prefill_token_ms)
         self._deadlines = StepDeadlines(self.timing)
         self.preemptions = 0
-        self._decode_stall_ms = scheduler.decode_stall_ms
         self._waiting = waiting
         self._running = RunningSequences(self.rows)
-        self.speculation = SpeculationPlanner(config)
-        self._prefill = PrefillPlanner(scheduler, self.rows, self._running, waiting, self.cache)
+        self.speculation = SpeculationPlanner(config, self.timing.prefill_token_ms)
+        self._prefill = PrefillPlanner(
+            scheduler, self.rows, self._running, waiting, self.cache, self.timing
+        )
 
     def __len__(self) -> int:
         """Return the number of running sequences."""
@@ -78,7 +79,7 @@ class RunningBatch:
             raise InvariantBroken("sequences run across epochs")
         self._running.departed.clear()
         self.rows.start(budget)
-        self.timing = StepTiming(self._decode_stall_ms)
+        self.timing.begin_epoch()
         self._deadlines = StepDeadlines(self.timing)
         self.speculation.begin_epoch(can_roll_back=can_roll_back)
         return self.cache.state.start_epoch(form, epoch)
@@ -132,7 +133,7 @@ class RunningBatch:
                 awaited.
         """
         self.cache.restorer.expire(now_s)
-        self._prefill.look_ahead(self.timing, now_s, may_evict=False)
+        self._prefill.look_ahead(now_s, may_evict=False)
         self.speculation.look_ahead(self._running)
 
     def next_step(self, epoch: Epoch, step_id: StepId, now_s: float) -> PlannedStep | None:
@@ -150,13 +151,13 @@ class RunningBatch:
         self.cache.begin_plan(now_s)
         self._keep_blocks()
         self._plan_decodes(plan_builder)
-        self._prefill.plan(plan_builder, self.timing)
-        self.speculation.read_prompts(plan_builder, self._running, self.timing.prefill_token_ms)
+        self._prefill.plan(plan_builder)
+        self.speculation.read_prompts(plan_builder, self._running)
         departed = self._running.take_departed()
         # After admissions: blocks that these reuse are worth more than blocks kept for later.
         for sequence, computed in departed:
             self.cache.keep(sequence.blocks, computed, ends=True)
-        self._prefill.look_ahead(self.timing, now_s, may_evict=True)
+        self._prefill.look_ahead(now_s, may_evict=True)
         dropped: list[int] = [sequence.sequence_id for sequence, _ in departed]
         orders = self.cache.finish_plan(now_s)
         self._running.draft_room_tokens = 0

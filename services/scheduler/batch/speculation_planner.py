@@ -16,8 +16,13 @@ from services.scheduler.batch.plan_builder import (
     PlannedStep,
 )
 from services.scheduler.requests.sequence import Sequence
-from services.scheduler.speculation.sequence_drafts import DecodingRow, DraftState, PromptRow
-from services.scheduler.speculation.speculator import PlannedDrafts, Speculator
+from services.scheduler.speculation.sequence_drafts import (
+    DecodingRow,
+    DraftState,
+    PlannedDrafts,
+    PromptRow,
+)
+from services.scheduler.speculation.speculator import Speculator
 from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import InvariantBroken
@@ -28,7 +33,15 @@ from shared.messages import DraftChunk, RolledBack
 class SpeculationPlanner:
     """Puts drafts chosen by the speculator into plans, and collects the rows to roll back."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, token_ms: Callable[[int], float]) -> None:
+        """Start without drafts.
+
+        Args:
+            config: the whole configuration.
+            token_ms: returns the prefill milliseconds of one token at a position of a prompt; 0:
+                unknown.
+        """
+        self._token_ms = token_ms
         self._speculator = Speculator(config.speculation, config.scheduler)
         self.counters = self._speculator.counters
         self.can_roll_back = False
@@ -113,9 +126,7 @@ class SpeculationPlanner:
         if sequence_id in chosen.counts:
             sequence.draft_row_tokens = sequence.planned_tokens
 
-    def read_prompts(
-        self, plan: PlanBuilder, running: Iterable[Sequence], token_ms: Callable[[int], float]
-    ) -> None:
+    def read_prompts(self, plan: PlanBuilder, running: Iterable[Sequence]) -> None:
         """Add reads to a plan: rows of the draft model read prompts that the plan prefills.
 
         A prompt is read if that is expected to save time. All reads together have at most as many
@@ -124,8 +135,6 @@ class SpeculationPlanner:
         Args:
             plan: a plan whose prefill chunks are complete; it changes.
             running: the sequences that run with this plan.
-            token_ms: returns the prefill milliseconds of one token at a position of a prompt; 0:
-                unknown.
         """
         if not plan.chunks or not self.can_roll_back:
             return
@@ -142,7 +151,7 @@ class SpeculationPlanner:
                 drafts_max=min(state.drafts_max, tokens_left - 2),
                 unread_tokens=len(sequence.tokens) - sequence.draft_row_tokens,
                 tokens_left=tokens_left,
-                token_ms=token_ms(chunk.start),
+                token_ms=self._token_ms(chunk.start),
             )
             if self._speculator.should_read_prompt(prompt, len(sequences)):
                 count = min(unread_tokens, left, limits.FORWARD_TOKENS_MAX)

@@ -84,6 +84,10 @@ class StepTiming:
 
     def __init__(self, decode_stall_ms: float) -> None:
         self._decode_stall_ms = decode_stall_ms
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Forget all measurements, because another world has other durations."""
         self._decode_ms: dict[int, float] = {}
         self._chunks: dict[int, _ChunkCost] = {}
         """By depth in powers of two, because attention makes deep tokens cost more."""
@@ -104,10 +108,8 @@ class StepTiming:
         """Return the expected milliseconds of a decode of `rows` rows; 0: unknown."""
         if rows == 0 or not self._decode_ms:
             return 0.0
-        if rows in self._decode_ms:
-            return self._decode_ms[rows]
-        below = [count for count in self._decode_ms if count < rows]
-        nearest = max(below) if below else min(self._decode_ms)
+        below = (count for count in self._decode_ms if count <= rows)
+        nearest = max(below, default=min(self._decode_ms))
         # The cost of rows lies between constant (a GPU) and proportional to their number.
         return self._decode_ms[nearest] * (1.0 if nearest > rows else max(1.0, rows / nearest))
 

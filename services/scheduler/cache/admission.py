@@ -5,7 +5,6 @@ computes or restores now. Sequences behind it may be admitted first.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal
 
 from services.scheduler.cache.cache_state import CacheState
@@ -97,21 +96,12 @@ class Admission:
         self._restorer = restorer
         self.pending = PendingBlocks()
 
-    def prepare(
-        self,
-        blocks: SequenceBlocks,
-        now_s: float,
-        token_ms: Callable[[int], float],
-        *,
-        may_evict: bool,
-    ) -> bool:
+    def prepare(self, blocks: SequenceBlocks, now_s: float, *, may_evict: bool) -> bool:
         """Look up a waiting sequence's blocks, and request stored ones if that saves time.
 
         Args:
             blocks: the record of the waiting sequence.
             now_s: the scheduler's time in seconds, from which a restore's deadline counts.
-            token_ms: returns the predicted milliseconds to compute the token at a position of a
-                prompt.
             may_evict: a plan is being built, so blocks can be evicted to make room.
 
         Returns:
@@ -138,7 +128,7 @@ class Admission:
             return False
         if match.path:
             self._state.index.touch(match.path[-1], match.checkpoint)
-        if self._restorer.request(blocks, match, now_s, token_ms, may_evict=may_evict):
+        if self._restorer.request(blocks, match, now_s, may_evict=may_evict):
             return False
         blocks.ready_at_versions = self._versions
         return True

@@ -250,17 +250,6 @@ class CacheState:
         taken, self.orders = self.orders, PlannedBlockOrders()
         return taken
 
-    # --- reports -----------------------------------------------------------------------------
-
-    def report_gauges(self) -> dict[str, float]:
-        """Return the number of resident and known blocks, and bytes per rank, by gauge name."""
-        return {
-            "cache_blocks_resident": float(self.index.resident_blocks),
-            "cache_blocks_known": float(len(self.index)),
-            "cache_resident_bytes": float(self.index.resident_bytes),
-            "cache_resident_limit_bytes": float(self.limit_bytes),
-        }
-
     def check_invariants(self) -> None:
         """Compare references with holders, the index's sums with its blocks, and memory (I9).
 

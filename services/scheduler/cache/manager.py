@@ -5,6 +5,8 @@ ranks hold after all sent plans. Answers that arrive in between are only recorde
 format (the cache is off, or ranks cannot keep blocks) nothing is ordered.
 """
 
+from collections.abc import Callable
+
 from services.scheduler.cache.admission import Admission
 from services.scheduler.cache.cache_state import CacheState, PlannedBlockOrders
 from services.scheduler.cache.index.block_format import BlockFormat
@@ -20,11 +22,18 @@ from shared.errors import InvariantBroken
 class BlockCache:
     """The prefix cache as planner and core use it: its parts, and calls that concern several."""
 
-    def __init__(self, config: CacheConfig, rows: Rows) -> None:
-        """Start without ranks: no block is resident."""
+    def __init__(self, config: CacheConfig, rows: Rows, token_ms: Callable[[int], float]) -> None:
+        """Start without ranks: no block is resident.
+
+        Args:
+            config: the operator's cache settings.
+            rows: the KV rows that share the memory budget.
+            token_ms: returns the predicted milliseconds to compute the token at a position of a
+                prompt; 0: unknown.
+        """
         self.state = CacheState(rows, is_enabled=config.enabled)
         self.spiller = Spiller(config, self.state)
-        self.restorer = Restorer(config, self.state, self.spiller)
+        self.restorer = Restorer(config, self.state, self.spiller, token_ms)
         self.admission = Admission(self.state, self.restorer)
         self._keeper = Keeper(self.state, self.spiller)
         self._checked_state: tuple[object, ...] = ()
@@ -142,8 +151,14 @@ class BlockCache:
         """Return current values by name; memory in bytes per rank, stores in bytes of all hosts."""
         if not self.state.is_on:
             return {}
-        store_bytes = float(sum(self.spiller.store_bytes.values()))
-        return {**self.state.report_gauges(), "cache_store_bytes": store_bytes}
+        index = self.state.index
+        return {
+            "cache_blocks_resident": float(index.resident_blocks),
+            "cache_blocks_known": float(len(index)),
+            "cache_resident_bytes": float(index.resident_bytes),
+            "cache_resident_limit_bytes": float(self.state.limit_bytes),
+            "cache_store_bytes": float(sum(self.spiller.store_bytes.values())),
+        }
 
     def check_invariants(
         self, running: list[SequenceBlocks], waiting: list[SequenceBlocks]

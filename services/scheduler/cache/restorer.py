@@ -7,12 +7,17 @@ tokens would take; a later answer is discarded.
 
 from collections.abc import Callable
 
-from services.scheduler.cache.adoption import adopt_blocks, learn_stored
 from services.scheduler.cache.cache_state import CacheState
 from services.scheduler.cache.index.block_index import Node
 from services.scheduler.cache.index.prefix_match import Match
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
-from services.scheduler.cache.restore_order import RestoreOrder, restore_bytes, restore_item
+from services.scheduler.cache.restore_order import (
+    RestoreOrder,
+    adopt_blocks,
+    learn_stored,
+    restore_bytes,
+    restore_item,
+)
 from services.scheduler.cache.spiller import BACK_OFF_S, Spiller
 from shared import limits
 from shared.configuration.settings import CacheConfig
@@ -35,17 +40,26 @@ _WORTHWHILE_MS = 5.0
 class Restorer:
     """Orders all ranks to read stored blocks, and adopts those that every rank has read."""
 
-    def __init__(self, config: CacheConfig, state: CacheState, spiller: Spiller) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        state: CacheState,
+        spiller: Spiller,
+        token_ms: Callable[[int], float],
+    ) -> None:
         """Start without restores.
 
         Args:
             config: the operator's cache settings.
             state: the cache's shared state.
             spiller: told to pause when a store is off.
+            token_ms: returns the predicted milliseconds to compute the token at a position of a
+                prompt; 0: unknown.
         """
         self._config = config
         self._state = state
         self._spiller = spiller
+        self._token_ms = token_ms
         self._outbox: list[RestoreBlocks] = []
         self._open: dict[int, RestoreOrder] = {}
         self._reading: dict[bytes, int] = {}
@@ -63,13 +77,7 @@ class Restorer:
         return any(restore.is_late for restore in self._open.values())
 
     def request(
-        self,
-        blocks: SequenceBlocks,
-        match: Match,
-        now_s: float,
-        token_ms: Callable[[int], float],
-        *,
-        may_evict: bool,
+        self, blocks: SequenceBlocks, match: Match, now_s: float, *, may_evict: bool
     ) -> bool:
         """Request the blocks after a match if reading them is faster than computing them.
 
@@ -77,8 +85,6 @@ class Restorer:
             blocks: the record of the sequence that would wait.
             match: its resident blocks.
             now_s: the scheduler's time in seconds, from which the restore's deadline counts.
-            token_ms: returns the predicted milliseconds to compute the token at a position of a
-                prompt.
             may_evict: a plan is being built, so blocks can be evicted to make room.
 
         Returns:
@@ -99,7 +105,7 @@ class Restorer:
         missing = min(nodes[-1].end, len(blocks.tokens) - 1) - match.tokens if nodes else 0
         if missing < self._state.block_format.block_tokens:
             return False
-        predicted_ms = missing * token_ms(match.tokens + missing // 2)
+        predicted_ms = missing * self._token_ms(match.tokens + missing // 2)
         if 0.0 < predicted_ms < _WORTHWHILE_MS:
             return False
         deadline_s = _UNPREDICTED_DEADLINE_S
@@ -276,15 +282,14 @@ class Restorer:
         is_retry: bool = False,
     ) -> RestoreOrder:
         """Return a restore of these blocks that holds the block before them."""
-        block_format = self._state.block_format
         self._last_id += 1
         restore = RestoreOrder(
             restore_id=self._last_id,
             nodes=nodes,
-            items=[restore_item(self._state.index, block_format, node) for node in nodes],
+            items=[restore_item(self._state, node) for node in nodes],
             deadline_s=deadline_s,
             wait_until_s=now_s + deadline_s + _GRACE_S,
-            reserved_bytes=restore_bytes(block_format, nodes),
+            reserved_bytes=restore_bytes(self._state, nodes),
             blocks=blocks,
             is_retry=is_retry,
         )
@@ -303,7 +308,7 @@ class Restorer:
                 return True
             restore.nodes = restore.nodes[: len(restore.nodes) // 2]
             restore.items = restore.items[: len(restore.nodes)]
-            restore.reserved_bytes = restore_bytes(self._state.block_format, restore.nodes)
+            restore.reserved_bytes = restore_bytes(self._state, restore.nodes)
         return False
 
     def _send(self, restore: RestoreOrder) -> None:

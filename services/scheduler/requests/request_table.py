@@ -224,12 +224,10 @@ class RequestTable:
     def _end_if_complete(self, sequence: Sequence) -> None:
         """Finish a resumed request that was complete when its scheduler was lost."""
         generated = sequence.request.generated
-        if generated and generated[-1] in sequence.stop_ids:
+        is_stopped = bool(generated) and generated[-1] in sequence.stop_ids
+        if is_stopped or len(sequence.tokens) >= sequence.tokens_max:
             self._waiting.remove(sequence)
-            self.finish(sequence, "stop")
-        elif len(sequence.tokens) >= sequence.tokens_max:
-            self._waiting.remove(sequence)
-            self.finish(sequence, "length")
+            self.finish(sequence, "stop" if is_stopped else "length")
 
     def _queue_deadline_at_s(self, message: SubmitRequest, now_s: float) -> float:
         # A request with generated tokens ran before its scheduler was lost.

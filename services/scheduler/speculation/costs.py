@@ -109,6 +109,10 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Forget all measurements, because another world has other durations."""
         self._exposed_ms = _FIRST_EXPOSED_MS
         """Idle time of the device when a plan waits for results."""
         self._cold_ms = _FIRST_COLD_MS
@@ -183,11 +187,11 @@ class StepCosts:
             The number of steps; NEVER_MEASURED if no step without drafts was measured, since the
             costs of drafts are relative to it.
         """
-        plain_cost = self._plain_costs.get(rows)
-        if plain_cost and plain_cost.plain_ms:
+        plain_cost = self._plain_costs.get(rows, _PlainCost())
+        if plain_cost.plain_ms:
             return plain_cost.drafted_steps
-        guessed = plain_cost.drafted_steps if plain_cost else 0
-        return 0 if guessed < _GUESSED_STEPS and self._is_like_known(rows) else NEVER_MEASURED
+        may_guess = plain_cost.drafted_steps < _GUESSED_STEPS and self._is_like_known(rows)
+        return 0 if may_guess else NEVER_MEASURED
 
     def record_step(
         self, work: DecodeWork, busy_ms: float, idle_ms: float, *, was_held: bool
@@ -248,14 +252,13 @@ class StepCosts:
         key = work.method, work.rows, _drafted_class(work.rows, work.drafted_rows)
         costs = self._drafted_costs.setdefault(key, {})
         cost = costs.get(work.width)
+        factor = _OUTLIER if work.method == "ngram" else _OUTLIER_MODEL
         if cost is None:
-            factor = _OUTLIER if work.method == "ngram" else _OUTLIER_MODEL
             is_outlier = period_ms > factor * expected_ms
             known = expected_ms / plain_cost.plain_ms if is_outlier else ratio
             costs[work.width] = _RelativeCost(known, self._steps, is_outlier)
             return
         cost.step = self._steps
-        factor = _OUTLIER if work.method == "ngram" else _OUTLIER_MODEL
         if ratio > factor * cost.ratio and not cost.had_outlier:
             cost.had_outlier = True
             return
@@ -278,13 +281,10 @@ class StepCosts:
 
     def _plain_ms(self, rows: int) -> float:
         """Return the period of a plain step, estimated if these rows were not measured."""
-        if rows in self._plain_costs and self._plain_costs[rows].plain_ms:
-            return self._plain_costs[rows].plain_ms
         known = [count for count, plain_cost in self._plain_costs.items() if plain_cost.plain_ms]
         if not known:
             return 0.0
-        below = [count for count in known if count <= rows]
-        nearest = max(below) if below else min(known)
+        nearest = max((count for count in known if count <= rows), default=min(known))
         # The cost of rows lies between constant and proportional to their number. Decisions
         # depend on ratios only, so a rough estimate is enough.
         return self._plain_costs[nearest].plain_ms * math.sqrt(max(1.0, rows / nearest))

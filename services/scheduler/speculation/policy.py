@@ -44,7 +44,7 @@ _ASSUMED_SPEEDUP = 2.0
 class Chances(Protocol):
     """Interface of acceptance rates from which the policy expects tokens of a sequence's drafts."""
 
-    def add_chances(self, gains: list[float], matched: int, tokens_in_flight: int) -> None:
+    def add_chances(self, gains: list[float], matched: int, tokens_in_flight: int, /) -> None:
         """Add to `gains[j]` the chance that the first j + 1 drafts are all accepted.
 
         Args:

@@ -97,18 +97,13 @@ class PositionAcceptance:
             for rate, hits, own in zip(common, self._hits, self._trials, strict=True)
         ]
 
-    def add_chances(
-        self,
-        gains: list[float],
-        matched: int,  # noqa: ARG002
-        tokens_in_flight: int,  # noqa: ARG002
-    ) -> None:
+    def add_chances(self, gains: list[float], _matched: int, _tokens_in_flight: int) -> None:
         """Add to `gains[j]` the chance that the first j + 1 drafts are all accepted.
 
         Args:
             gains: one entry per possible draft; changed in place.
-            matched: not used.
-            tokens_in_flight: not used, because ranks propose from the tokens on the device.
+            _matched: not used.
+            _tokens_in_flight: not used, because ranks propose from the tokens on the device.
         """
         chance, rates = 1.0, self.rates
         for position in range(len(gains)):
@@ -123,18 +118,13 @@ class OptimisticChances:
 
     RATE = 0.85
 
-    def add_chances(
-        self,
-        gains: list[float],
-        matched: int,  # noqa: ARG002
-        tokens_in_flight: int,  # noqa: ARG002
-    ) -> None:
+    def add_chances(self, gains: list[float], _matched: int, _tokens_in_flight: int) -> None:
         """Add to `gains[j]` the assumed chance that the first j + 1 drafts are all accepted.
 
         Args:
             gains: one entry per possible draft; changed in place.
-            matched: not used.
-            tokens_in_flight: not used.
+            _matched: not used.
+            _tokens_in_flight: not used.
         """
         for position in range(len(gains)):
             gains[position] += self.RATE ** (position + 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from services.scheduler.speculation.costs import DecodeWork
 from services.scheduler.speculation.methods import Method, Model
 from services.scheduler.speculation.ngram.acceptance import AcceptanceRates, SequenceAcceptance
 from services.scheduler.speculation.ngram.proposer import NgramProposer
@@ -83,3 +84,43 @@ class PromptRow:
     """Completion tokens until it ends by length."""
     token_ms: float
     """Milliseconds in which the model prefills one token; 0: unknown."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedDrafts:
+    """The drafts of the next plan. Lists are empty or have one entry per decoding row, in order."""
+
+    drafts: list[list[int]] = dataclasses.field(default_factory=list)
+    """Drafts to verify, proposed by the scheduler."""
+    waits_for_results: bool = False
+    """The plan must wait for the results of all plans in flight."""
+    counts: list[int] = dataclasses.field(default_factory=list)
+    """StepPlan.draft_counts: drafts that the ranks propose; `drafts` is empty then."""
+    reads: list[int] = dataclasses.field(default_factory=list)
+    """Known tokens that the row of the draft model lacks and reads before it proposes."""
+    method: Method = "ngram"
+    """Method that proposes the drafts."""
+    speedup: float = dataclasses.field(default=0.0, compare=False)
+    """Expected tokens per time relative to plain steps, as DraftChoice.speedup; 0 if not known."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """Tell whether any row has drafts."""
+        return any(self.drafts) or max(self.counts, default=-1) > 0
+
+    def decode_work(self, rows: int) -> DecodeWork:
+        """Return the rows and drafts of a step with these drafts, by which its costs are recorded.
+
+        Args:
+            rows: number of sequences that decode in it; 0 if its cost must not be recorded.
+        """
+        lengths = [max(0, count) for count in self.counts] or [len(one) for one in self.drafts]
+        longest = max(lengths, default=0)
+        if self.counts and not longest:
+            # Draft rows that only keep up make this no plain step, so its cost is not recorded.
+            rows = 0
+        return DecodeWork(rows, 1 + longest, sum(map(bool, lengths)), self.method)
+
+
+PLAIN_PLAN = PlannedDrafts()
+"""No drafts and no reads."""

@@ -13,12 +13,8 @@ from collections.abc import Sequence
 
 from services.scheduler.speculation.costs import DecodeWork, StepCosts
 from services.scheduler.speculation.counters import DraftCounters
-from services.scheduler.speculation.methods import Method, is_model
-from services.scheduler.speculation.model.model_drafts import (
-    UNREAD_SMALL,
-    ModelDraftPlan,
-    ModelDrafts,
-)
+from services.scheduler.speculation.methods import is_model
+from services.scheduler.speculation.model.model_drafts import UNREAD_SMALL, ModelDrafts
 from services.scheduler.speculation.ngram.acceptance import AcceptanceRates
 from services.scheduler.speculation.policy import (
     PLAIN_STEP,
@@ -30,10 +26,12 @@ from services.scheduler.speculation.policy import (
     count_worth_sending,
 )
 from services.scheduler.speculation.sequence_drafts import (
+    PLAIN_PLAN,
     DecodingRow,
     DraftState,
     ModelDraftState,
     NgramDraftState,
+    PlannedDrafts,
     PromptRow,
 )
 from shared.configuration.settings import SchedulerConfig, SpeculationConfig
@@ -45,42 +43,7 @@ _STEP_TOKENS = 32
 """Tokens of a sequence that are always indexed, so that new tokens are indexed at once."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlannedDrafts:
-    """The drafts of the next plan. Lists are empty or have one entry per decoding row, in order."""
-
-    drafts: list[list[int]]
-    """Drafts to verify, proposed by the scheduler."""
-    waits_for_results: bool = False
-    """The plan must wait for the results of all plans in flight."""
-    counts: list[int] = dataclasses.field(default_factory=list)
-    """StepPlan.draft_counts: drafts that the ranks propose; `drafts` is empty then."""
-    reads: list[int] = dataclasses.field(default_factory=list)
-    """Known tokens that the row of the draft model lacks and reads before it proposes."""
-    method: Method = "ngram"
-    """Method that proposes the drafts."""
-
-    @property
-    def has_drafts(self) -> bool:
-        """Tell whether any row has drafts."""
-        return any(self.drafts) or max(self.counts, default=-1) > 0
-
-    def decode_work(self, rows: int) -> DecodeWork:
-        """Return the rows and drafts of a step with these drafts, by which its costs are recorded.
-
-        Args:
-            rows: number of sequences that decode in it; 0 if its cost must not be recorded.
-        """
-        lengths = [max(0, count) for count in self.counts] or [len(one) for one in self.drafts]
-        longest = max(lengths, default=0)
-        if self.counts and not longest:
-            # Draft rows that only keep up make this no plain step, so its cost is not recorded.
-            rows = 0
-        return DecodeWork(rows, 1 + longest, sum(map(bool, lengths)), self.method)
-
-
-_NO_DRAFTS = PlannedDrafts([])
-_WAIT = PlannedDrafts([], waits_for_results=True)
+_WAIT = PlannedDrafts(waits_for_results=True)
 
 
 class Speculator:
@@ -89,19 +52,19 @@ class Speculator:
     def __init__(self, config: SpeculationConfig, scheduler: SchedulerConfig | None = None) -> None:
         self.counters = DraftCounters()
         self.costs = StepCosts()
-        self.model_drafts = (
-            ModelDrafts(config.method, scheduler or SchedulerConfig(), is_adaptive=config.adaptive)
-            if is_model(config.method)
-            else None
-        )
+        self.model_drafts: ModelDrafts | None = None
         """Drafts proposed by the ranks; None: ranks propose none."""
+        if is_model(config.method):
+            self.model_drafts = ModelDrafts(
+                config.method, scheduler or SchedulerConfig(), self.costs, config.adaptive
+            )
         self._config = config
         self._common_rates = AcceptanceRates()
         self._was_held = False
 
     def begin_epoch(self) -> None:
         """Forget measured costs, which depend on the world; keep acceptance rates."""
-        self.costs = StepCosts()
+        self.costs.begin_epoch()
         self._was_held = False
         if self.model_drafts is not None:
             self.model_drafts.begin_epoch()
@@ -149,7 +112,7 @@ class Speculator:
         """
         if self.model_drafts is None or 0 < self._config.disable_above_sequences < rows:
             return False
-        return self.model_drafts.should_read_prompt(prompt, rows, self.costs)
+        return self.model_drafts.should_read_prompt(prompt, rows)
 
     def choose(self, rows: list[DecodingRow]) -> PlannedDrafts:
         """Choose the drafts of the next plan for all decoding rows.
@@ -162,20 +125,17 @@ class Speculator:
             so a result always follows.
         """
         if 0 < self._config.disable_above_sequences < len(rows):
-            return _NO_DRAFTS
+            return PLAIN_PLAN
         choice = self._choose_ngrams(rows)
-        model_plan = self._choose_counts(rows)
+        model_plan = self.model_drafts.choose(rows) if self.model_drafts is not None else PLAIN_PLAN
         # Without adaptive speculation both speedups are equal, and the configured method wins.
         if model_plan.speedup >= choice.speedup and model_plan.speedup:
-            if self.model_drafts is None or not (model_plan.counts or model_plan.reads):
-                return _NO_DRAFTS
-            counts, reads = model_plan.counts, model_plan.reads
-            return PlannedDrafts([], False, counts, reads, self.model_drafts.method)
+            return model_plan if model_plan.counts or model_plan.reads else PLAIN_PLAN
         if choice.waits_for_results:
             self._was_held = True
             return _WAIT
         drafts = [_propose(row, choice) for row in rows] if choice.drafts else []
-        return PlannedDrafts(drafts) if any(drafts) else _NO_DRAFTS
+        return PlannedDrafts(drafts) if any(drafts) else PLAIN_PLAN
 
     def record_plan(self, drafts: PlannedDrafts, read: int = 0) -> bool:
         """Record that a plan was made as chosen; return whether it was held back for results.
@@ -258,15 +218,10 @@ class Speculator:
             self._config.adaptive and not self._can_pay(draft_states, len(rows))
         ):
             return PLAIN_STEP
-        self._extend_indexes(draft_states)
+        budget = _INDEX_TOKENS
+        for one in draft_states:
+            budget -= one.proposer.extend(max(budget, _STEP_TOKENS))
         return self._choose_from_matches(rows)
-
-    def _choose_counts(self, rows: list[DecodingRow]) -> ModelDraftPlan:
-        return (
-            self.model_drafts.choose(rows, self.costs)
-            if self.model_drafts is not None
-            else ModelDraftPlan()
-        )
 
     def _can_pay(self, draft_states: list[NgramDraftState], rows: int) -> bool:
         """Tell whether drafts for all, half or a quarter of the rows could be faster than none."""
@@ -275,11 +230,6 @@ class Speculator:
             can_pay(some, rows, longest, self.costs.periods_ms(rows, some))
             for some in {len(draft_states), -(-len(draft_states) // 2), -(-len(draft_states) // 4)}
         )
-
-    def _extend_indexes(self, draft_states: list[NgramDraftState]) -> None:
-        budget = _INDEX_TOKENS
-        for one in draft_states:
-            budget -= one.proposer.extend(max(budget, _STEP_TOKENS))
 
     def _choose_from_matches(self, rows: list[DecodingRow]) -> DraftChoice:
         candidates = []
@@ -310,8 +260,6 @@ def _propose(row: DecodingRow, choice: DraftChoice) -> list[int]:
     if not isinstance(one, NgramDraftState) or row.tokens_in_flight or not one.proposer.matched:
         return []
     count = min(choice.drafts, one.drafts_max, row.tokens_left - 1)
-    if count <= 0:
-        return []
     matched = one.proposer.matched
     return one.proposer.propose(
         count_worth_sending(one.acceptance, matched, count, choice.chance_min)

@@ -4,7 +4,6 @@ A process that is suspended or blocked cannot obey LeaveWorld. Status reports na
 supervisor on its host ends it.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable
 
@@ -26,13 +25,6 @@ session, after which a rank always ends. Silence proves nothing, since the proce
 """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Entry:
-    peer: PeerId
-    hello: RankHello
-    at_s: float
-
-
 class DismissedRanks:
     """Rank processes that were told to leave but may still run, the oldest first.
 
@@ -40,7 +32,8 @@ class DismissedRanks:
     """
 
     def __init__(self) -> None:
-        self._entries: deque[_Entry] = deque(maxlen=COUNT_MAX)
+        self._entries: deque[tuple[RankProcess, float]] = deque(maxlen=COUNT_MAX)
+        """Each process, and when it was dismissed."""
 
     def add(self, member: RankProcess, now_s: float) -> None:
         """Add a process that should end.
@@ -49,11 +42,11 @@ class DismissedRanks:
             member: the process.
             now_s: the time in seconds; it is listed for REMEMBERED_S seconds from then on.
         """
-        self._entries.append(_Entry(member.peer, member.hello, now_s))
+        self._entries.append((member, now_s))
 
     def has(self, peer: PeerId) -> bool:
         """Tell whether this peer was dismissed and may still run."""
-        return any(entry.peer == peer for entry in self._entries)
+        return any(member.peer == peer for member, _ in self._entries)
 
     def note_link_lost(self, peer: PeerId, cause: str) -> None:
         """Forget a process if its lost link proves that it ends.
@@ -63,7 +56,7 @@ class DismissedRanks:
             cause: the transport's cause: "goodbye" and "restarted" prove it, silence does not.
         """
         if cause in _ENDS:
-            self._retain(lambda entry: entry.peer != peer)
+            self._retain(lambda member, _: member.peer != peer)
 
     def forget_replaced(self, hello: RankHello) -> None:
         """Forget processes that a new one on their host proves to have ended.
@@ -72,9 +65,9 @@ class DismissedRanks:
             hello: the new process's message; it has their rank or process id.
         """
         self._retain(
-            lambda entry: (
-                entry.hello.host != hello.host
-                or (entry.hello.pid != hello.pid and not entry.hello.rank == hello.rank >= 0)
+            lambda member, _: (
+                member.hello.host != hello.host
+                or (member.hello.pid != hello.pid and not member.hello.rank == hello.rank >= 0)
             )
         )
 
@@ -85,9 +78,8 @@ class DismissedRanks:
             now_s: the time in seconds; processes dismissed more than REMEMBERED_S before are
                 forgotten.
         """
-        self._retain(lambda entry: now_s - entry.at_s <= REMEMBERED_S)
-        return [DismissedRank(host=one.hello.host, pid=one.hello.pid) for one in self._entries]
+        self._retain(lambda _, at_s: now_s - at_s <= REMEMBERED_S)
+        return [DismissedRank(host=one.hello.host, pid=one.hello.pid) for one, _ in self._entries]
 
-    def _retain(self, stays: Callable[[_Entry], bool]) -> None:
-        if self._entries and not all(stays(entry) for entry in self._entries):
-            self._entries = deque(filter(stays, self._entries), maxlen=COUNT_MAX)
+    def _retain(self, stays: Callable[[RankProcess, float], bool]) -> None:
+        self._entries = deque((one for one in self._entries if stays(*one)), maxlen=COUNT_MAX)

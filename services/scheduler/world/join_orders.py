@@ -40,7 +40,34 @@ class JoinOrders:
         Raises:
             ConfigError: when these processes cannot connect with the backend.
         """
-        return [self._order(epoch, backend, rank, chosen) for rank in range(len(chosen))]
+        config, size = self._config, len(chosen)
+        wanted = config.world.receipt_logits
+        alike = len({(m.hello.device, m.hello.mlx_version) for m in chosen}) == 1
+        orders = []
+        for rank, member in enumerate(chosen):
+            environment: dict[str, str] = {}
+            files: dict[str, str] = {}
+            if not member.hello.launched:
+                environment, files = self._environment(backend, rank, chosen)
+            order = JoinWorld(
+                epoch=epoch,
+                rank=rank,
+                world_size=size,
+                backend=backend,
+                sharding=config.sharding,
+                memory_bytes=[one.hello.memory_bytes for one in chosen],
+                canary=config.world.canary,
+                canary_prompt_s=config.world.canary_prompt_s,
+                environment=environment,
+                files=files,
+                synchronization=config.world.synchronization,
+                receipt_logits=size > 1 and (wanted == "on" or (wanted == "auto" and alike)),
+                init_deadline_s=config.scheduler.init_deadline_s,
+                load_deadline_s=config.scheduler.load_deadline_s,
+                step_deadline_max_s=limits.STEP_DEADLINE_MAX_S,
+            )
+            orders.append(order)
+        return orders
 
     def find_ring_obstacle(self, chosen: Sequence[RankProcess]) -> str:
         """Return why these processes cannot use the ring backend; "" if they can.
@@ -55,35 +82,6 @@ class JoinOrders:
         except ConfigError as error:
             return str(error)
         return ""
-
-    def _order(
-        self, epoch: Epoch, backend: Backend, rank: int, chosen: Sequence[RankProcess]
-    ) -> JoinWorld:
-        config = self._config
-        environment: dict[str, str] = {}
-        files: dict[str, str] = {}
-        if not chosen[rank].hello.launched:
-            environment, files = self._environment(backend, rank, chosen)
-        size = len(chosen)
-        wanted = config.world.receipt_logits
-        alike = len({(m.hello.device, m.hello.mlx_version) for m in chosen}) == 1
-        return JoinWorld(
-            epoch=epoch,
-            rank=rank,
-            world_size=size,
-            backend=backend,
-            sharding=config.sharding,
-            memory_bytes=[member.hello.memory_bytes for member in chosen],
-            canary=config.world.canary,
-            canary_prompt_s=config.world.canary_prompt_s,
-            environment=environment,
-            files=files,
-            synchronization=config.world.synchronization,
-            receipt_logits=size > 1 and (wanted == "on" or (wanted == "auto" and alike)),
-            init_deadline_s=config.scheduler.init_deadline_s,
-            load_deadline_s=config.scheduler.load_deadline_s,
-            step_deadline_max_s=limits.STEP_DEADLINE_MAX_S,
-        )
 
     def _environment(
         self, backend: Backend, rank: int, chosen: Sequence[RankProcess]

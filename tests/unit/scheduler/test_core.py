@@ -178,7 +178,7 @@ def test_requests_of_lost_gateway_end_without_message_to_it(make_world: MakeWorl
     world = make_world()
     world.submit("a", [1, 2, 3], 1_000)
     world.step()
-    world.tell(GatewayLost(GATEWAY, "gone"))
+    world.tell(GatewayLost(GATEWAY))
     world.settle()
     assert "a" not in world.ends
     assert len(world.core._requests) == 0

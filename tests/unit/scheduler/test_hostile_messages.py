@@ -285,7 +285,7 @@ def _perform_action(world: HostileWorld, action: str) -> None:
             world.tell(RankLost(peer, draw(st.sampled_from(_CAUSES))))
         case "gateway":
             gateway = draw(st.sampled_from(GATEWAYS + UNKNOWN_PEERS))
-            world.tell(draw(st.sampled_from([GatewayConnected(gateway), GatewayLost(gateway, "")])))
+            world.tell(draw(st.sampled_from([GatewayConnected(gateway), GatewayLost(gateway)])))
         case "time":
             world.now_s += draw(st.sampled_from([0.0, 0.02, 0.5, 1.9, 30.0, 700.0]))
             world.tell(TimePassed())

@@ -84,7 +84,7 @@ def _walk(index: BlockIndex, root: Node, chain: Chain) -> tuple[list[Node], Node
 def _known_prefix(known: Node, tokens: list[int], block_tokens: int) -> tuple[int, int | None]:
     """Return the shared tokens, and the position where a known sequence differs."""
     wanted = pack(tokens[known.end : known.end + block_tokens])
-    near = _near(known, wanted, _NEIGHBOURS_MAX) if wanted else []
+    near = _near(known, wanted) if wanted else []
     near = [node for node in near if node.is_known]
     if not near:
         return known.end, None
@@ -98,7 +98,7 @@ def _known_prefix(known: Node, tokens: list[int], block_tokens: int) -> tuple[in
 def _most_similar(parent: Node, wanted: bytes) -> tuple[Node | None, int]:
     """Return the resident child most similar to `wanted`, and how many tokens they share."""
     best, part = None, 0
-    for node in _near(parent, wanted, _NEIGHBOURS_MAX):
+    for node in _near(parent, wanted):
         if node.is_resident:
             same = shared_length(node.tokens, wanted)
             if same > part:
@@ -106,38 +106,36 @@ def _most_similar(parent: Node, wanted: bytes) -> tuple[Node | None, int]:
     return best, part
 
 
-def nearest_from(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> list[Node]:
-    """Return the children of a block whose tokens are sorted at or after `wanted`, nearest first.
+def nearest_from(parent: Node, wanted: bytes) -> list[Node]:
+    """Return up to 32 children of a block whose tokens sort at or after `wanted`, nearest first.
 
     Args:
         parent: the block.
         wanted: packed token ids, with which those of the children are compared as bytes.
-        count: most children to return.
     """
     place = bisect.bisect_left(parent.children, wanted, key=tokens_of)
-    return parent.children[place : place + count]
+    return parent.children[place : place + _NEIGHBOURS_MAX]
 
 
-def nearest_before(parent: Node, wanted: bytes, count: int = _NEIGHBOURS_MAX) -> list[Node]:
-    """Return the children of a block whose tokens are sorted before `wanted`, nearest first.
+def nearest_before(parent: Node, wanted: bytes) -> list[Node]:
+    """Return up to 32 children of a block whose tokens sort before `wanted`, nearest first.
 
     They include the children whose tokens are a prefix of `wanted`.
 
     Args:
         parent: the block.
         wanted: packed token ids, with which those of the children are compared as bytes.
-        count: most children to return.
     """
     place = bisect.bisect_left(parent.children, wanted, key=tokens_of)
-    return parent.children[max(0, place - count) : place][::-1]
+    return parent.children[max(0, place - _NEIGHBOURS_MAX) : place][::-1]
 
 
-def _near(parent: Node, wanted: bytes, count: int) -> list[Node]:
+def _near(parent: Node, wanted: bytes) -> list[Node]:
     """Return children that include the one that shares most tokens with `wanted`.
 
     In byte order, that child is next to `wanted`.
     """
-    return nearest_from(parent, wanted, count) + nearest_before(parent, wanted, count)
+    return nearest_from(parent, wanted) + nearest_before(parent, wanted)
 
 
 def _last_checkpoint(path: list[Node], tokens_max: int) -> Entry | None:

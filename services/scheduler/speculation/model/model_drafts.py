@@ -14,8 +14,6 @@ a few if no number would, since costs may have been measured at a bad moment. Ro
 tokens read them in earlier plans, so that reading and drafting are measured separately.
 """
 
-import dataclasses
-
 from services.scheduler.speculation.costs import StepCosts
 from services.scheduler.speculation.methods import Model
 from services.scheduler.speculation.model.probes import TRIALS, Probe, Probes
@@ -33,7 +31,13 @@ from services.scheduler.speculation.position_rates import (
     PositionAcceptance,
     PositionRates,
 )
-from services.scheduler.speculation.sequence_drafts import DecodingRow, ModelDraftState, PromptRow
+from services.scheduler.speculation.sequence_drafts import (
+    PLAIN_PLAN,
+    DecodingRow,
+    ModelDraftState,
+    PlannedDrafts,
+    PromptRow,
+)
 from shared.configuration.settings import SchedulerConfig
 
 _FIRST_PIECE = 32
@@ -61,34 +65,30 @@ _PROMPT_SHARE = 0.15
 """Assumed time of a draft model to read a token, as a part of the model's prefill time."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelDraftPlan:
-    """Drafts and reads of the next plan. Lists are empty or have one entry per decoding row."""
-
-    counts: list[int] = dataclasses.field(default_factory=list)
-    """Drafts that the ranks propose per row, as StepPlan.draft_counts."""
-    reads: list[int] = dataclasses.field(default_factory=list)
-    """Known tokens that the row of the draft model lacks and reads before it proposes."""
-    speedup: float = 0.0
-    """Expected tokens per time relative to plain steps, as DraftChoice.speedup."""
-
-
-_NO_PLAN = ModelDraftPlan()
-
-
 class ModelDrafts:
     """Chooses how many drafts the ranks propose and which tokens their draft model reads.
 
     It serves all sequences with one method: a draft model, or an EAGLE head.
     """
 
-    def __init__(self, method: Model, config: SchedulerConfig, *, is_adaptive: bool = True) -> None:
+    def __init__(
+        self, method: Model, config: SchedulerConfig, costs: StepCosts, is_adaptive: bool
+    ) -> None:
+        """Start without measurements.
+
+        Args:
+            method: the method of all these drafts.
+            config: limits of a step's tokens and time.
+            costs: measured durations of steps.
+            is_adaptive: use drafts only where they are expected to be faster than none.
+        """
         self.method: Model = method
-        self._is_adaptive = is_adaptive
         self.reading_cost = ReadingCost(config)
         self.common_rates = PositionRates()
-        self.probes = Probes(method, self.common_rates)
+        self.probes = Probes(method, self.common_rates, costs)
         self._config = config
+        self._costs = costs
+        self._is_adaptive = is_adaptive
         self._completed_by_choice = 0
         """Rows that become complete without drafts if the last choice is planned."""
         self._completed_unused = 0
@@ -100,37 +100,36 @@ class ModelDrafts:
         self.probes.begin_epoch()
         self._completed_by_choice = 0
 
-    def choose(self, rows: list[DecodingRow], costs: StepCosts) -> ModelDraftPlan:
+    def choose(self, rows: list[DecodingRow]) -> PlannedDrafts:
         """Choose drafts of the next plan, and what rows of the draft model read in it.
 
         Args:
             rows: all decoding rows, including those without such drafts.
-            costs: measured durations of steps.
 
         Returns:
             Drafts (or reads that they need) if they are faster than none; else, if one is due, a
             probe, which measures how many drafts are accepted; else an empty plan.
         """
         self.probes.chosen, self._completed_by_choice = None, 0
-        self.reading_cost.forward_ms = costs.draft_ms(len(rows), self.method)
+        self.reading_cost.forward_ms = self._costs.draft_ms(len(rows), self.method)
         states = {
             index: row.draft_state
             for index, row in enumerate(rows)
             if isinstance(row.draft_state, ModelDraftState) and _drafts_max(row) > 0
         }
         if not states:
-            return _NO_PLAN
+            return PLAIN_PLAN
         chances: dict[int, Chances] = {index: one.acceptance for index, one in states.items()}
-        choice = self._choose(rows, chances, costs)
+        choice = self._choose(rows, chances)
         if not choice.speedup:
-            return self._probe(rows, states, costs)
+            return self._probe(rows, states)
         if not choice.drafts:
-            return ModelDraftPlan(speedup=choice.speedup)
-        near, far = self._plan_reads(rows, states, choice.speedup, costs)
+            return PlannedDrafts(speedup=choice.speedup)
+        near, far = self._plan_reads(rows, states, choice.speedup)
         ready = [
             index for index in states if rows[index].unread_tokens in (near[index], far[index])
         ]
-        best = self._choose(rows, {index: chances[index] for index in ready}, costs)
+        best = self._choose(rows, {index: chances[index] for index in ready})
         counts = [-1] * len(rows)
         for index in ready if best.drafts else ():
             count = min(best.drafts, _drafts_max(rows[index]))
@@ -140,12 +139,12 @@ class ModelDrafts:
                 self._completed_by_choice = sum(
                     far[index] == rows[index].unread_tokens > 0 for index in states
                 )
-                return ModelDraftPlan([], far, choice.speedup)
-            return self._probe(rows, states, costs)
+                return self._plan([], far, choice.speedup)
+            return self._probe(rows, states)
         reads = [max(one, other) for one, other in zip(near, far, strict=True)]
-        return ModelDraftPlan(counts, reads if any(reads) else [], choice.speedup)
+        return self._plan(counts, reads, choice.speedup)
 
-    def should_read_prompt(self, prompt: PromptRow, rows: int, costs: StepCosts) -> bool:
+    def should_read_prompt(self, prompt: PromptRow, rows: int) -> bool:
         """Tell whether the draft model should read a prompt while the model prefills it.
 
         It should if reading takes no longer than drafts are expected to save, if a probe is due
@@ -154,35 +153,28 @@ class ModelDrafts:
         Args:
             prompt: the prompt of a sequence whose drafts the ranks propose.
             rows: number of running sequences.
-            costs: measured durations of steps.
         """
         if prompt.drafts_max < 1 or not self._is_adaptive:
             return prompt.drafts_max > 0
-        periods_ms = costs.periods_ms(rows, rows, self.method)
+        periods_ms = self._costs.periods_ms(rows, rows, self.method)
         if not periods_ms[0]:
             return True
-        fresh = PositionAcceptance(self.common_rates)
-        expected = choose(
-            [Candidate(fresh, 1, 0, prompt.drafts_max)] * rows, rows, periods_ms, 0.0, 0
-        )
-        if expected.speedup:
-            token_ms = self.reading_cost.token_ms or _PROMPT_SHARE * prompt.token_ms
-            saved_ms = _saved_ms(prompt.tokens_left, periods_ms[0], expected.speedup, rows)
-            return prompt.unread_tokens * token_ms <= saved_ms
-        optimistic = choose(
-            [Candidate(OptimisticChances(), 1, 0, prompt.drafts_max)] * rows,
-            rows,
-            periods_ms,
-            0.0,
-            0,
-        )
-        if not optimistic.drafts:
+
+        def expect(chances: Chances) -> DraftChoice:
+            candidate = Candidate(chances, 1, 0, prompt.drafts_max)
+            return choose([candidate] * rows, rows, periods_ms, 0.0, 0)
+
+        token_ms = self.reading_cost.token_ms or _PROMPT_SHARE * prompt.token_ms
+        read_ms = prompt.unread_tokens * token_ms
+        speedup = expect(PositionAcceptance(self.common_rates)).speedup
+        if speedup:
+            return read_ms <= _saved_ms(prompt.tokens_left, periods_ms[0], speedup, rows)
+        drafts = expect(OptimisticChances()).drafts
+        if not drafts:
             return False
-        read_ms = prompt.unread_tokens * (
-            self.reading_cost.token_ms or _PROMPT_SHARE * prompt.token_ms
+        return self.probes.is_due(
+            self.probes.probe_ms(rows, min(rows, _PROBED_ROWS), drafts), read_ms
         )
-        cost_ms = self.probes.probe_ms(rows, min(rows, _PROBED_ROWS), optimistic.drafts, costs)
-        return self.probes.is_due(cost_ms, read_ms)
 
     def record_plan(self, *, has_drafts: bool, has_reads: bool = False) -> None:
         """Record whether the plan made after `choose` contains drafts and reads.
@@ -211,16 +203,11 @@ class ModelDrafts:
         draft_state.acceptance.record_verification(proposed, accepted)
         self.probes.record_verification(proposed, accepted)
 
-    def _probe(
-        self,
-        rows: list[DecodingRow],
-        states: dict[int, ModelDraftState],
-        costs: StepCosts,
-    ) -> ModelDraftPlan:
+    def _probe(self, rows: list[DecodingRow], states: dict[int, ModelDraftState]) -> PlannedDrafts:
         """Return a plan that probes the most complete rows, or an empty one if none is due."""
         nearest = sorted(states, key=lambda index: rows[index].unread_tokens)[:_PROBED_ROWS]
-        if not costs.periods_ms(len(rows), len(nearest), self.method)[0]:
-            return _NO_PLAN
+        if not self._costs.periods_ms(len(rows), len(nearest), self.method)[0]:
+            return PLAIN_PLAN
         left = self.reading_cost.tokens_max
         ready = []
         for index in nearest:
@@ -228,25 +215,21 @@ class ModelDrafts:
                 ready.append(index)
                 left -= rows[index].unread_tokens
         # The expected gain is that of drafts for all rows, since a probe informs about all.
-        optimistic = self._choose(rows, dict.fromkeys(states, OptimisticChances()), costs)
+        optimistic = self._choose(rows, dict.fromkeys(states, OptimisticChances()))
         if optimistic.speedup and not optimistic.drafts:
-            return _NO_PLAN
+            return PLAIN_PLAN
         lacking = [index for index in nearest if index not in ready] if optimistic.drafts else []
         if ready and self.probes.last_succeeded and not self.probes.successes:
             # A single success may be chance, and reading many tokens is expensive.
             lacking = []
-        for some in (lacking, lacking[: not ready]) if lacking else ():
-            probed = [states[index] for index in some]
-            plan = (
-                self._read_before_probe(rows, some, probed, optimistic, costs) if some else _NO_PLAN
-            )
+        for some in [lacking] if ready else [lacking, lacking[:1]]:
+            plan = self._read_before_probe(rows, {one: states[one] for one in some}, optimistic)
             if plan.reads:
                 return plan
         if not ready:
-            return _NO_PLAN
-        return self._probe_near_rows(
-            rows, states, ready if optimistic.speedup else ready[:1], optimistic, costs
-        )
+            return PLAIN_PLAN
+        probed = ready if optimistic.speedup else ready[:1]
+        return self._probe_near_rows(rows, states, probed, optimistic)
 
     def _probe_near_rows(
         self,
@@ -254,68 +237,64 @@ class ModelDrafts:
         states: dict[int, ModelDraftState],
         ready: list[int],
         optimistic: DraftChoice,
-        costs: StepCosts,
-    ) -> ModelDraftPlan:
+    ) -> PlannedDrafts:
         """Return a plan with drafts for rows that lack few tokens, if a probe is due."""
         drafts = optimistic.drafts or min(_BLIND_DRAFTS, _drafts_max(rows[ready[0]]))
         read_ms = sum(self.reading_cost.cost_ms(rows[index].unread_tokens) for index in ready)
         probed = [states[index] for index in ready]
-        lost_ms = self.probes.probe_loss_ms(len(rows), probed, drafts, costs)
+        lost_ms = self.probes.probe_loss_ms(len(rows), probed, drafts)
         if not self.probes.is_due(lost_ms, read_ms, is_blind=not optimistic.drafts):
-            return _NO_PLAN
+            return PLAIN_PLAN
         counts, reads = [-1] * len(rows), [0] * len(rows)
         for index in ready:
             counts[index] = min(drafts, _drafts_max(rows[index]))
             reads[index] = rows[index].unread_tokens
         acceptances = [one.acceptance for one in states.values()]
-        cost_ms = self.probes.probe_ms(len(rows), len(ready), drafts, costs)
+        cost_ms = self.probes.probe_ms(len(rows), len(ready), drafts)
         self.probes.chosen = Probe(acceptances, cost_ms + read_ms)
-        return ModelDraftPlan(
-            counts, reads if any(reads) else [], optimistic.speedup or _BLIND_SPEEDUP
-        )
+        return self._plan(counts, reads, optimistic.speedup or _BLIND_SPEEDUP)
 
     def _read_before_probe(
         self,
         rows: list[DecodingRow],
-        indexes: list[int],
-        probed: list[ModelDraftState],
+        probed: dict[int, ModelDraftState],
         optimistic: DraftChoice,
-        costs: StepCosts,
-    ) -> ModelDraftPlan:
+    ) -> PlannedDrafts:
         """Return a plan in which rows read a piece of their unread tokens before a probe, if due.
 
         The reads are planned apart from drafts, since they would hide the cost of drafts. The first
         piece is planned on an assumed cost and measures it.
         """
+        if not probed:
+            return PLAIN_PLAN
         reading = self.reading_cost
         size = reading.tokens_max if reading.token_ms else _FIRST_PIECE
         read_ms = 0.0
-        for index in indexes:
-            unread_tokens = (
-                rows[index].unread_tokens
-                if reading.token_ms
-                else min(rows[index].unread_tokens, size)
-            )
-            read_ms += (unread_tokens - 1) // size * reading.forward_ms + reading.cost_ms(
-                unread_tokens
-            )
-        plain_ms = costs.periods_ms(len(rows), 1, self.method)[0]
-        tokens_left = max(rows[index].tokens_left for index in indexes)
+        for index in probed:
+            unread_tokens = rows[index].unread_tokens
+            if not reading.token_ms:
+                unread_tokens = min(unread_tokens, size)
+            read_ms += (unread_tokens - 1) // size * reading.forward_ms
+            read_ms += reading.cost_ms(unread_tokens)
+        plain_ms = self._costs.periods_ms(len(rows), 1, self.method)[0]
+        tokens_left = max(rows[index].tokens_left for index in probed)
         if read_ms > _saved_ms(tokens_left, plain_ms, optimistic.speedup, 1):
-            return _NO_PLAN
-        lost_ms = self.probes.probe_loss_ms(len(rows), probed, optimistic.drafts, costs)
+            return PLAIN_PLAN
+        lost_ms = self.probes.probe_loss_ms(len(rows), [*probed.values()], optimistic.drafts)
         if not self.probes.is_due(lost_ms, read_ms):
-            return _NO_PLAN
+            return PLAIN_PLAN
         reads = [0] * len(rows)
-        for index in indexes:
+        for index in probed:
             reads[index] = min(rows[index].unread_tokens, size)
             size -= reads[index]
         self.probes.chosen = Probe([], read_ms, only_reads=True)
-        return ModelDraftPlan([], reads, optimistic.speedup)
+        return self._plan([], reads, optimistic.speedup)
 
-    def _choose(
-        self, rows: list[DecodingRow], chances: dict[int, Chances], costs: StepCosts
-    ) -> DraftChoice:
+    def _plan(self, counts: list[int], reads: list[int], speedup: float) -> PlannedDrafts:
+        reads = reads if any(reads) else []
+        return PlannedDrafts(counts=counts, reads=reads, method=self.method, speedup=speedup)
+
+    def _choose(self, rows: list[DecodingRow], chances: dict[int, Chances]) -> DraftChoice:
         """Choose the number of drafts for the rows in `chances`, with no drafts for other rows."""
         candidates = [
             Candidate(one, 1, 0, _drafts_max(rows[index])) for index, one in chances.items()
@@ -323,7 +302,7 @@ class ModelDrafts:
         if not self._is_adaptive:
             return choose_all(candidates)
         is_ahead = any(row.tokens_in_flight for row in rows)
-        begin_ms = costs.resume_ms if is_ahead else 0.0
+        begin_ms = self._costs.resume_ms if is_ahead else 0.0
         is_new = self.common_rates.drafts_tried < TRIALS
         # Rows that lack many tokens read most of them before they get drafts.
         begin_ms += sum(
@@ -333,24 +312,20 @@ class ModelDrafts:
         return choose(
             candidates,
             len(rows),
-            costs.periods_ms(len(rows), len(chances), self.method),
+            self._costs.periods_ms(len(rows), len(chances), self.method),
             begin_ms / _DRAFTED_STEPS_MIN,
-            costs.steps_since_plain(len(rows)),
+            self._costs.steps_since_plain(len(rows)),
             is_ahead=True,
             margin=_MARGIN_NEW if is_new else _MARGIN,
         )
 
     def _plan_reads(
-        self,
-        rows: list[DecodingRow],
-        states: dict[int, ModelDraftState],
-        speedup: float,
-        costs: StepCosts,
+        self, rows: list[DecodingRow], states: dict[int, ModelDraftState], speedup: float
     ) -> tuple[list[int], list[int]]:
         """Return two lists of tokens to read per row: of rows that lack few, and that lack many."""
         near, far = [0] * len(rows), [0] * len(rows)
         left = self.reading_cost.tokens_max
-        plain_ms = costs.periods_ms(len(rows), len(states), self.method)[0]
+        plain_ms = self._costs.periods_ms(len(rows), len(states), self.method)[0]
         is_unknown = self._is_adaptive and self.common_rates.drafts_tried < _KNOWN_TRIALS * max(
             8, len(rows)
         )

@@ -54,8 +54,14 @@ class Probes:
     since the last probe. Each method of speculation has its own budget.
     """
 
-    def __init__(self, method: Model, common: PositionRates) -> None:
-        """Start with an empty budget; `common` are the rates of all sequences."""
+    def __init__(self, method: Model, common: PositionRates, costs: StepCosts) -> None:
+        """Start with an empty budget.
+
+        Args:
+            method: the method that proposes the drafts.
+            common: acceptance rates of all sequences with this method.
+            costs: measured durations of steps.
+        """
         self.chosen: Probe | None = None
         """The probe of the last choice; None: it was no probe."""
         self.last_succeeded = False
@@ -68,6 +74,7 @@ class Probes:
         """Time of plain steps since the last probe, less the unexpected cost of that probe."""
         self._method: Model = method
         self._common = common
+        self._costs = costs
 
     def begin_epoch(self) -> None:
         """Forget that the last plan was a probe, as its epoch has ended; keep the time budget."""
@@ -136,7 +143,7 @@ class Probes:
             # The expected cost was taken off before, when the probe became due.
             self._plain_ms -= max(0.0, excess_ms - self._made.expected_ms) / _COST
 
-    def probe_ms(self, rows: int, drafted_rows: int, drafts: int, costs: StepCosts) -> float:
+    def probe_ms(self, rows: int, drafted_rows: int, drafts: int) -> float:
         """Return the milliseconds that a probe is expected to take beyond a step without drafts.
 
         Reads of the draft model before the probe are not included.
@@ -145,14 +152,11 @@ class Probes:
             rows: number of sequences that decode.
             drafted_rows: how many of them get drafts.
             drafts: number of drafts of each of these.
-            costs: measured durations of steps.
         """
-        periods_ms = costs.periods_ms(rows, drafted_rows, self._method)
-        return periods_ms[drafts] - periods_ms[0] + costs.resume_ms
+        periods_ms = self._costs.periods_ms(rows, drafted_rows, self._method)
+        return periods_ms[drafts] - periods_ms[0] + self._costs.resume_ms
 
-    def probe_loss_ms(
-        self, rows: int, probed: list[ModelDraftState], drafts: int, costs: StepCosts
-    ) -> float:
+    def probe_loss_ms(self, rows: int, probed: list[ModelDraftState], drafts: int) -> float:
         """Return the milliseconds that a probe is expected to lose.
 
         That is its time, less the time in which steps without drafts generate as many tokens as are
@@ -162,7 +166,6 @@ class Probes:
             rows: number of sequences that decode.
             probed: draft states of those that get drafts.
             drafts: number of drafts of each of these.
-            costs: measured durations of steps.
 
         Returns:
             The loss, at least a fifth of a step without drafts, since the accepted tokens are only
@@ -171,8 +174,8 @@ class Probes:
         gains = [0.0] * drafts
         for one in probed:
             one.acceptance.add_chances(gains, 1, 0)
-        plain_ms = costs.periods_ms(rows, len(probed), self._method)[0]
-        cost_ms = self.probe_ms(rows, len(probed), drafts, costs)
+        plain_ms = self._costs.periods_ms(rows, len(probed), self._method)[0]
+        cost_ms = self.probe_ms(rows, len(probed), drafts)
         return max(_LOST_MIN * plain_ms, cost_ms - plain_ms * sum(gains) / rows)
 
     def is_due(self, lost_ms: float, read_ms: float, *, is_blind: bool = False) -> bool:

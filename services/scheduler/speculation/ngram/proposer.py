@@ -57,12 +57,8 @@ class NgramProposer:
         """Tokens of the text that were processed."""
         self._source = 0
         """Index of the token that followed the match; 0: there is no match."""
-        self._matched = 0
-
-    @property
-    def matched(self) -> int:
+        self.matched = 0
         """Length of the current match in tokens, at most MATCHED_MAX; 0: there is no match."""
-        return self._matched
 
     @property
     def bytes_held(self) -> int:
@@ -127,24 +123,24 @@ class NgramProposer:
     def _advance_match(self, token: int) -> None:
         """Compare a new token with the one that followed the match; continue or drop the match."""
         hit = self._tokens[self._source] == token
-        self._record_outcome(self._matched, hit)
+        self._record_outcome(self.matched, hit)
         self._known += 1
         if hit:
             self._source += 1
-            self._matched = min(MATCHED_MAX, self._matched + 1)
+            self.matched = min(MATCHED_MAX, self.matched + 1)
         else:
-            self._source = self._matched = 0
+            self._source = self.matched = 0
 
     def _find_match(self) -> None:
         """Find the longest match of the end of the text."""
         end = len(self._tokens)
-        self._source = self._matched = 0
+        self._source = self.matched = 0
         for index, (size, candidates) in zip(self._indexes, _GRAMS, strict=True):
             left = candidates
             for source in index.earlier_ends(end):
-                matched = self._common_suffix(source, end, self._matched or size - 1)
-                if matched > self._matched:
-                    self._source, self._matched = source, matched
+                matched = self._common_suffix(source, end, self.matched or size - 1)
+                if matched > self.matched:
+                    self._source, self.matched = source, matched
                 left -= 1
                 if not left or matched >= MATCHED_MAX:
                     break

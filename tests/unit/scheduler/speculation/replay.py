@@ -15,8 +15,9 @@ from services.scheduler.speculation.methods import Method, is_model
 from services.scheduler.speculation.sequence_drafts import (
     DecodingRow,
     DraftState,
+    PlannedDrafts,
 )
-from services.scheduler.speculation.speculator import PlannedDrafts, Speculator
+from services.scheduler.speculation.speculator import Speculator
 from shared.configuration.settings import SpeculationConfig
 from shared.messages import Speculation
 

@@ -4,9 +4,10 @@ from services.scheduler.speculation.costs import DecodeWork
 from services.scheduler.speculation.sequence_drafts import (
     DecodingRow,
     ModelDraftState,
+    PlannedDrafts,
     PromptRow,
 )
-from services.scheduler.speculation.speculator import PlannedDrafts, Speculator
+from services.scheduler.speculation.speculator import Speculator
 from shared.configuration.settings import SpeculationConfig
 from shared.messages import Speculation
 
