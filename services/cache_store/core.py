@@ -6,49 +6,15 @@ changes the state. The shell in `main` performs the actions; the disk's results 
 
 from collections import defaultdict
 
-from services.cache_store import file_names
-from services.cache_store.events import (
-    Action,
-    DeleteFile,
-    DirectoryOpened,
-    DirectoryUnusable,
-    Event,
-    FileMissing,
-    FileTaken,
-    LogLevel,
-    MakeFolder,
-    OpenDirectory,
-    ProbeDirectory,
-    QuarantineFile,
-    RemoveFolder,
-    Send,
-    TimePassed,
-    WriteLog,
-)
+from services.cache_store import events, file_names
+from services.cache_store.events import Action, Send
 from services.cache_store.file_names import FolderKey
 from services.cache_store.records.commits import Commits
 from services.cache_store.records.sessions import Sessions
 from services.cache_store.records.stored_files import StoredFiles
 from services.cache_store.switch import Phase, Switch
+from shared import messages
 from shared.identifiers import PeerId
-from shared.messages import (
-    BlockPlace,
-    BlocksCleared,
-    BlocksListed,
-    BlocksLocated,
-    ClearBlocks,
-    CommitBlocks,
-    ListBlocks,
-    LocateBlocks,
-    NamespaceOpened,
-    OpenNamespace,
-    QuarantineBlocks,
-    QueryStore,
-    ReleaseBlocks,
-    SpillFailed,
-    StoreReported,
-    ToStore,
-)
 from shared.transport.link_events import Connected, Lost, Received
 
 FOLDERS_PER_PAGE = 1_024
@@ -75,7 +41,7 @@ class StoreCore:
         self._foreign_files = 0
         self._opened_in_s = 0.0
 
-    def handle(self, event: Event, now_s: float) -> list[Action]:
+    def handle(self, event: events.Event, now_s: float) -> list[Action]:
         """Update the state for one event, and return the actions that it causes.
 
         Args:
@@ -88,19 +54,19 @@ class StoreCore:
         match event:
             case Received():
                 self._handle_message(event.peer, event.message, now_s)
-            case TimePassed():
+            case events.TimePassed():
                 self._check_clock(now_s)
-            case FileTaken():
+            case events.FileTaken():
                 self._commits.finish(event, now_s, self._switch.cause)
-            case FileMissing():
+            case events.FileMissing():
                 self._files.forget_missing(event.key)
             case Connected():
                 self._sessions.begin(event.peer)
             case Lost():
                 self._lost(event.peer, now_s)
-            case DirectoryOpened():
+            case events.DirectoryOpened():
                 self._turn_on(event, now_s)
-            case DirectoryUnusable():
+            case events.DirectoryUnusable():
                 self._turn_off(event.cause, now_s)
         self._remove_empty_folders()
         actions = list(self._actions)
@@ -122,23 +88,17 @@ class StoreCore:
 
     def _check_clock(self, now_s: float) -> None:
         if self._switch.is_due(now_s):
-            if self.is_on:
-                self._switch.schedule_probe(now_s)
-                self._actions.append(ProbeDirectory())
-            else:
-                self._switch.start_opening()
-                self._actions.append(OpenDirectory())
+            self._actions.append(self._switch.start_check(now_s))
         self._sessions.sweep(now_s, is_on=self.is_on)
 
-    def _turn_on(self, opened: DirectoryOpened, now_s: float) -> None:
+    def _turn_on(self, opened: events.DirectoryOpened, now_s: float) -> None:
         self._switch.turn_on(now_s)
         self._opened_in_s = opened.took_s
         self._files.load(opened, now_s)
         self._log_opened(opened)
-        for peer, folder in self._sessions.with_folders():
-            self._actions.append(MakeFolder(folder))
-            self._actions.append(Send(peer, self._namespace_opened(folder)))
-        self._report_to_all()
+        for _, folder in self._sessions.with_folders():
+            self._actions.append(events.MakeFolder(folder))
+        self._tell_all()
 
     def _turn_off(self, cause: str, now_s: float) -> None:
         if self._switch.phase is Phase.OFF:
@@ -152,15 +112,16 @@ class StoreCore:
             self._log("error", "store_off", cause=cause, directory=self._directory)
         if was_on:
             self._counters["switched_off_total"] += 1
-            for peer, folder in self._sessions.with_folders():
-                self._actions.append(Send(peer, self._namespace_opened(folder)))
-            self._report_to_all()
+            self._tell_all()
 
-    def _report_to_all(self) -> None:
+    def _tell_all(self) -> None:
+        """Send each peer the path of its folder ("" while off), then all of them a report."""
+        for peer, folder in self._sessions.with_folders():
+            self._send(peer, self._namespace_opened(folder))
         report = self._report()
         self._actions.extend(Send(peer, report) for peer in self._sessions)
 
-    def _log_opened(self, opened: DirectoryOpened) -> None:
+    def _log_opened(self, opened: events.DirectoryOpened) -> None:
         self._log(
             "info",
             "store_on",
@@ -186,37 +147,33 @@ class StoreCore:
 
     # --- peers -------------------------------------------------------------------------------
 
-    def _handle_message(self, peer: PeerId, message: ToStore, now_s: float) -> None:
+    def _handle_message(self, peer: PeerId, message: messages.ToStore, now_s: float) -> None:
         match message:
-            case LocateBlocks():
+            case messages.LocateBlocks():
                 self._locate(peer, message, now_s)
-            case ReleaseBlocks():
+            case messages.ReleaseBlocks():
                 self._files.release(peer, message.query_id)
-            case CommitBlocks():
+            case messages.CommitBlocks():
                 folder = self._sessions.folder_of(peer)
                 self._commits.begin(peer, folder, message, self._switch.cause)
-            case OpenNamespace():
+            case messages.OpenNamespace():
                 self._open_namespace(peer, message, now_s)
-            case QuarantineBlocks():
+            case messages.QuarantineBlocks():
                 self._quarantine(peer, message)
-            case SpillFailed():
+            case messages.SpillFailed():
                 self._counters["spills_failed_total"] += 1
                 if self.is_on:
                     self._turn_off(f"A rank could not write: {message.detail}", now_s)
-            case QueryStore():
-                self._actions.append(Send(peer, self._report()))
-            case ListBlocks():
-                first = message.page * FOLDERS_PER_PAGE
-                folders = self._files.list_folders(now_s)[first:]
-                page = folders[:FOLDERS_PER_PAGE]
-                more = len(folders) > len(page)
-                self._actions.append(Send(peer, BlocksListed(folders=page, more=more)))
-            case ClearBlocks():
+            case messages.QueryStore():
+                self._send(peer, self._report())
+            case messages.ListBlocks():
+                folders = self._files.list_folders(now_s)[message.page * FOLDERS_PER_PAGE :]
+                page, more = folders[:FOLDERS_PER_PAGE], len(folders) > FOLDERS_PER_PAGE
+                self._send(peer, messages.BlocksListed(folders=page, more=more))
+            case messages.ClearBlocks():
                 records, size_bytes = self._files.clear(message.namespace)
                 self._log("info", "cleared", records=records, bytes=size_bytes)
-                self._actions.append(
-                    Send(peer, BlocksCleared(records=records, size_bytes=size_bytes))
-                )
+                self._send(peer, messages.BlocksCleared(records=records, size_bytes=size_bytes))
 
     def _lost(self, peer: PeerId, now_s: float) -> None:
         self._files.release_all(peer)
@@ -226,19 +183,18 @@ class StoreCore:
     def _leave(self, peer: PeerId, now_s: float) -> None:
         folder = self._sessions.leave(peer, now_s, is_on=self.is_on)
         if folder is not None and self._files.is_empty(folder):
-            self._actions.append(RemoveFolder(folder))
+            self._actions.append(events.RemoveFolder(folder))
 
-    def _open_namespace(self, peer: PeerId, message: OpenNamespace, now_s: float) -> None:
+    def _open_namespace(self, peer: PeerId, message: messages.OpenNamespace, now_s: float) -> None:
         folder = FolderKey(message.namespace, message.rank, message.world_size)
         if self._sessions.folder_of(peer) not in (None, folder):
             self._leave(peer, now_s)
         if not file_names.is_possible(folder):
             self._log("warning", "namespace_refused", folder=folder.path)
-            answer = NamespaceOpened(namespace=message.namespace, folder="")
-            self._actions.append(Send(peer, answer))
+            self._send(peer, messages.NamespaceOpened(namespace=message.namespace, folder=""))
             return
         self._sessions.open(peer, folder, is_on=self.is_on)
-        self._actions.append(Send(peer, self._namespace_opened(folder)))
+        self._send(peer, self._namespace_opened(folder))
         if self.is_on:
             index = self._files.index
             records = index.records_in(folder)
@@ -250,17 +206,17 @@ class StoreCore:
                 other_records=index.record_count - records,
             )
 
-    def _locate(self, peer: PeerId, message: LocateBlocks, now_s: float) -> None:
+    def _locate(self, peer: PeerId, message: messages.LocateBlocks, now_s: float) -> None:
         folder = self._sessions.folder_of(peer)
-        places: list[BlockPlace | None] = [None] * len(message.hashes)
+        places: list[messages.BlockPlace | None] = [None] * len(message.hashes)
         if folder is not None and self.is_on:
             places = self._files.locate(peer, message.query_id, folder, message.hashes, now_s)
         found = sum(place is not None for place in places)
         self._counters["located_records_total"] += found
         self._counters["absent_records_total"] += len(places) - found
-        self._actions.append(Send(peer, BlocksLocated(query_id=message.query_id, places=places)))
+        self._send(peer, messages.BlocksLocated(query_id=message.query_id, places=places))
 
-    def _quarantine(self, peer: PeerId, message: QuarantineBlocks) -> None:
+    def _quarantine(self, peer: PeerId, message: messages.QuarantineBlocks) -> None:
         folder = self._sessions.folder_of(peer)
         if folder is None:
             return
@@ -277,13 +233,13 @@ class StoreCore:
 
     # --- messages and log ---------------------------------------------------------------------
 
-    def _namespace_opened(self, folder: FolderKey) -> NamespaceOpened:
+    def _namespace_opened(self, folder: FolderKey) -> messages.NamespaceOpened:
         path = f"{self._directory}/{folder.path}" if self.is_on else ""
-        return NamespaceOpened(namespace=folder.namespace, folder=path)
+        return messages.NamespaceOpened(namespace=folder.namespace, folder=path)
 
-    def _report(self) -> StoreReported:
+    def _report(self) -> messages.StoreReported:
         index = self._files.index
-        return StoreReported(
+        return messages.StoreReported(
             on=self.is_on,
             cause=self._switch.cause,
             directory=self._directory,
@@ -296,16 +252,19 @@ class StoreCore:
             counters=dict(self._counters),
         )
 
-    def _log(self, level: LogLevel, event: str, **fields: object) -> None:
-        self._actions.append(WriteLog(level, event, fields))
+    def _send(self, peer: PeerId, message: messages.FromStore) -> None:
+        self._actions.append(Send(peer, message))
+
+    def _log(self, level: events.LogLevel, event: str, **fields: object) -> None:
+        self._actions.append(events.WriteLog(level, event, fields))
 
     def _remove_empty_folders(self) -> None:
         """Remove the folders that lose their last file and that no peer has open."""
         changed = {
             action.key.folder
             for action in self._actions
-            if isinstance(action, DeleteFile | QuarantineFile)
+            if isinstance(action, events.DeleteFile | events.QuarantineFile)
         }
         for folder in sorted(changed):
             if not self._sessions.is_open(folder) and self._files.is_empty(folder):
-                self._actions.append(RemoveFolder(folder))
+                self._actions.append(events.RemoveFolder(folder))

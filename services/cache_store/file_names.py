@@ -64,10 +64,8 @@ def folder_key(namespace: str, name: str) -> FolderKey | None:
         The key of the rank's folder; None when either name is foreign to the store.
     """
     found = _RANK_FOLDER.fullmatch(name)
-    if found is None or not is_namespace(namespace):
-        return None
-    key = FolderKey(namespace, int(found[1]), int(found[2]))
-    return key if is_possible(key) else None
+    key = FolderKey(namespace, int(found[1]), int(found[2])) if found else None
+    return key if key is not None and is_possible(key) else None
 
 
 def is_possible(key: FolderKey) -> bool:
@@ -101,5 +99,4 @@ def file_names(first_hash: bytes) -> Iterator[str]:
 
 def quarantined_name(key: FileKey) -> str:
     """Return a file's name in the quarantine: `<namespace>-rank-<r>-of-<n>-<its name>`."""
-    folder, name = key
-    return f"{folder.namespace}-rank-{folder.rank}-of-{folder.world_size}-{name}"
+    return f"{key.folder.path.replace('/', '-')}-{key.name}"

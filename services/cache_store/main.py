@@ -10,17 +10,8 @@ import threading
 import time
 from collections import deque
 
+from services.cache_store import events
 from services.cache_store.core import StoreCore
-from services.cache_store.events import (
-    Action,
-    DirectoryOpened,
-    DirectoryUnusable,
-    Event,
-    OpenDirectory,
-    Send,
-    TimePassed,
-    WriteLog,
-)
 from services.cache_store.files.directory import Directory, DirectoryHeld
 from services.cache_store.files.disk import Disk
 from shared import limits, log
@@ -62,8 +53,8 @@ class Shell:
             keys_dir=config.keys_dir,
             roles=("store-client", "cache"),
         )
-        self._events: deque[Event] = deque()
-        self._opened: deque[DirectoryOpened | DirectoryUnusable | BaseException] = deque()
+        self._events: deque[events.Event] = deque()
+        self._opened: deque[events.Event | BaseException] = deque()
         """Results of the thread that opens the directory."""
         self._must_stop = False
 
@@ -80,7 +71,7 @@ class Shell:
                 self._handle(opened)
             if self._clock.now() - ticked_at_s >= _TICK_S:
                 ticked_at_s = self._clock.now()
-                self._handle(TimePassed())
+                self._handle(events.TimePassed())
         self._link.close(wait_s=0.0)
         return limits.EXIT_OK
 
@@ -89,25 +80,25 @@ class Shell:
         self._must_stop = True
         self._link.wake()
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         """Handle an event and all events that its actions cause."""
         self._events.append(event)
         while self._events:
             for action in self._core.handle(self._events.popleft(), self._clock.now()):
                 self._perform(action)
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: events.Action) -> None:
         match action:
-            case Send():
+            case events.Send():
                 self._send(action)
-            case WriteLog():
+            case events.WriteLog():
                 getattr(self._log, action.level)(action.event, **action.fields)
-            case OpenDirectory():
+            case events.OpenDirectory():
                 threading.Thread(target=self._open, name="open", daemon=True).start()
             case _:
                 self._events.extend(self._disk.perform(action))
 
-    def _send(self, action: Send) -> None:
+    def _send(self, action: events.Send) -> None:
         try:
             self._link.send(action.peer, action.message)
         except PeerUnknown:

@@ -2,6 +2,8 @@
 
 import enum
 
+from services.cache_store.events import OpenDirectory, ProbeDirectory
+
 PROBE_EVERY_S = 0.5
 """Seconds between probes of the open directory, so that a failure is noticed within a second."""
 
@@ -40,13 +42,17 @@ class Switch:
         """Return True when it is time to probe the directory (on) or to open it again (off)."""
         return self.phase is not Phase.OPENING and now_s >= self._due_at_s
 
-    def start_opening(self) -> None:
-        """Enter the phase OPENING: no probe or reopening is due until the result is known."""
-        self.phase = Phase.OPENING
+    def start_check(self, now_s: float) -> ProbeDirectory | OpenDirectory:
+        """Return the action that is due: a probe while on, else opening the directory again.
 
-    def schedule_probe(self, now_s: float) -> None:
-        """Make the next probe due PROBE_EVERY_S after `now_s`."""
-        self._due_at_s = now_s + PROBE_EVERY_S
+        The next probe is due PROBE_EVERY_S after `now_s`. Opening enters the phase OPENING, in
+        which nothing is due until the result is known.
+        """
+        if self.phase is Phase.ON:
+            self._due_at_s = now_s + PROBE_EVERY_S
+            return ProbeDirectory()
+        self.phase = Phase.OPENING
+        return OpenDirectory()
 
     def turn_on(self, now_s: float) -> None:
         """Enter the phase ON, and make the first probe due PROBE_EVERY_S after `now_s`."""

@@ -2,8 +2,8 @@
 
 import dataclasses
 import os
-from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 from services.cache_store.file_names import FileKey
 from services.cache_store.files import scan
@@ -64,12 +64,12 @@ def _check_file(key: FileKey, path: str, report: CheckReport) -> None:
     offset = 0
     try:
         # A symbolic link would lead out of the folder.
-        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         # Evicted since the directory was scanned.
         return
-    with file:
-        size_bytes = os.fstat(file.fileno()).st_size
+    with os.fdopen(descriptor, "rb") as file:
+        size_bytes = os.fstat(descriptor).st_size
         try:
             while offset < size_bytes or not size_bytes:
                 record_bytes = _check_record(file, key, size_bytes - offset)
@@ -83,7 +83,7 @@ def _check_file(key: FileKey, path: str, report: CheckReport) -> None:
             report.bad.append(BadRecord(name, offset, cause, str(error)))
 
 
-def _check_record(file: FileIO, key: FileKey, left_bytes: int) -> int:
+def _check_record(file: BinaryIO, key: FileKey, left_bytes: int) -> int:
     """Check the record at the file's position; return its length in bytes.
 
     Raises:
@@ -91,19 +91,12 @@ def _check_record(file: FileIO, key: FileKey, left_bytes: int) -> int:
     """
     header = file.read(HEADER_BYTES)
     identity, payload_bytes = block_record.read_header(header)
+    # A damaged header may announce more bytes than fit into memory.
+    record = header + file.read(min(payload_bytes, left_bytes))
     record_bytes = HEADER_BYTES + payload_bytes
-    if record_bytes > left_bytes:
+    if len(record) < record_bytes:
         raise RecordUnreadable("The file ends before the record does.", "torn")
-    record = bytearray(record_bytes)
-    record[:HEADER_BYTES] = header
-    view = memoryview(record)
-    done = HEADER_BYTES
-    while done < record_bytes:
-        count = file.readinto(view[done:])
-        if not count:
-            raise RecordUnreadable("The file ends before the record does.", "torn")
-        done += count
-    block_record.check_record(view, identity)
+    block_record.check_record(record, identity)
     if (identity.namespace, identity.rank, identity.world_size) != key.folder:
         raise RecordUnreadable("The record belongs to another folder.", "identity")
     return record_bytes

@@ -6,24 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from services.cache_store import file_names
-from services.cache_store.events import (
-    DeleteFile,
-    DeletePartials,
-    DirectoryOpened,
-    DirectoryUnusable,
-    DiskAction,
-    DropQuarantined,
-    Event,
-    FileMissing,
-    FileTaken,
-    MakeFolder,
-    ProbeDirectory,
-    QuarantineFile,
-    RemoveFolder,
-    TakeOverFile,
-    TouchFiles,
-)
+from services.cache_store import events, file_names
 from services.cache_store.file_names import FileKey, FolderKey
 from services.cache_store.files.directory import Directory
 from services.cache_store.files.scan import read_records
@@ -39,52 +22,52 @@ class Disk:
         self._root = directory.path
         self._last_touch_ns = 0
 
-    def open(self) -> DirectoryOpened | DirectoryUnusable:
+    def open(self) -> events.DirectoryOpened | events.DirectoryUnusable:
         """Lock, check and scan the directory, which takes seconds for 100,000 records."""
         try:
             return self._directory.open()
         except ConfigError as error:
-            return DirectoryUnusable(str(error))
+            return events.DirectoryUnusable(str(error))
         except OSError as error:
-            return DirectoryUnusable(_sentence(error))
+            return events.DirectoryUnusable(_sentence(error))
 
-    def perform(self, action: DiskAction) -> list[Event]:
+    def perform(self, action: events.DiskAction) -> list[events.Event]:
         """Perform one action; return its results as events, in order."""
         try:
             return self._perform(action)
         except OSError as error:
             cause = _sentence(error)
-            events: list[Event] = [DirectoryUnusable(cause)]
-            if isinstance(action, TakeOverFile):
-                events.append(FileTaken(action, cause))
-            return events
+            results: list[events.Event] = [events.DirectoryUnusable(cause)]
+            if isinstance(action, events.TakeOverFile):
+                results.append(events.FileTaken(action, cause))
+            return results
 
-    def _perform(self, action: DiskAction) -> list[Event]:
+    def _perform(self, action: events.DiskAction) -> list[events.Event]:
         match action:
-            case ProbeDirectory():
+            case events.ProbeDirectory():
                 self._directory.probe()
-            case TakeOverFile():
-                return [FileTaken(action, self._take_over(action))]
-            case TouchFiles():
-                return [FileMissing(key) for key in action.keys if not self._touch(key)]
-            case DeleteFile():
+            case events.TakeOverFile():
+                return [events.FileTaken(action, self._take_over(action))]
+            case events.TouchFiles():
+                return [events.FileMissing(key) for key in action.keys if not self._touch(key)]
+            case events.DeleteFile():
                 with contextlib.suppress(FileNotFoundError):
                     self._path(action.key).unlink()
-            case QuarantineFile():
+            case events.QuarantineFile():
                 return self._quarantine(action)
-            case DropQuarantined():
+            case events.DropQuarantined():
                 with contextlib.suppress(FileNotFoundError):
                     (self._root / file_names.QUARANTINE / action.name).unlink()
-            case MakeFolder():
+            case events.MakeFolder():
                 self._make(action.folder.namespace)
                 self._make(action.folder.path)
-            case RemoveFolder():
+            case events.RemoveFolder():
                 self._remove(action.folder)
-            case DeletePartials():
+            case events.DeletePartials():
                 self._delete_partials(action)
         return []
 
-    def _take_over(self, action: TakeOverFile) -> str:
+    def _take_over(self, action: events.TakeOverFile) -> str:
         """Check and rename a partial file; return why it is refused, "" when it is taken over."""
         folder, commit = action.key.folder, action.commit
         path = self._path(FileKey(folder, commit.name))
@@ -106,13 +89,13 @@ class Disk:
         self._touch(action.key)
         return ""
 
-    def _quarantine(self, action: QuarantineFile) -> list[Event]:
+    def _quarantine(self, action: events.QuarantineFile) -> list[events.Event]:
         self._make(file_names.QUARANTINE)
         path = self._root / file_names.QUARANTINE / action.name
         try:
             self._path(action.key).rename(path)
         except FileNotFoundError:
-            return [FileMissing(action.key)]
+            return [events.FileMissing(action.key)]
         os.utime(path, ns=(self._now_ns(), self._now_ns()))
         return []
 
@@ -141,7 +124,7 @@ class Disk:
             (self._root / folder.path).rmdir()
             (self._root / folder.namespace).rmdir()
 
-    def _delete_partials(self, action: DeletePartials) -> None:
+    def _delete_partials(self, action: events.DeletePartials) -> None:
         newest_ns = time.time_ns() - int(action.unused_s * 1e9)
         try:
             entries = os.scandir(self._root / action.folder.path)

@@ -12,7 +12,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from services.cache_store import file_names
@@ -43,11 +43,6 @@ class ScanResult:
     foreign: list[str] = dataclasses.field(default_factory=list)
     """Paths of files and folders that do not belong to the store; a folder counts as one."""
 
-    def merge(self, other: "ScanResult") -> None:
-        """Append the findings of another thread to these."""
-        for field in dataclasses.fields(self):
-            getattr(self, field.name).extend(getattr(other, field.name))
-
 
 def scan(directory: str) -> ScanResult:
     """Read the headers of all files in a store's directory, without following symbolic links.
@@ -60,16 +55,28 @@ def scan(directory: str) -> ScanResult:
     # The same time for all files, so that ages keep the order of use to the microsecond.
     now_ns = time.time_ns()
     count = min(THREADS, 1 + len(waiting) // _FILES_PER_THREAD)
-    parts = [_Part(waiting[number::count], now_ns) for number in range(count)]
-    for part in parts[1:]:
-        part.start()
-    parts[0].run()
-    for part in parts[1:]:
-        part.join()
-    for part in parts:
-        if part.error is not None:
-            raise part.error
-        found.merge(part.found)
+    errors: list[BaseException] = []
+
+    def read_share(number: int) -> None:
+        try:
+            for key, path in waiting[number::count]:
+                _read_file(key, path, now_ns, found)
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    # Daemons, so that a process that must end does not wait for them.
+    threads = [
+        threading.Thread(target=read_share, args=(number,), name="scan", daemon=True)
+        for number in range(1, count)
+    ]
+    for thread in threads:
+        thread.start()
+    read_share(0)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    found.bad_files.sort(key=lambda bad: bad.key)
     return found
 
 
@@ -121,50 +128,28 @@ def _read_records(descriptor: int, size_bytes: int, folder: FolderKey) -> list[W
     return list(records.values())
 
 
-class _Part(threading.Thread):
-    """One thread's share of the files."""
-
-    def __init__(self, keys: Sequence[tuple[FileKey, str]], now_ns: int) -> None:
-        # A daemon, so that a process that must end does not wait for it.
-        super().__init__(name="scan", daemon=True)
-        self.found = ScanResult()
-        self.error: BaseException | None = None
-        self._keys = keys
-        self._now_ns = now_ns
-
-    def run(self) -> None:
-        """Read the headers of each file."""
-        try:
-            for key, path in self._keys:
-                self._read(key, path)
-        except BaseException as error:  # noqa: BLE001 - `scan` raises it again
-            self.error = error
-
-    def _read(self, key: FileKey, path: str) -> None:
-        try:
-            facts, records = read_records(path, key.folder)
-        except FileNotFoundError:
-            pass
-        except RecordUnreadable as error:
-            facts = Path(path).lstat()
-            if error.cause == "version":
-                # Another version of Lockstep may use it; it is evicted when room is needed.
-                self._add(key, facts, [])
-            else:
-                cause = f"{error.cause}: {error}"
-                self.found.bad_files.append(BadFile(key, facts.st_size, cause))
-        except PermissionError:
-            self.found.foreign.append(path)
-        except OSError as error:
-            if error.errno not in _UNREADABLE:
-                raise
-            self.found.bad_files.append(BadFile(key, 0, f"damaged: {error.strerror}"))
-        else:
-            self._add(key, facts, records)
-
-    def _add(self, key: FileKey, facts: os.stat_result, records: list[WrittenRecord]) -> None:
-        age_s = max(0.0, (self._now_ns - facts.st_mtime_ns) / 1e9)
-        self.found.files.append(FoundFile(key, facts.st_size, age_s, tuple(records)))
+def _read_file(key: FileKey, path: str, now_ns: int, found: ScanResult) -> None:
+    records: list[WrittenRecord] = []
+    try:
+        facts, records = read_records(path, key.folder)
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        found.foreign.append(path)
+        return
+    except RecordUnreadable as error:
+        facts = Path(path).lstat()
+        # Another version of Lockstep may use its files; they are evicted when room is needed.
+        if error.cause != "version":
+            found.bad_files.append(BadFile(key, facts.st_size, f"{error.cause}: {error}"))
+            return
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        found.bad_files.append(BadFile(key, 0, f"damaged: {error.strerror}"))
+        return
+    age_s = max(0.0, (now_ns - facts.st_mtime_ns) / 1e9)
+    found.files.append(FoundFile(key, facts.st_size, age_s, tuple(records)))
 
 
 def files(directory: str, found: ScanResult) -> Iterator[tuple[FileKey, str]]:

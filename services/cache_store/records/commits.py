@@ -5,15 +5,7 @@ there cannot be room is refused beforehand. Old files are evicted right after th
 file evicts nothing, and the rename itself uses no more of the disk.
 """
 
-from services.cache_store import file_names
-from services.cache_store.events import (
-    Action,
-    DeleteFile,
-    FileTaken,
-    Send,
-    TakeOverFile,
-    WriteLog,
-)
+from services.cache_store import events, file_names
 from services.cache_store.file_names import FileKey, FolderKey
 from services.cache_store.records.stored_files import StoredFiles
 from shared.identifiers import PeerId
@@ -24,7 +16,7 @@ class Commits:
     """Decides for each CommitBlocks whether the store takes its file over, and answers the rank."""
 
     def __init__(
-        self, files: StoredFiles, actions: list[Action], counters: dict[str, float]
+        self, files: StoredFiles, actions: list[events.Action], counters: dict[str, float]
     ) -> None:
         """Start without commits; `actions` and `counters` are the core's and are added to."""
         self._files = files
@@ -34,10 +26,13 @@ class Commits:
     def begin(
         self, peer: PeerId, folder: FolderKey | None, commit: CommitBlocks, off_cause: str
     ) -> None:
-        """Order that a commit's file is taken over (`finish` gets the result), or refuse it.
+        """Have a new file checked and renamed (`finish` gets the result), or refuse the commit.
+
+        A commit is refused when the store is off, the rank has opened no folder, the file's name is
+        not that of a partial file, or there cannot be room for it.
 
         Args:
-            peer: the rank.
+            peer: the rank that has written the file.
             folder: the folder that it has opened; None: it has opened none.
             commit: its message, which names the file and the records in it.
             off_cause: why the store is off; "" when it is on.
@@ -55,9 +50,9 @@ class Commits:
             self._refuse(peer, FileKey(folder, commit.name), commit, self._no_room(commit))
         else:
             key = self._files.free_name(folder, commit.records[0].hash)
-            self._actions.append(TakeOverFile(peer, key, commit))
+            self._actions.append(events.TakeOverFile(peer, key, commit))
 
-    def finish(self, event: FileTaken, now_s: float, off_cause: str) -> None:
+    def finish(self, event: events.FileTaken, now_s: float, off_cause: str) -> None:
         """Index a renamed file, so that its records can be located, and answer the rank.
 
         A file that was not renamed, or finds no room, is deleted and its commit refused. If the
@@ -94,9 +89,9 @@ class Commits:
         )
 
     def _refuse(self, peer: PeerId, file: FileKey, commit: CommitBlocks, refusal: str) -> None:
-        self._actions.append(DeleteFile(file))
+        self._actions.append(events.DeleteFile(file))
         fields = {"file": f"{file.folder.path}/{commit.name}", "cause": refusal}
-        self._actions.append(WriteLog("warning", "commit_refused", fields))
+        self._actions.append(events.WriteLog("warning", "commit_refused", fields))
         self._answer(peer, commit, refusal)
 
     def _answer(self, peer: PeerId, commit: CommitBlocks, refusal: str) -> None:
@@ -108,7 +103,7 @@ class Commits:
             detail=refusal,
             store_bytes=self._files.bytes_used,
         )
-        self._actions.append(Send(peer, answer))
+        self._actions.append(events.Send(peer, answer))
 
 
 def _file_bytes(commit: CommitBlocks) -> int:

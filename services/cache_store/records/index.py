@@ -146,7 +146,7 @@ class RecordIndex:
         self._files.move_to_end(key)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when files, records and sums disagree."""
+        """Raise AssertionError unless the sums and tables by folder and hash match the files."""
         assert self.size_bytes == sum(file.size_bytes for file in self)
         assert self.record_count == sum(len(file.records) for file in self)
         assert self.record_count == sum(len(by_hash) for by_hash in self._records.values())

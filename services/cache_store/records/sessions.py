@@ -45,7 +45,10 @@ class Sessions:
         return folder in self._folders.values()
 
     def open(self, peer: PeerId, folder: FolderKey, *, is_on: bool) -> None:
-        """Open a folder for a peer and delete the partial files of earlier sessions.
+        """Record that a peer writes to a folder, and have the folder created.
+
+        Its partial files, which an earlier session has not finished, are deleted unless another
+        peer has the folder open.
 
         Args:
             peer: the peer.

@@ -5,20 +5,11 @@ removal: its records cannot be located any more, and it is removed when the last
 """
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from services.cache_store import file_names
-from services.cache_store.events import (
-    Action,
-    DeleteFile,
-    DirectoryOpened,
-    DropQuarantined,
-    FoundFile,
-    QuarantineFile,
-    TouchFiles,
-)
+from services.cache_store import events, file_names
 from services.cache_store.file_names import FileKey, FolderKey
 from services.cache_store.records import index
 from services.cache_store.records.index import IndexedFile, RecordIndex
@@ -38,7 +29,7 @@ class FilePins:
     """
 
     def __init__(self) -> None:
-        self._by_peer: dict[PeerId, dict[int, frozenset[FileKey]]] = {}
+        self._queries: dict[tuple[PeerId, int], frozenset[FileKey]] = {}
         self._counts: Counter[FileKey] = Counter()
 
     def __contains__(self, key: FileKey) -> bool:
@@ -48,10 +39,6 @@ class FilePins:
     def __iter__(self) -> Iterator[FileKey]:
         """Iterate over the pinned files."""
         return iter(self._counts)
-
-    def __len__(self) -> int:
-        """Return the number of pinned files."""
-        return len(self._counts)
 
     def pin(self, peer: PeerId, query_id: int, keys: Iterable[FileKey]) -> list[FileKey]:
         """Pin files for a query, in place of those that a query of this id has pinned before.
@@ -68,36 +55,29 @@ class FilePins:
         self._counts.update(files)
         freed = self.release(peer, query_id)
         if files:
-            self._by_peer.setdefault(peer, {})[query_id] = files
+            self._queries[peer, query_id] = files
         return freed
 
     def release(self, peer: PeerId, query_id: int) -> list[FileKey]:
-        """Release a query's pins; return those of its files that no query pins any more."""
-        queries = self._by_peer.get(peer, {})
-        files = queries.pop(query_id, frozenset())
-        if not queries:
-            self._by_peer.pop(peer, None)
-        return self._unpin(files)
-
-    def release_all(self, peer: PeerId) -> list[FileKey]:
-        """Release all pins of a peer; return those of its files that no query pins any more."""
-        queries = self._by_peer.pop(peer, {})
-        return [key for files in queries.values() for key in self._unpin(files)]
-
-    def _unpin(self, files: Iterable[FileKey]) -> list[FileKey]:
+        """Release a query's pins; return those of its files that no query pins any more, sorted."""
         freed = []
-        for key in files:
+        for key in self._queries.pop((peer, query_id), ()):
             self._counts[key] -= 1
             if not self._counts[key]:
                 del self._counts[key]
                 freed.append(key)
         return sorted(freed)
 
+    def release_all(self, peer: PeerId) -> list[FileKey]:
+        """Release the pins of all of a peer's queries; return the files that no query pins now."""
+        numbers = [query_id for owner, query_id in self._queries if owner == peer]
+        return [key for query_id in numbers for key in self.release(peer, query_id)]
+
 
 class StoredFiles:
     """All record and quarantined files of the directory: finds, pins, evicts and removes them."""
 
-    def __init__(self, actions: list[Action], counters: dict[str, float]) -> None:
+    def __init__(self, actions: list[events.Action], counters: dict[str, float]) -> None:
         """Start without files.
 
         Args:
@@ -121,7 +101,7 @@ class StoredFiles:
         pending = sum(size for size, _ in self._pending_removal.values())
         return self.index.size_bytes + pending + sum(self._quarantined.values())
 
-    def load(self, opened: DirectoryOpened, now_s: float) -> None:
+    def load(self, opened: events.DirectoryOpened, now_s: float) -> None:
         """Replace all files by those of a scan; pins of connected peers stay.
 
         Bad files are quarantined, and files beyond the size limit are evicted.
@@ -180,7 +160,7 @@ class StoredFiles:
             peer: the rank that will read.
             query_id: its number for the query, with which it releases the pins.
             folder: its folder.
-            hashes: the records.
+            hashes: block hashes of the records, in the order of the blocks.
             now_s: the time in monotonic seconds.
 
         Returns:
@@ -192,7 +172,7 @@ class StoredFiles:
         for key in keys:
             self.index.touch(key, now_s)
         if keys:
-            self._actions.append(TouchFiles(keys))
+            self._actions.append(events.TouchFiles(keys))
         self._remove_released(self.pins.pin(peer, query_id, keys))
         return [
             index.place(file, block_hash) if file is not None else None
@@ -208,7 +188,7 @@ class StoredFiles:
         self._remove_released(self.pins.release_all(peer))
 
     def can_make_room(self, size_bytes: int) -> bool:
-        """Return True when `size_bytes` fit below the limit beside all pinned files."""
+        """Return True when `size_bytes` fit below the limit once only pinned files are left."""
         indexed = (file for key in self.pins if (file := self.index.get(key)) is not None)
         pending = sum(size for size, _ in self._pending_removal.values())
         return sum(file.size_bytes for file in indexed) + pending + size_bytes <= self.bytes_max
@@ -254,14 +234,14 @@ class StoredFiles:
         return True
 
     def evictable(self, folder: FolderKey, hashes: Sequence[bytes]) -> list[FileKey]:
-        """Return the files that hold no other records than those named.
+        """Return the files whose records are all in `hashes`, in the order in which to evict them.
 
         Args:
             folder: their folder.
-            hashes: records, the least valuable first.
+            hashes: block hashes of records that may be evicted, the least valuable first.
 
         Returns:
-            The files, each in the place of its last named record.
+            The files, in the order of the last of their records in `hashes`.
         """
         found: dict[FileKey, IndexedFile] = {}
         named: dict[FileKey, int] = {}
@@ -332,24 +312,17 @@ class StoredFiles:
 
     def list_folders(self, now_s: float) -> list[StoredFolder]:
         """Return records, bytes and seconds since the last use of each folder, sorted by folder."""
-        sums: dict[FolderKey, tuple[int, int, float]] = {}
+        by_folder: defaultdict[FolderKey, list[IndexedFile]] = defaultdict(list)
         for file in self.index:
-            records, size_bytes, used_at_s = sums.get(file.key.folder, (0, 0, float("-inf")))
-            sums[file.key.folder] = (
-                records + len(file.records),
-                size_bytes + file.size_bytes,
-                max(used_at_s, file.used_at_s),
-            )
+            by_folder[file.key.folder].append(file)
         return [
             StoredFolder(
-                namespace=folder.namespace,
-                rank=folder.rank,
-                world_size=folder.world_size,
-                records=records,
-                size_bytes=size_bytes,
-                used_s=max(0.0, now_s - used_at_s),
+                **folder._asdict(),
+                records=sum(len(file.records) for file in files),
+                size_bytes=sum(file.size_bytes for file in files),
+                used_s=max(0.0, now_s - max(file.used_at_s for file in files)),
             )
-            for folder, (records, size_bytes, used_at_s) in sorted(sums.items())
+            for folder, files in sorted(by_folder.items())
         ]
 
     def check_invariants(self) -> None:
@@ -371,10 +344,10 @@ class StoredFiles:
         if key in self.pins:
             self._pending_removal[key] = (size_bytes, removal)
         elif removal == "delete":
-            self._actions.append(DeleteFile(key))
+            self._actions.append(events.DeleteFile(key))
         else:
             name = file_names.quarantined_name(key)
-            self._actions.append(QuarantineFile(key, name))
+            self._actions.append(events.QuarantineFile(key, name))
             self._quarantined.pop(name, None)
             self._quarantined[name] = size_bytes
             for old in list(self._quarantined)[:-QUARANTINED_MAX]:
@@ -382,8 +355,8 @@ class StoredFiles:
 
     def _drop_quarantined(self, name: str) -> None:
         del self._quarantined[name]
-        self._actions.append(DropQuarantined(name))
+        self._actions.append(events.DropQuarantined(name))
 
 
-def _oldest_first(file: FoundFile) -> tuple[float, FileKey]:
+def _oldest_first(file: events.FoundFile) -> tuple[float, FileKey]:
     return (-file.age_s, file.key)
