@@ -35,13 +35,12 @@ class ByteLevelDetokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._token_bytes = vocabulary.token_bytes
         self._texts = vocabulary.texts
-        self._token_count = len(vocabulary.texts)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_in_character = False
 
     def add(self, token: int) -> str:
         """Add the next token id and return the characters that are complete now, often ""."""
-        if token >= self._token_count:
+        if token >= len(self._texts):
             return ""
         if not self._is_in_character:
             text = self._texts[token]
@@ -67,7 +66,6 @@ class ByteFallbackDetokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._token_bytes = vocabulary.token_bytes
         self._texts = vocabulary.texts
-        self._token_count = len(vocabulary.texts)
         self._byte_run = bytearray()
         self._must_strip = vocabulary.strips_first_space
 
@@ -77,7 +75,7 @@ class ByteFallbackDetokenizer:
         That is "" for byte tokens and special tokens; for another token it is the text of the byte
         tokens before it, if any, and its own.
         """
-        if token >= self._token_count:
+        if token >= len(self._texts):
             return ""
         text = self._texts[token]
         if text is None:

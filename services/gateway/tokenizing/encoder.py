@@ -7,6 +7,8 @@ encoded as plain characters.
 """
 
 import bisect
+import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -40,6 +42,7 @@ class Encoder:
         # A mark cannot split a special token of one character; no known tokenizer has one.
         special = [token for token in special if len(token["content"]) > 1]
         self._ids = {token["content"]: int(token["id"]) for token in special}
+        self._special_ids = frozenset(self._ids.values())
         breakable = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, breakable)) or r"(?!)")
         self._is_normalized = any(token["normalized"] for token in special)
@@ -69,7 +72,8 @@ class Encoder:
             ApiError: 400 when the client data contain every noncharacter from U+FDD0 to U+FDEF, so
                 that none can mark special tokens, or when `render` raises it.
         """
-        mark = _unused_mark(fields) if self._has_special(fields) else ""
+        has_special = any(self._special.search(text) for text in _strings(fields))
+        mark = _unused_mark(fields) if has_special else ""
         text = render(self.mark_special(fields, mark))
         if not mark:
             ids = _ids(self._backend, text)
@@ -102,16 +106,12 @@ class Encoder:
             when `text` and `ids` do not have the same special tokens.
         """
         found = list(self._special.finditer(text))
-        known = set(self._ids.values())
-        indexes = [index for index, token in enumerate(ids) if token in known]
+        indexes = [index for index, token in enumerate(ids) if token in self._special_ids]
         if [self._ids[match[0]] for match in found] != [ids[index] for index in indexes]:
             return []
         return [
             (match.start(), match.end(), index) for match, index in zip(found, indexes, strict=True)
         ]
-
-    def _has_special(self, value: Any) -> bool:
-        return any(self._special.search(text) for text in _strings(value))
 
     def mark_special(self, value: Any, mark: str) -> Any:
         """Return a copy of client data in which no text contains a special token.
@@ -124,19 +124,17 @@ class Encoder:
                 values of other types stay.
             mark: a character that `value` does not contain; "" returns `value` itself.
         """
-        return self._insert_marks(value, mark) if mark else value
-
-    def _insert_marks(self, value: Any, mark: str) -> Any:
-        """Insert the mark after the first character of every special token."""
+        if not mark:
+            return value
         if isinstance(value, str):
             while self._special.search(value):
                 value = self._special.sub(lambda found: found[0][0] + mark + found[0][1:], value)
             return value
         if isinstance(value, list):
-            return [self._insert_marks(item, mark) for item in value]
+            return [self.mark_special(item, mark) for item in value]
         if isinstance(value, dict):
             return {
-                self._insert_marks(key, mark): self._insert_marks(item, mark)
+                self.mark_special(key, mark): self.mark_special(item, mark)
                 for key, item in value.items()
             }
         return value
@@ -156,33 +154,24 @@ class Encoder:
         return _ids(self._plain, text) if text else []
 
     def _counts_differ(self, text: str, ids: list[int]) -> bool:
-        special = set(self._ids.values())
-        return sum(token in special for token in ids) != sum(
-            1 for _ in self._special.finditer(text)
-        )
+        special_ids = sum(token in self._special_ids for token in ids)
+        return special_ids != len(self._special.findall(text))
 
 
+@dataclasses.dataclass
 class EncodedConversation:
     """A rendered conversation with its token ids; counts first tokens that another one shares."""
 
-    def __init__(
-        self, encoder: Encoder, text: str, ids: list[int], mark: str, *, in_pieces: bool
-    ) -> None:
-        """Store what `Encoder.encode_conversation` has made.
-
-        Args:
-            encoder: the encoder itself.
-            text: the rendered text, with marks.
-            ids: token ids of the text.
-            mark: inserted into special tokens of client text; "" for no mark.
-            in_pieces: the encoder split the text at special tokens itself.
-        """
-        self.ids = ids
-        self._encoder = encoder
-        self._text = text
-        self._mark = mark
-        self._in_pieces = in_pieces
-        self._special: list[tuple[int, int, int]] | None = None
+    encoder: Encoder
+    """The encoder that made it."""
+    text: str
+    """The rendered text, with marks."""
+    ids: list[int]
+    """Token ids of the text."""
+    mark: str
+    """The character inserted into special tokens of client text; "" for none."""
+    in_pieces: bool
+    """The text between special tokens was encoded separately from them."""
 
     def count_shared_tokens(self, fields: Any, render: Callable[[Any], str]) -> int:
         """Return how many first tokens another conversation has in common with this one.
@@ -198,13 +187,13 @@ class EncodedConversation:
         Raises:
             ApiError: 400 when `render` raises it.
         """
-        other = render(self._encoder.mark_special(fields, self._mark))
-        end = _common_prefix(self._text, other)
+        other = render(self.encoder.mark_special(fields, self.mark))
+        end = _common_prefix(self.text, other)
         start, count = self._special_before(end)
         if end - start > SECTION_CHARS_MAX:
             return count
-        section = self._encoder.encode_rendered(
-            other[start : end + WINDOW_CHARS], self._mark, in_pieces=self._in_pieces
+        section = self.encoder.encode_rendered(
+            other[start : end + WINDOW_CHARS], self.mark, in_pieces=self.in_pieces
         )
         return count + _common_prefix(section, self.ids[count : count + len(section)])
 
@@ -214,13 +203,15 @@ class EncodedConversation:
         Text is split at special tokens before it is encoded, so tokens from there on do not depend
         on earlier text.
         """
-        if self._special is None:
-            self._special = self._encoder.find_special_tokens(self._text, self.ids)
-        number = bisect.bisect_right(self._special, end, key=lambda token: token[1])
+        number = bisect.bisect_right(self._special_tokens, end, key=lambda token: token[1])
         if number == 0:
             return 0, 0
-        start, _, count = self._special[number - 1]
+        start, _, count = self._special_tokens[number - 1]
         return start, count
+
+    @functools.cached_property
+    def _special_tokens(self) -> list[tuple[int, int, int]]:
+        return self.encoder.find_special_tokens(self.text, self.ids)
 
 
 def _common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:

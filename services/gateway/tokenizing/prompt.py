@@ -6,6 +6,7 @@ completion.
 
 import array
 import dataclasses
+import functools
 import hashlib
 import itertools
 import threading
@@ -122,10 +123,7 @@ def find_cache_boundaries(
         tools: its tools.
         render: renders messages and tools.
     """
-
-    def closed(fields: Any) -> str:
-        return render(fields, opens_answer=False)
-
+    closed = functools.partial(render, opens_answer=False)
     continued = _shared_tokens(conversation, messages, tools, closed)
     answered = _shared_tokens(conversation, [*messages, _ASSISTANT, _USER], tools, render)
     cache_boundaries = {continued, min(continued, answered)}

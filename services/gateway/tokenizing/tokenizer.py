@@ -3,6 +3,7 @@
 The files are in the model's folder or, for a Hugging Face id, are downloaded from the hub.
 """
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -88,11 +89,6 @@ class Tokenizer:
         self._instruction_prefixes = InstructionPrefixes()
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
-        return self._inner.chat_template is not None
-
-    @property
     def has_tool_calls(self) -> bool:
         """Whether the chat template uses the `<tool_call>` format of tool calls."""
         return tool_calls.OPENING_TAG in str(self._inner.chat_template)
@@ -121,12 +117,9 @@ class Tokenizer:
         Raises:
             ApiError: 400 when the template refuses the messages, or the model has no template.
         """
-        if not self.has_chat_template:
+        if self._inner.chat_template is None:
             raise invalid("The model has no chat template: use /v1/completions.", "model")
-
-        def render(fields: Any, *, opens_answer: bool = True) -> str:
-            return self._render(fields, arguments, opens_answer=opens_answer)
-
+        render = functools.partial(self._render, arguments)
         conversation = self._encoder.encode_conversation([messages, tools], render)
         if not 0 < block_tokens <= len(conversation.ids):
             return Prompt(conversation.ids)
@@ -138,7 +131,7 @@ class Tokenizer:
             find_cache_boundaries(conversation, messages, tools, render),
         )
 
-    def _render(self, fields: Any, arguments: dict[str, Any], *, opens_answer: bool) -> str:
+    def _render(self, arguments: dict[str, Any], fields: Any, *, opens_answer: bool = True) -> str:
         messages, tools = fields
         try:
             text: str = self._inner.apply_chat_template(
@@ -200,7 +193,11 @@ def load(config: ModelConfig, progress: Callable[[str], None] | None = None) -> 
         ConfigError: when the tokenizer's files are missing or not valid.
         UnavailableError: when the hub does not answer.
     """
-    folder = local_folder(config.path) or _download(config.path, progress)
+    folder = local_folder(config.path)
+    if folder is None:
+        if progress is not None:
+            progress(f"fetching the tokenizer of {config.path}")
+        folder = hub.fetch(config.path, _FILES)
     # Without PyTorch the library warns on import that it has no models, which are not needed.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -218,12 +215,6 @@ def load(config: ModelConfig, progress: Callable[[str], None] | None = None) -> 
             f"The tokenizer of {config.path} cannot be loaded: {' '.join(cause)}"
         ) from None
     return Tokenizer(inner, _json(folder / "config.json"), _json(folder / "generation_config.json"))
-
-
-def _download(name: str, progress: Callable[[str], None] | None) -> Path:
-    if progress is not None:
-        progress(f"fetching the tokenizer of {name}")
-    return hub.fetch(name, _FILES)
 
 
 def _json(file: Path) -> dict[str, Any]:

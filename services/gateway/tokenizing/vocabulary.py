@@ -6,13 +6,15 @@ byte fallback (SentencePiece's BPE: Llama 2, Mistral, Gemma). All others are of 
 
 import dataclasses
 import json
+import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 from tokenizers import Tokenizer as Backend
 
 PIECE_SPACE = "▁"
 """Character that SentencePiece writes for a space."""
-_BYTE_TOKEN_CHARS = len("<0x00>")
+_BYTE_TOKEN = re.compile("<0x([0-9a-fA-F]{2})>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ def read(backend: Backend) -> Vocabulary:
             continue
         data = _BYTES_OF[kind](piece)
         token_bytes[number] = data
-        texts[number] = None if kind == "byte_fallback" and _is_byte(piece) else _text(data)
+        is_byte = kind == "byte_fallback" and _BYTE_TOKEN.fullmatch(piece)
+        texts[number] = None if is_byte else _text(data)
     return Vocabulary(kind, token_bytes, texts, strips_first_space)
 
 
@@ -69,12 +72,6 @@ def _kind(
     if steps in (beginning, [*beginning, strip]):
         return "byte_fallback", len(steps) > len(beginning)
     return "other", False
-
-
-def _is_byte(piece: str) -> bool:
-    if len(piece) != _BYTE_TOKEN_CHARS or not (piece.startswith("<0x") and piece.endswith(">")):
-        return False
-    return all(char in "0123456789abcdefABCDEF" for char in piece[3:5])
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -98,16 +95,16 @@ def _byte_level(piece: str) -> bytes:
 
 
 def _byte_fallback(piece: str) -> bytes:
-    if _is_byte(piece):
-        return bytes([int(piece[3:5], 16)])
+    if byte := _BYTE_TOKEN.fullmatch(piece):
+        return bytes.fromhex(byte[1])
     return piece.replace(PIECE_SPACE, " ").encode()
 
 
-def _plain(piece: str) -> bytes:
-    return piece.encode()
-
-
-_BYTES_OF = {"byte_level": _byte_level, "byte_fallback": _byte_fallback, "other": _plain}
+_BYTES_OF: dict[str, Callable[[str], bytes]] = {
+    "byte_level": _byte_level,
+    "byte_fallback": _byte_fallback,
+    "other": str.encode,
+}
 
 
 def _text(data: bytes) -> str | None:
