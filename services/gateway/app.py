@@ -8,13 +8,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from services.gateway.endpoints import chat, completions
-from services.gateway.endpoints.completion_service import CompletionService
+from services.gateway.endpoints.completion_service import SERVICE, CompletionService
 from services.gateway.http import authentication, server
 from services.gateway.http.errors import ApiError
 from services.gateway.openai import openapi
 from shared.log import Log
 
-SERVICE = web.AppKey("service", CompletionService)
 DOCUMENT = web.AppKey("document", bytes)
 JSON = "application/json"
 READINESS_RETRY_S = 5
@@ -29,10 +28,16 @@ def build(service: CompletionService) -> web.Application:
     """Return the HTTP application with all routes, whose handlers share `service`."""
     app = web.Application(middlewares=[handle_request])
     app[SERVICE] = service
-    app.on_response_prepare.append(_add_origin_headers)
-    app[DOCUMENT] = _document(service)
-    app.router.add_post("/v1/chat/completions", chat_completions)
-    app.router.add_post("/v1/completions", text_completions)
+    app.on_response_prepare.append(service.origin_policy.add_headers)
+    document_content = openapi.document(
+        service.config,
+        service.tokenizer.vocab_size,
+        needs_key=service.authenticator.needs_key,
+        open_paths=service.authenticator.open_paths,
+    )
+    app[DOCUMENT] = orjson.dumps(document_content)
+    app.router.add_post("/v1/chat/completions", chat.create)
+    app.router.add_post("/v1/completions", completions.create)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{name:.+}", model)
     app.router.add_get("/v1/lockstep/status", status)
@@ -58,7 +63,7 @@ async def handle_request(request: web.Request, handler: _Handler) -> web.StreamR
     service = request.app[SERVICE]
     try:
         response = await _respond(service, request, handler)
-        service.metrics.count_response(response.status)
+        service.metrics.responses[response.status] += 1
         service.admission.release_body(request)
         await server.finish_response(request, response)
     finally:
@@ -91,16 +96,6 @@ async def _respond(
         _log.exception("handler_failed", path=request.path, key=authentication.key_name(request))
         response = ApiError(500, "Internal error.", code="internal_error", close=True).response()
     return response
-
-
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Answer POST /v1/chat/completions: complete a conversation."""
-    return await chat.create(request.app[SERVICE], request)
-
-
-async def text_completions(request: web.Request) -> web.StreamResponse:
-    """Answer POST /v1/completions: continue one or more prompts."""
-    return await completions.create(request.app[SERVICE], request)
 
 
 async def models(request: web.Request) -> web.Response:
@@ -152,20 +147,6 @@ async def metrics(request: web.Request) -> web.Response:
 async def document(request: web.Request) -> web.Response:
     """Answer GET /openapi.json with the OpenAPI document."""
     return web.Response(body=request.app[DOCUMENT], content_type=JSON)
-
-
-async def _add_origin_headers(request: web.Request, response: web.StreamResponse) -> None:
-    request.app[SERVICE].origin_policy.add_headers(request, response)
-
-
-def _document(service: CompletionService) -> bytes:
-    content = openapi.document(
-        service.config,
-        service.tokenizer.vocab_size,
-        needs_key=service.authenticator.needs_key,
-        open_paths=service.authenticator.open_paths,
-    )
-    return orjson.dumps(content)
 
 
 def _model(service: CompletionService) -> dict[str, object]:

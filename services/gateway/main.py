@@ -16,14 +16,10 @@ from services.gateway import app
 from services.gateway.completion.open_requests import OpenRequests
 from services.gateway.completion.streaming import FlushList
 from services.gateway.endpoints.completion_service import CompletionService
+from services.gateway.http import connection_limits
 from services.gateway.http.admission import AdmissionControl
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.authentication import Authenticator
-from services.gateway.http.connection_limits import (
-    ACCEPTS_PER_TURN,
-    connections_max,
-    limit_send_buffers,
-)
 from services.gateway.http.cors import OriginPolicy
 from services.gateway.http.server import GuardedRunner, raise_descriptor_limit
 from services.gateway.metrics.gateway import GatewayMetrics
@@ -144,14 +140,14 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     listener = bind(config)
-    limit_send_buffers(listener)
-    connection_count_max = connections_max(raise_descriptor_limit())
+    connection_limits.limit_send_buffers(listener)
+    connection_count_max = connection_limits.connections_max(raise_descriptor_limit())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     service = build_service(config, loaded, keys, SystemClock())
     runner = GuardedRunner(app.build(service), config.gateway, connection_count_max)
     try:
         await runner.setup()
-        await web.SockSite(runner, listener, backlog=ACCEPTS_PER_TURN).start()
+        await web.SockSite(runner, listener, backlog=connection_limits.ACCEPTS_PER_TURN).start()
         # asyncio has set its backlog, which limits the accepts of one turn; set ours again.
         listener.listen(LISTEN_BACKLOG)
         gc.collect()
@@ -177,7 +173,7 @@ async def _drain(
     aborted = service.admission.unanswered
     service.open_requests.fail_all("The server is shutting down.")
     # The handlers answer with the error before their connections are closed.
-    await _until_answered(service, runner, ABORT_GRACE_S, None)
+    await _until_answered(service, runner, ABORT_GRACE_S, asyncio.Event())
     (_log.warning if aborted else _log.info)("gateway_stopped", aborted=aborted)
     return aborted
 
@@ -186,11 +182,11 @@ async def _until_answered(
     service: CompletionService,
     runner: GuardedRunner,
     timeout_s: float,
-    forced: asyncio.Event | None,
+    forced: asyncio.Event,
 ) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while service.admission.unanswered or runner.unsent_bytes:
-                if forced is not None and forced.is_set():
+                if forced.is_set():
                     return
                 await asyncio.sleep(_DRAIN_POLL_S)

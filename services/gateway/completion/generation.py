@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from typing import Any, Protocol
+from typing import Protocol
 
 from services.gateway.completion.completion_text import CompletionText, LogprobEntry
 from services.gateway.http import cache_header
@@ -28,35 +28,13 @@ class TextSink(Protocol):
         """
         ...
 
-    def add_call(self, choice: "Choice", number: int, call: ParsedCall) -> None:
-        """Add a complete tool call of one choice.
-
-        Args:
-            choice: the choice that the call belongs to.
-            number: position of the call among the choice's calls, counted from 0.
-            call: the call.
-        """
+    def add_call(self, choice: "Choice", call: ParsedCall) -> None:
+        """Add a complete tool call of one choice."""
         ...
 
     def end_choice(self, choice: "Choice") -> None:
         """Receive the end of a choice, after its last text; `choice.finish_reason` is set."""
         ...
-
-
-@dataclasses.dataclass(slots=True)
-class Usage:
-    """Counts of prompt, completion, cached and draft tokens of one HTTP request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    cache: dict[str, Any] | None
-    """Cached and computed tokens of the first choice's prompt, from `cache_header.body_fields`;
-    None before the scheduler has admitted it."""
-    drafts_accepted: int
-    """Tokens of the completion that were drafts first."""
-    drafts_rejected: int
-    """Drafts that were verified and are not part of the completion."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -87,7 +65,9 @@ class Choice:
     cached: CachedPrefix | None = None
     """Cached part of the prompt at its first admission, None before."""
     drafts_accepted: int = 0
+    """Tokens of the completion that were drafts first."""
     drafts_rejected: int = 0
+    """Drafts that were verified and are not part of the completion."""
     drafts_past_end: int = 0
     """Accepted drafts that came after a stop string had ended the completion."""
     submitted_s: float = 0.0
@@ -117,7 +97,7 @@ class Choice:
             if self.tool_calls is None:
                 self.generation.sink.add_text(self, text, entries)
             else:
-                self._add_pieces(self.tool_calls, self.tool_calls.push(text))
+                self._add_pieces(self.tool_calls.push(text))
         if is_stopped:
             past_end = self.text.tokens_after_stop
             del self.tokens[len(self.tokens) - past_end :]
@@ -157,23 +137,21 @@ class Choice:
         text, is_stopped = self.text.finish()
         entries = self.text.take_logprobs(is_final=not is_stopped)
         if self.tool_calls is not None:
-            self._add_pieces(self.tool_calls, self.tool_calls.push(text))
+            self._add_pieces(self.tool_calls.push(text))
         elif text or entries:
             self.generation.sink.add_text(self, text, entries)
         self._end("stop" if is_stopped else finish_reason)
 
-    def _add_pieces(self, parser: ToolCallParser, pieces: list[str | ParsedCall]) -> None:
-        number = parser.count - sum(isinstance(piece, ParsedCall) for piece in pieces)
+    def _add_pieces(self, pieces: list[str | ParsedCall]) -> None:
         for piece in pieces:
             if isinstance(piece, str):
                 self.generation.sink.add_text(self, piece, [])
             else:
-                self.generation.sink.add_call(self, number, piece)
-                number += 1
+                self.generation.sink.add_call(self, piece)
 
     def _end(self, finish_reason: str) -> None:
         if self.tool_calls is not None:
-            self._add_pieces(self.tool_calls, self.tool_calls.finish())
+            self._add_pieces(self.tool_calls.finish())
             if self.tool_calls.count and finish_reason == "stop":
                 finish_reason = "tool_calls"
         self.finish_reason = finish_reason
@@ -239,25 +217,6 @@ class Generation:
         """Set the event `confirmed` if the scheduler has reported the end of every choice."""
         if all(choice.is_confirmed for choice in self.choices):
             self.confirmed.set()
-
-    def usage(self) -> Usage:
-        """Return the token counts of all choices so far.
-
-        A prompt with several choices counts once in `prompt_tokens` and `cached_tokens`.
-        """
-        per_prompt = max(1, len(self.choices) // max(1, len(self.prompts)))
-        cached = [choice.cached for choice in self.choices[::per_prompt]]
-        first = self.choices[0]
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=sum(len(choice.tokens) for choice in self.choices),
-            cached_tokens=sum(
-                known.memory_tokens + known.stored_tokens for known in cached if known is not None
-            ),
-            cache=cache_header.body_fields(first.cached, len(first.submit_request.prompt)),
-            drafts_accepted=sum(choice.drafts_accepted for choice in self.choices),
-            drafts_rejected=sum(choice.drafts_rejected for choice in self.choices),
-        )
 
     def cache_header_value(self) -> str:
         """Return the value of `X-Lockstep-Cache`, which describes the first choice's prompt."""

@@ -15,23 +15,10 @@ from services.gateway.http.admission import FullQueue
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.scheduler_client.scheduler_client import CallLater, Events, Link, Timer
 from services.gateway.scheduler_client.scheduler_status import StatusBoard
+from shared import messages
 from shared.clock import Clock
 from shared.errors import LinkError, LinkFull, PeerUnknown
 from shared.log import Log
-from shared.messages import (
-    AbortRequest,
-    QueryStatus,
-    RequestAccepted,
-    RequestAdmitted,
-    RequestFailed,
-    RequestFinished,
-    RequestRejected,
-    StatusReported,
-    SubmitRequest,
-    ToGateway,
-    TokensGenerated,
-)
-from shared.messages.base import TokenLogprobs
 from shared.transport.links import Connected, Lost, Received
 
 CONNECT_WAIT_S = 5.0
@@ -44,7 +31,7 @@ RESUME_RETRY_S = 0.5
 """Time after which a request is sent again that a restarted scheduler cannot accept yet."""
 
 _log = Log("gateway.requests")
-_NO_LOGPROBS: list[list[TokenLogprobs]] = [[]]
+_NO_LOGPROBS: list[list[messages.TokenLogprobs]] = [[]]
 
 
 class OpenRequests:
@@ -95,7 +82,7 @@ class OpenRequests:
         """
         error = self._queue.error()
         if error is not None:
-            self._metrics.count_rejection("queue_full")
+            self._metrics.rejections["queue_full"] += 1
             raise error
 
     async def submit(self, generation: Generation) -> None:
@@ -141,7 +128,7 @@ class OpenRequests:
         for choice in generation.choices:
             is_open = self._choices.pop(choice.request_id, None) is not None
             if is_open and not choice.finish_reason and not choice.is_confirmed:
-                self._metrics.count_end("abort")
+                self._metrics.ends["abort"] += 1
                 self._abort(choice, "abort")
 
     def fail_all(self, message: str) -> None:
@@ -169,37 +156,37 @@ class OpenRequests:
                     assert_never(event)
         self._flush_list.flush()
 
-    def _handle_message(self, message: ToGateway, now_s: float) -> None:
+    def _handle_message(self, message: messages.ToGateway, now_s: float) -> None:
         match message:
-            case TokensGenerated():
+            case messages.TokensGenerated():
                 self._handle_tokens(message, now_s)
-            case RequestFinished():
+            case messages.RequestFinished():
                 self._handle_finished(message, now_s)
-            case RequestAccepted():
+            case messages.RequestAccepted():
                 accepted = self._choices.get(message.request_id)
                 if accepted is not None:
                     accepted.is_accepted = True
-            case RequestAdmitted():
+            case messages.RequestAdmitted():
                 self._queue.note_moved()
                 admitted = self._choices.get(message.request_id)
                 # A restarted scheduler admits again; usage reports the first admission.
                 if admitted is not None and admitted.cached is None:
                     admitted.cached = message.cached
-            case RequestRejected():
+            case messages.RequestRejected():
                 self._handle_rejected(message)
-            case RequestFailed():
+            case messages.RequestFailed():
                 self._queue.note_moved()
                 choice = self._choices.pop(message.request_id, None)
                 if choice is not None:
                     choice.is_confirmed = True
-                    self._metrics.count_end("error")
+                    self._metrics.ends["error"] += 1
                     choice.generation.fail(errors.ended(message))
-            case StatusReported():
+            case messages.StatusReported():
                 self._status.report(message, now_s)
             case _:
                 assert_never(message)
 
-    def _handle_tokens(self, message: TokensGenerated, now_s: float) -> None:
+    def _handle_tokens(self, message: messages.TokensGenerated, now_s: float) -> None:
         names = message.request_ids
         count = len(names)
         logprobs = message.logprobs or _NO_LOGPROBS * count
@@ -219,16 +206,17 @@ class OpenRequests:
                 self._fail_position(choice, message.positions[entry])
                 continue
             if choice.tokens:
-                self._metrics.observe_tokens(now_s - choice.last_token_s, len(tokens))
+                self._metrics.next_token.observe(now_s - choice.last_token_s)
             else:
-                self._metrics.observe_first_token(now_s - choice.submitted_s, len(tokens))
+                self._metrics.first_token.observe(now_s - choice.submitted_s)
                 choice.generation.started.set()
+            self._metrics.generation_tokens += len(tokens)
             choice.last_token_s = now_s
             if choice.add(tokens, logprobs[entry]):
                 self._metrics.observe_end("stop", now_s - choice.submitted_s)
                 self._abort(choice, "stop")
 
-    def _handle_finished(self, message: RequestFinished, now_s: float) -> None:
+    def _handle_finished(self, message: messages.RequestFinished, now_s: float) -> None:
         self._queue.note_moved()
         choice = self._choices.pop(message.request_id, None)
         if choice is None:
@@ -245,11 +233,11 @@ class OpenRequests:
                 self._metrics.observe_end(message.finish_reason, now_s - choice.submitted_s)
                 choice.finish(message.finish_reason)
             else:
-                self._metrics.count_end(message.finish_reason)
+                self._metrics.ends[message.finish_reason] += 1
                 choice.generation.fail(_finish_error(message))
         choice.generation.update_confirmed()
 
-    def _handle_rejected(self, message: RequestRejected) -> None:
+    def _handle_rejected(self, message: messages.RequestRejected) -> None:
         choice = self._choices.get(message.request_id)
         if choice is None:
             return
@@ -265,10 +253,10 @@ class OpenRequests:
             self._queue.note_full(message)
         del self._choices[message.request_id]
         choice.is_confirmed = True
-        self._metrics.count_rejection(message.cause)
+        self._metrics.rejections[message.cause] += 1
         choice.generation.fail(errors.rejected(message, choice.generation.prompt_param))
 
-    def _is_world_restarting(self, message: RequestRejected, choice: Choice) -> bool:
+    def _is_world_restarting(self, message: messages.RequestRejected, choice: Choice) -> bool:
         """Return whether a new request should wait because the world is ready again in seconds."""
         is_temporary = message.cause == "not_ready" and message.retry_after_s is not None
         waited_s = self._clock.now() - choice.submitted_s
@@ -281,7 +269,7 @@ class OpenRequests:
             position=position,
             expected=len(choice.tokens),
         )
-        self._metrics.count_end("error")
+        self._metrics.ends["error"] += 1
         self._choices.pop(choice.request_id, None)
         self._abort(choice, "abort")
         choice.generation.fail(errors.failed("Tokens arrived out of order."))
@@ -293,12 +281,12 @@ class OpenRequests:
             completion_tokens=completion_tokens,
             received=len(choice.tokens),
         )
-        self._metrics.count_end("error")
+        self._metrics.ends["error"] += 1
         choice.generation.fail(errors.failed("Not all tokens of the completion arrived."))
 
     def _abort(self, choice: Choice, reason: Literal["abort", "stop"]) -> None:
         self._queue.note_moved()
-        message = AbortRequest(request_id=choice.request_id, reason=reason)
+        message = messages.AbortRequest(request_id=choice.request_id, reason=reason)
         try:
             self._link.send(message)
         except PeerUnknown:
@@ -327,7 +315,7 @@ class OpenRequests:
         _log.info("scheduler_connected", open=len(self._choices))
         # The session may be lost again; the Lost event then follows in the same list.
         with contextlib.suppress(LinkError):
-            self._link.send(QueryStatus())
+            self._link.send(messages.QueryStatus())
         for choice in list(self._choices.values()):
             self._resume(choice)
 
@@ -370,15 +358,15 @@ class OpenRequests:
             self._resume(choice)
 
 
-def _finish_error(message: RequestFinished) -> errors.ApiError:
+def _finish_error(message: messages.RequestFinished) -> errors.ApiError:
     if message.finish_reason == "error":
         return errors.timed_out("The request did not end within its deadline.")
     return errors.failed("The request was aborted by the server.")
 
 
-def _finished(choice: Choice, *, is_stopped: bool) -> RequestFinished:
-    request: SubmitRequest = choice.submit_request
-    return RequestFinished(
+def _finished(choice: Choice, *, is_stopped: bool) -> messages.RequestFinished:
+    request = choice.submit_request
+    return messages.RequestFinished(
         request_id=request.request_id,
         finish_reason="stop" if is_stopped else "length",
         prompt_tokens=len(request.prompt),

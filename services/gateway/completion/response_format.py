@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import orjson
 
 from services.gateway.completion.completion_text import LogprobEntry
-from services.gateway.completion.generation import Usage
+from services.gateway.completion.generation import Generation
+from services.gateway.http import cache_header
 from services.gateway.tokenizing.tokenizer import Tokenizer
 from services.gateway.tokenizing.tool_calls import ParsedCall
 from shared.errors import InvariantBroken
@@ -101,18 +102,13 @@ class ResponseFormat(abc.ABC):
         """
         return self._text_event(index, text, orjson.dumps(self._logprobs(index, entries)))
 
-    def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
-        """Return an event with a complete tool call.
-
-        Args:
-            index: number of the choice, counted from 0.
-            number: position of the call among the choice's calls, counted from 0.
-            call: the call.
+    def call_event(self, index: int, call: ParsedCall) -> bytes:
+        """Return an event with a complete tool call of choice `index`.
 
         Raises:
             InvariantBroken: this endpoint offers no tools, so there are no calls.
         """
-        raise InvariantBroken(f"completion {index} has tool call {number}: {call.name}")
+        raise InvariantBroken(f"completion {index} has tool call {call.number}: {call.name}")
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
         """Return the event that ends choice `index` with its finish reason."""
@@ -122,12 +118,17 @@ class ResponseFormat(abc.ABC):
         """Return an event of choice `index` with empty text, to keep the connection open."""
         return self._text_event(index, "")
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """Return the event with the request's token counts; its list of choices is empty."""
-        return self._start + b"]," + orjson.dumps(_last_fields(usage))[1:] + b"\n\n"
+    def usage_event(self, generation: Generation) -> bytes:
+        """Return the event with the request's token counts so far; its list of choices is empty."""
+        return self._start + b"]," + orjson.dumps(_last_fields(generation))[1:] + b"\n\n"
 
-    def body(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
-        """Return the body of a response that is not streamed."""
+    def body(self, choices: list[CollectedChoice], generation: Generation) -> bytes:
+        """Return the body of a response that is not streamed.
+
+        Args:
+            choices: text and ends of the choices, in order.
+            generation: has the token counts of the request.
+        """
         fields = {
             **self._first_fields(self._body_kind),
             "choices": [
@@ -141,7 +142,7 @@ class ResponseFormat(abc.ABC):
                 }
                 for choice in choices
             ],
-            **_last_fields(usage),
+            **_last_fields(generation),
         }
         return orjson.dumps(fields)
 
@@ -174,21 +175,32 @@ class ResponseFormat(abc.ABC):
         )  # fmt: skip
 
 
-def _last_fields(usage: Usage) -> dict[str, Any]:
+def _last_fields(generation: Generation) -> dict[str, Any]:
     """Return the token counts, and facts that OpenAI's API has no field for.
 
-    These facts are not in `usage`, because clients add up all numbers there.
+    A prompt with several choices counts once in `prompt_tokens` and `cached_tokens`. The facts are
+    not in `usage`, because clients add up all numbers there.
     """
+    choices = generation.choices
+    prompt_tokens = generation.prompt_tokens
+    completion_tokens = sum(len(choice.tokens) for choice in choices)
+    per_prompt = max(1, len(choices) // max(1, len(generation.prompts)))
+    cached = [choice.cached for choice in choices[::per_prompt] if choice.cached is not None]
+    cached_tokens = sum(prompt.memory_tokens + prompt.stored_tokens for prompt in cached)
     return {
         "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "completion_tokens_details": {
-                "accepted_prediction_tokens": usage.drafts_accepted,
-                "rejected_prediction_tokens": usage.drafts_rejected,
+                "accepted_prediction_tokens": sum(choice.drafts_accepted for choice in choices),
+                "rejected_prediction_tokens": sum(choice.drafts_rejected for choice in choices),
             },
         },
-        "lockstep": {"cache": usage.cache},
+        "lockstep": {
+            "cache": cache_header.body_fields(
+                choices[0].cached, len(choices[0].submit_request.prompt)
+            )
+        },
     }

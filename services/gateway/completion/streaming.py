@@ -98,15 +98,9 @@ class EventStream:
         before, after = self._frames[choice.index]
         self._add(before, orjson.dumps(text), after)
 
-    def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
-        """Buffer an event for the next `flush`: a complete tool call of a choice.
-
-        Args:
-            choice: the choice that the call belongs to.
-            number: position of the call among the choice's calls, counted from 0.
-            call: the call.
-        """
-        self._add(self._format.call_event(choice.index, number, call))
+    def add_call(self, choice: Choice, call: ParsedCall) -> None:
+        """Buffer an event for the next `flush`: a complete tool call of a choice."""
+        self._add(self._format.call_event(choice.index, call))
 
     def end_choice(self, choice: Choice) -> None:
         """Buffer the event for the next `flush` that ends a choice and states its finish reason."""
@@ -185,7 +179,7 @@ class EventStream:
         else:
             if self._format.metadata.includes_usage:
                 await _within(generation.confirmed, CONFIRM_WAIT_S)
-                self._add(self._format.usage_event(generation.usage()))
+                self._add(self._format.usage_event(generation))
             self._add(DONE)
         self.flush()
         return response
@@ -249,7 +243,7 @@ class BodyCollector:
         if collected.logprobs is not None:
             collected.logprobs += logprobs
 
-    def add_call(self, choice: Choice, _number: int, call: ParsedCall) -> None:
+    def add_call(self, choice: Choice, call: ParsedCall) -> None:
         """Append a tool call to those of the choice."""
         self._choices[choice.index].calls.append(call)
 
@@ -268,7 +262,7 @@ class BodyCollector:
         await generation.ended.wait()
         generation.raise_if_failed()
         await _within(generation.confirmed, CONFIRM_WAIT_S)
-        body = self._format.body(self._choices, generation.usage())
+        body = self._format.body(self._choices, generation)
         headers = {cache_header.HEADER: generation.cache_header_value()}
         return web.Response(body=body, content_type="application/json", headers=headers)
 

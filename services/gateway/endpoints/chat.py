@@ -6,42 +6,29 @@ import msgspec
 from aiohttp import web
 
 from services.gateway.endpoints import completion_service
-from services.gateway.endpoints.completion_service import CompletionService
+from services.gateway.endpoints.completion_service import SERVICE, CompletionService
 from services.gateway.http import request_body
-from services.gateway.http.errors import invalid
-from services.gateway.openai.request_types import (
-    AssistantMessage,
-    AssistantTextPart,
-    ChatCompletionRequest,
-    ChatMessage,
-    DeveloperMessage,
-    RefusalPart,
-    SystemMessage,
-    TextPart,
-    ToolMessage,
-    UserMessage,
-)
+from services.gateway.http.errors import invalid_field, unsupported
+from services.gateway.openai import request_types
 from services.gateway.openai.response_formats import ChatFormat
 from services.gateway.openai.validation import check_chat
 
-_decoder = msgspec.json.Decoder(ChatCompletionRequest)
+_decoder = msgspec.json.Decoder(request_types.ChatCompletionRequest)
 
 
-async def create(service: CompletionService, request: web.Request) -> web.StreamResponse:
+async def create(request: web.Request) -> web.StreamResponse:
     """Answer POST /v1/chat/completions: complete a conversation and send the completions.
 
     Raises:
         ApiError: when the request is refused, or fails before the response has begun.
     """
+    service = request.app[SERVICE]
     body = request_body.decode(_decoder, await service.read_body(request))
     service.check_model(body.model)
     options = check_chat(body, service.config)
     service.check_capacity(options.count)
     messages = template_messages(body.messages)
-    arguments: dict[str, Any] = {}
-    template_arguments = body.chat_template_kwargs
-    if template_arguments is not None and template_arguments.enable_thinking is not None:
-        arguments["enable_thinking"] = template_arguments.enable_thinking
+    arguments = msgspec.to_builtins(body.chat_template_kwargs or request_types.TemplateArguments())
     tools = _tools(service, body)
     chars = sum(len(message.get("content") or "") for message in messages)
     cache = service.config.cache
@@ -63,7 +50,9 @@ async def create(service: CompletionService, request: web.Request) -> web.Stream
     )
 
 
-def _tools(service: CompletionService, body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+def _tools(
+    service: CompletionService, body: request_types.ChatCompletionRequest
+) -> list[dict[str, Any]] | None:
     """Return the offered tools as chat templates expect them, None without tools.
 
     Raises:
@@ -72,19 +61,13 @@ def _tools(service: CompletionService, body: ChatCompletionRequest) -> list[dict
     if not body.tools or body.tool_choice == "none":
         return None
     if not service.tokenizer.has_tool_calls:
-        raise invalid(
-            "tools: the model's chat template does not use the <tool_call> format.",
-            "tools",
-            "unsupported_value",
-        )
+        problem = "the model's chat template does not use the <tool_call> format."
+        raise unsupported("tools", problem)
     tools: list[dict[str, Any]] = msgspec.to_builtins(body.tools)
-    for tool in tools:
-        function = tool["function"]
-        tool["function"] = {key: value for key, value in function.items() if value is not None}
     return tools
 
 
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: list[request_types.ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as the dicts that chat templates expect, in the same order.
 
     Each has `role` and `content`, and `name`, `tool_calls`, `tool_call_id` or `reasoning_content`
@@ -96,37 +79,30 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     rendered: list[dict[str, Any]] = []
     calls: set[str] = set()
     for index, message in enumerate(messages):
-        match message:
-            case SystemMessage() | DeveloperMessage():
-                fields: dict[str, Any] = {"role": "system", "content": _text(message.content)}
-            case UserMessage():
-                fields = {"role": "user", "content": _text(message.content)}
-            case AssistantMessage():
-                fields = _assistant(message, index)
-                calls.update(call.id for call in message.tool_calls or [])
-            case ToolMessage():
-                if message.tool_call_id not in calls:
-                    param = f"messages[{index}].tool_call_id"
-                    raise invalid(
-                        f"{param}: no earlier assistant message has a call with this id.", param
-                    )
-                fields = {
-                    "role": "tool",
-                    "content": _text(message.content),
-                    "tool_call_id": message.tool_call_id,
-                }
-        name = None if isinstance(message, ToolMessage) else message.name
-        if name is not None:
-            fields["name"] = name
+        if isinstance(message, request_types.AssistantMessage):
+            fields = _assistant(message, index)
+            calls.update(call.id for call in message.tool_calls or [])
+        else:
+            role = {request_types.UserMessage: "user", request_types.ToolMessage: "tool"}.get(
+                type(message), "system"
+            )
+            fields = {"role": role, "content": _text(message.content)}
+        if isinstance(message, request_types.ToolMessage):
+            if message.tool_call_id not in calls:
+                problem = "no earlier assistant message has a call with this id."
+                raise invalid_field(f"messages[{index}].tool_call_id", problem)
+            fields["tool_call_id"] = message.tool_call_id
+        elif message.name is not None:
+            fields["name"] = message.name
         rendered.append(fields)
     return rendered
 
 
-def _assistant(message: AssistantMessage, index: int) -> dict[str, Any]:
+def _assistant(message: request_types.AssistantMessage, index: int) -> dict[str, Any]:
     content = message.refusal if message.content is None else _text(message.content)
     if content is None and not message.tool_calls:
-        param = f"messages[{index}].content"
-        raise invalid(f"{param}: an assistant message needs content or tool_calls.", param)
+        problem = "an assistant message needs content or tool_calls."
+        raise invalid_field(f"messages[{index}].content", problem)
     fields: dict[str, Any] = {"role": "assistant", "content": content or ""}
     if message.reasoning_content is not None:
         fields["reasoning_content"] = message.reasoning_content
@@ -154,7 +130,14 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _text(content: str | list[TextPart] | list[AssistantTextPart | RefusalPart]) -> str:
+def _text(
+    content: str
+    | list[request_types.TextPart]
+    | list[request_types.AssistantTextPart | request_types.RefusalPart],
+) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
+    return "".join(
+        part.refusal if isinstance(part, request_types.RefusalPart) else part.text
+        for part in content
+    )

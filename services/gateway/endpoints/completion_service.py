@@ -18,7 +18,7 @@ from services.gateway.http import authentication, errors, server
 from services.gateway.http.admission import ADMITTED, AdmissionControl
 from services.gateway.http.authentication import Authenticator
 from services.gateway.http.cors import OriginPolicy
-from services.gateway.http.errors import ApiError, invalid
+from services.gateway.http.errors import ApiError, invalid_field
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.openai.validation import RequestOptions
 from services.gateway.scheduler_client.scheduler_status import StatusBoard
@@ -139,7 +139,7 @@ class CompletionService:
                 code="queue_full",
                 retry_after_s=ENCODE_S_MAX,
             )
-        raise invalid(f"{param}: encoding takes more than {ENCODE_S_MAX:.0f} s.", param)
+        raise invalid_field(param, f"encoding takes more than {ENCODE_S_MAX:.0f} s.")
 
     def response_metadata(self, kind: str, options: RequestOptions) -> ResponseMetadata:
         """Return the id, time, model and options of a new response; the id is random.
@@ -155,6 +155,9 @@ class CompletionService:
             fingerprint=self.status.fingerprint,
             includes_usage=options.includes_usage,
         )
+
+
+SERVICE = web.AppKey("service", CompletionService)
 
 
 async def respond(
@@ -218,10 +221,10 @@ def too_long(length: str, context: int, param: str) -> ApiError:
         context: most tokens that prompt and completion may have together.
         param: name of the request field that holds the prompt.
     """
-    return invalid(
-        f"{param}: the prompt has {length}, but prompt and completion together may have "
-        f"at most {context} tokens.",
+    return invalid_field(
         param,
+        f"the prompt has {length}, but prompt and completion together may have at most {context} "
+        "tokens.",
         "context_length_exceeded",
     )
 
@@ -267,7 +270,7 @@ def _max_tokens(
         ApiError: 400 when prompt and completion do not fit the context.
     """
     if not prompt:
-        raise invalid(f"{prompt_param}: the prompt has no tokens.", prompt_param)
+        raise invalid_field(prompt_param, "the prompt has no tokens.")
     default = service.config.gateway.default_max_tokens
     context = service.status.context_tokens_max
     if not context:
@@ -278,10 +281,10 @@ def _max_tokens(
     if options.max_tokens is None:
         return min(default, room)
     if options.max_tokens > room:
-        raise invalid(
-            f"{options.max_tokens_param}: {options.max_tokens} tokens after a prompt of "
-            f"{len(prompt)} exceed the context of {context} tokens.",
+        raise invalid_field(
             options.max_tokens_param,
+            f"{options.max_tokens} tokens after a prompt of {len(prompt)} exceed the context of "
+            f"{context} tokens.",
             "context_length_exceeded",
         )
     return options.max_tokens

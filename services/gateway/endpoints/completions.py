@@ -6,9 +6,9 @@ import msgspec
 from aiohttp import web
 
 from services.gateway.endpoints import completion_service
-from services.gateway.endpoints.completion_service import CompletionService
+from services.gateway.endpoints.completion_service import SERVICE
 from services.gateway.http import request_body
-from services.gateway.http.errors import invalid
+from services.gateway.http.errors import invalid_field
 from services.gateway.openai.request_types import PROMPTS_MAX, CompletionRequest, TokenId
 from services.gateway.openai.response_formats import CompletionFormat
 from services.gateway.openai.validation import CHOICES_TOTAL_MAX, RequestOptions, check_completion
@@ -18,23 +18,27 @@ from services.gateway.tokenizing.tokenizer import Tokenizer
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-async def create(service: CompletionService, request: web.Request) -> web.StreamResponse:
+async def create(request: web.Request) -> web.StreamResponse:
     """Answer POST /v1/completions: continue one or more prompts and send the completions.
 
     Raises:
         ApiError: when the request is refused, or fails before the response has begun.
     """
+    service = request.app[SERVICE]
     body = request_body.decode(_decoder, await service.read_body(request))
     service.check_model(body.model)
     options = check_completion(body, service.config)
     _check_length(body.prompt, service.status.context_tokens_max)
     prompts_or_ids = validate_prompts(body.prompt, service.tokenizer.vocab_size)
     if len(prompts_or_ids) * options.count > CHOICES_TOTAL_MAX:
-        raise invalid(f"prompt: prompts times n may be at most {CHOICES_TOTAL_MAX}.", "prompt")
+        raise invalid_field("prompt", f"prompts times n may be at most {CHOICES_TOTAL_MAX}.")
     service.check_capacity(len(prompts_or_ids) * options.count)
     chars = max(len(prompt) if isinstance(prompt, str) else 0 for prompt in prompts_or_ids)
+    encode = service.tokenizer.encode_text
     prompts = await service.encode(
-        lambda: _encode(service.tokenizer, prompts_or_ids), chars, "prompt"
+        lambda: [Prompt(encode(one) if isinstance(one, str) else one) for one in prompts_or_ids],
+        chars,
+        "prompt",
     )
     metadata = service.response_metadata("cmpl", options)
     echoes = _echoes(service.tokenizer, prompts_or_ids, options) if body.echo else []
@@ -58,7 +62,7 @@ def validate_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | lis
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise invalid("prompt: the list is empty.", "prompt")
+        raise invalid_field("prompt", "the list is empty.")
     first = prompt[0]
     if isinstance(first, str):
         prompts: list[Any] = _converted(prompt, list[str])
@@ -67,11 +71,11 @@ def validate_prompts(prompt: str | list[Any], vocab_size: int) -> list[str | lis
     else:
         prompts = [_converted(prompt, list[TokenId])]
     if len(prompts) > PROMPTS_MAX:
-        raise invalid(f"prompt: at most {PROMPTS_MAX} prompts are allowed.", "prompt")
+        raise invalid_field("prompt", f"at most {PROMPTS_MAX} prompts are allowed.")
     for ids in prompts:
         if isinstance(ids, list) and max(ids, default=0) >= vocab_size:
-            raise invalid(
-                f"prompt: the model has no token {max(ids)}, only 0 to {vocab_size - 1}.", "prompt"
+            raise invalid_field(
+                "prompt", f"the model has no token {max(ids)}, only 0 to {vocab_size - 1}."
             )
     return prompts
 
@@ -85,13 +89,6 @@ def _check_length(prompt: str | list[Any], context: int) -> None:
 def _converted(value: Any, kind: Any) -> list[Any]:
     converted: list[Any] = request_body.convert(value, kind, "prompt")
     return converted
-
-
-def _encode(tokenizer: Tokenizer, prompts: list[str | list[int]]) -> list[Prompt]:
-    return [
-        Prompt(tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt)
-        for prompt in prompts
-    ]
 
 
 def _echoes(

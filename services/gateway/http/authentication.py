@@ -10,7 +10,7 @@ import ipaddress
 from aiohttp import hdrs, web
 
 from services.gateway.http.api_keys import ApiKeys
-from services.gateway.http.errors import ApiError
+from services.gateway.http.errors import closing
 from shared.clock import Clock
 from shared.configuration.loading import is_loopback
 from shared.configuration.settings import GatewayConfig
@@ -51,12 +51,11 @@ class Authenticator:
         name = self._keys.name_of(_sent_key(request))
         if name is None:
             self._count_refusal(request.remote)
-            raise ApiError(
+            raise closing(
                 401,
                 "A valid API key is required: send it as `Authorization: Bearer KEY` or as "
                 "`x-api-key: KEY`.",
-                code="invalid_api_key",
-                close=True,
+                "invalid_api_key",
             )
         request[_KEY_NAME] = name
 

@@ -28,16 +28,14 @@ def header_value(cached: CachedPrefix | None, prompt_tokens: int) -> str:
     """
     if cached is None:
         return PENDING
-    fields = [
-        f"memory={cached.memory_tokens}",
-        f"ssd={cached.stored_tokens}",
-        f"computed={_computed(cached, prompt_tokens)}",
-    ]
-    if cached.diverged_at is not None:
-        fields.append(f"diverged-at={cached.diverged_at}")
-    if cached.miss:
-        fields.append(f"miss={cached.miss}")
-    return "; ".join(fields)
+    fields = {
+        "memory": cached.memory_tokens,
+        "ssd": cached.stored_tokens,
+        "computed": _computed(cached, prompt_tokens),
+        "diverged-at": cached.diverged_at,
+        "miss": cached.miss or None,
+    }
+    return "; ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
 
 
 def body_fields(cached: CachedPrefix | None, prompt_tokens: int) -> dict[str, Any] | None:

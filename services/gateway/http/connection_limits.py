@@ -29,6 +29,12 @@ SEND_BUFFER_BYTES = 32 * 1024
 of this server counts, and would accept more only after a third of them was sent."""
 
 _RETRY_AFTER_S = 5.0
+_BODY = ApiError(429, "Too many connections are open.", code="queue_full").body()
+_RESPONSE = (
+    b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\n"
+    b"Retry-After: %d\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+    % (_RETRY_AFTER_S, len(_BODY), _BODY)
+)
 
 
 def connections_max(descriptors: int) -> int:
@@ -55,24 +61,17 @@ def limit_send_buffers(listener: socket.socket) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
 
-class ConnectionRefusals:
-    """Factory of protocols that refuse a connection with a 429, because too many are open."""
-
-    def __init__(self) -> None:
-        self.open = 0
-        """Refused connections that are not closed yet."""
-
-    def __call__(self) -> asyncio.Protocol:
-        """Return the protocol that refuses a new connection."""
-        return ConnectionRefusal(self)
-
-
 class ConnectionRefusal(asyncio.Protocol):
     """Protocol of one connection over the limit: it sends a 429 and closes the connection."""
 
-    def __init__(self, refusals: ConnectionRefusals) -> None:
+    def __init__(self, refusals: "set[ConnectionRefusal]") -> None:
+        """Create the protocol and add it to `refusals`, which has it until its connection is lost.
+
+        Args:
+            refusals: all refused connections of the server that are not closed yet.
+        """
         self._refusals = refusals
-        refusals.open += 1
+        refusals.add(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the 429 without waiting for a request, and disconnect after `REFUSAL_LINGER_S`.
@@ -81,7 +80,7 @@ class ConnectionRefusal(asyncio.Protocol):
         `REFUSALS_MAX` refusals are open, disconnect at once without a response.
         """
         assert isinstance(transport, asyncio.Transport)
-        if self._refusals.open > REFUSALS_MAX:
+        if len(self._refusals) > REFUSALS_MAX:
             transport.abort()
             return
         transport.write(_RESPONSE)
@@ -89,18 +88,5 @@ class ConnectionRefusal(asyncio.Protocol):
         asyncio.get_running_loop().call_later(REFUSAL_LINGER_S, transport.abort)
 
     def connection_lost(self, _exc: BaseException | None) -> None:
-        """Stop counting this connection in `ConnectionRefusals.open`."""
-        self._refusals.open -= 1
-
-
-def _response() -> bytes:
-    error = ApiError(429, "Too many connections are open.", code="queue_full")
-    body = error.body()
-    return (
-        b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\n"
-        b"Retry-After: %d\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
-        % (_RETRY_AFTER_S, len(body), body)
-    )
-
-
-_RESPONSE = _response()
+        """Stop counting this connection as one that is being refused."""
+        self._refusals.discard(self)

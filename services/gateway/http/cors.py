@@ -12,7 +12,7 @@ import urllib.parse
 from aiohttp import hdrs, web
 
 from services.gateway.http import cache_header
-from services.gateway.http.errors import ApiError
+from services.gateway.http.errors import closing
 from shared.configuration.loading import is_loopback
 from shared.configuration.settings import GatewayConfig
 
@@ -46,23 +46,21 @@ class OriginPolicy:
         """
         host = request.headers.get(hdrs.HOST, "")
         if len(request.headers.getall(hdrs.HOST, ())) > 1 or not self._names_this_server(host):
-            raise ApiError(
+            raise closing(
                 403,
                 "The Host header does not name this server. Add the name to gateway.allowed_hosts.",
-                code="host_not_allowed",
-                close=True,
+                "host_not_allowed",
             )
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or request.method in _SAFE_METHODS or self._allows(origin):
             return
         # A page that this server itself has sent has an origin with the same host and port.
         if origin.partition("://")[2] != host or request.method == hdrs.METH_OPTIONS:
-            raise ApiError(
+            raise closing(
                 403,
                 "Requests from web pages of this origin are refused. Add the origin to "
                 "gateway.allowed_origins.",
-                code="origin_not_allowed",
-                close=True,
+                "origin_not_allowed",
             )
 
     def preflight(self, request: web.Request) -> web.Response | None:
@@ -79,7 +77,7 @@ class OriginPolicy:
         }
         return web.Response(status=204, headers=headers if is_preflight else {})
 
-    def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add the CORS headers that let a web page read the response, if its origin is allowed."""
         if not self._origins:
             return
@@ -96,9 +94,7 @@ class OriginPolicy:
 
     def _names_this_server(self, host: str) -> bool:
         name = _host_name(host)
-        if name is None:
-            return False
-        return (
+        return name is not None and (
             name in self._names or is_loopback(name) or (self._accepts_addresses and _is_ip(name))
         )
 

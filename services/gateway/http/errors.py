@@ -63,9 +63,8 @@ class ApiError(Refusal):
         """Return the HTTP response with the JSON body, Retry-After and `WWW-Authenticate`."""
         headers = {}
         if self.retry_after_s is not None:
-            seconds = math.ceil(self.retry_after_s)
-            clamped = min(max(seconds, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
-            headers["Retry-After"] = str(clamped)
+            seconds = max(math.ceil(self.retry_after_s), RETRY_AFTER_MIN_S)
+            headers["Retry-After"] = str(min(seconds, RETRY_AFTER_MAX_S))
         if self.status == 401:
             headers["WWW-Authenticate"] = 'Bearer realm="lockstep"'
         response = web.Response(
@@ -85,6 +84,33 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
         code: identifier of the cause for programs.
     """
     return ApiError(400, message, param=param, code=code)
+
+
+def invalid_field(param: str, problem: str, code: str | None = None) -> ApiError:
+    """Return a 400 for a request field with a wrong value.
+
+    Args:
+        param: path of the field, which begins the message.
+        problem: the rest of the message after a colon: a sentence with cause and remedy.
+        code: identifier of the cause for programs.
+    """
+    return invalid(f"{param}: {problem}", param, code)
+
+
+def unsupported(param: str, problem: str) -> ApiError:
+    """Return a 400 for a value that OpenAI's API allows, but not this server (`invalid_field`)."""
+    return invalid_field(param, problem, "unsupported_value")
+
+
+def closing(status: int, message: str, code: str | None = None) -> ApiError:
+    """Return an error after whose response the connection is closed: its body was not read.
+
+    Args:
+        status: HTTP status from 400.
+        message: a sentence with cause and remedy.
+        code: identifier of the cause for programs.
+    """
+    return ApiError(status, message, code=code, close=True)
 
 
 def unavailable(message: str, retry_after_s: float) -> ApiError:

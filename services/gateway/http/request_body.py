@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.gateway.http.errors import ApiError, invalid
+from services.gateway.http.errors import ApiError, invalid, invalid_field
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -121,12 +121,10 @@ def _field_error(error: str, field: str = "") -> ApiError:
         full = f"{param}.{missing[1]}" if param else missing[1]
         return invalid(f"The field {full} is missing.", full, "missing_required_parameter")
     if param.endswith("].type") and ".content[" in param and text.startswith("Invalid "):
-        return invalid(
-            f"{param}: {_clipped(text)}: only text is supported.", param, "invalid_value"
-        )
+        return invalid_field(param, f"{_clipped(text)}: only text is supported.", "invalid_value")
     if not param:
         return invalid(f"The request body must be a JSON object: {_clipped(text)}.")
-    return invalid(f"{param}: {_clipped(text)}.", param, "invalid_value")
+    return invalid_field(param, f"{_clipped(text)}.", "invalid_value")
 
 
 def _field_path(at: str) -> str:

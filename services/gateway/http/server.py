@@ -12,8 +12,8 @@ from typing import Any
 from aiohttp import hdrs, web
 from aiohttp.web_protocol import RequestHandler
 
-from services.gateway.http.connection_limits import ConnectionRefusals
-from services.gateway.http.errors import ApiError, invalid
+from services.gateway.http.connection_limits import ConnectionRefusal
+from services.gateway.http.errors import ApiError, closing
 from shared.configuration.settings import GatewayConfig
 
 HEADER_BYTES_MAX = 8_190
@@ -89,7 +89,7 @@ class GuardedHandler(RequestHandler):
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         cause = " ".join((message or "").split())[:200]
-        return ApiError(status, f"This is not valid HTTP: {cause}.", close=True).response()
+        return closing(status, f"This is not valid HTTP: {cause}.").response()
 
     def _start_header_timer(self) -> None:
         if self._header_timer is None:
@@ -125,14 +125,14 @@ class GuardedServer(web.Server):
         super().__init__(*args, **kwargs)
         self._header_timeout_s = header_timeout_s
         self._connections_max = connections_max
-        self._refusals = ConnectionRefusals()
+        self._refusals: set[ConnectionRefusal] = set()
         self.open_connections = 0
         """Connections that are served; refused ones do not count."""
 
     def __call__(self) -> asyncio.Protocol:  # type: ignore[override]  # a refusal reads no HTTP
         """Return the protocol of a new connection, which serves it or refuses it."""
         if self.open_connections >= self._connections_max:
-            return self._refusals()
+            return ConnectionRefusal(self._refusals)
         # Count here: `connection_made` runs one turn of the event loop later.
         self.open_connections += 1
         return GuardedHandler(
@@ -214,18 +214,12 @@ async def read_json_body(
     """
     coding = request.headers.get(hdrs.TRANSFER_ENCODING)
     if coding is not None and coding.strip().lower() != "chunked":
-        error = invalid("Only the transfer encoding chunked is supported.")
-        error.close = True
-        raise error
+        raise closing(400, "Only the transfer encoding chunked is supported.")
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").strip().lower() != "identity":
-        raise ApiError(
-            415, "Compressed bodies are not supported.", code="unsupported_encoding", close=True
-        )
+        raise closing(415, "Compressed bodies are not supported.", "unsupported_encoding")
     charset = (request.charset or "utf-8").lower()
     if request.content_type != "application/json" or charset not in ("utf-8", "utf8"):
-        raise ApiError(
-            415, "The Content-Type must be application/json.", code="unsupported_type", close=True
-        )
+        raise closing(415, "The Content-Type must be application/json.", "unsupported_type")
     if (request.content_length or 0) > config.body_bytes_max:
         raise _too_large(config)
     reserve(request.content_length or 0)
@@ -233,11 +227,10 @@ async def read_json_body(
         async with asyncio.timeout(config.body_timeout_s):
             return await _read(request, config, reserve)
     except TimeoutError:
-        raise ApiError(
-            408, f"The body did not arrive within {config.body_timeout_s:g} s.", close=True
-        ) from None
+        problem = f"The body did not arrive within {config.body_timeout_s:g} s."
+        raise closing(408, problem) from None
     except web.PayloadAccessError:
-        raise ApiError(400, "The body ended early.", close=True) from None
+        raise closing(400, "The body ended early.") from None
 
 
 async def _read(
@@ -269,9 +262,5 @@ async def finish_response(request: web.Request, response: web.StreamResponse) ->
 
 
 def _too_large(config: GatewayConfig) -> ApiError:
-    return ApiError(
-        413,
-        f"The body is larger than {config.body_bytes_max} bytes.",
-        code="body_too_large",
-        close=True,
-    )
+    problem = f"The body is larger than {config.body_bytes_max} bytes."
+    return closing(413, problem, "body_too_large")

@@ -27,25 +27,29 @@ def families(prefix: str, statistics: Sequence[DraftStatistics]) -> Iterator[Met
     ):
         yield CounterMetricFamily(f"{prefix}spec_decode_{name}", text, value=total)
     if statistics:
-        yield from _by_method(prefix, statistics)
-        yield from _by_position(prefix, statistics)
+        yield from _labelled(prefix, statistics)
 
 
-def _by_method(prefix: str, statistics: Sequence[DraftStatistics]) -> Iterator[Metric]:
-    labels = ["method"]
-    rows = CounterMetricFamily(f"{prefix}draft_rows", _ROWS, labels=labels)
-    proposed = CounterMetricFamily(f"{prefix}draft_tokens_proposed", _PROPOSED, labels=labels)
-    accepted = CounterMetricFamily(f"{prefix}draft_tokens_accepted", _ACCEPTED, labels=labels)
-    accepted_mean = GaugeMetricFamily(
-        f"{prefix}draft_tokens_accepted_per_row",
+def _labelled(prefix: str, statistics: Sequence[DraftStatistics]) -> Iterator[Metric]:
+    def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(prefix + name, text, labels=labels)
+
+    def gauge(name: str, text: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(prefix + name, text, labels=["method"])
+
+    rows = counter("draft_rows", _ROWS, "method")
+    proposed = counter("draft_tokens_proposed", _PROPOSED, "method")
+    accepted = counter("draft_tokens_accepted", _ACCEPTED, "method")
+    accepted_mean = gauge(
+        "draft_tokens_accepted_per_row",
         "Drafted tokens accepted per row with drafts, the mean since the scheduler started.",
-        labels=labels,
     )
-    tokens_mean = GaugeMetricFamily(
-        f"{prefix}tokens_per_draft_row",
+    tokens_mean = gauge(
+        "tokens_per_draft_row",
         "Tokens generated per row with drafts, the mean since the scheduler started.",
-        labels=labels,
     )
+    proposed_at = counter("draft_tokens_proposed_by_position", _PROPOSED, "method", "position")
+    accepted_at = counter("draft_tokens_accepted_by_position", _ACCEPTED, "method", "position")
     for one in statistics:
         rows.add_metric([one.method], one.rows)
         proposed.add_metric([one.method], one.proposed)
@@ -53,21 +57,8 @@ def _by_method(prefix: str, statistics: Sequence[DraftStatistics]) -> Iterator[M
         if one.rows:
             accepted_mean.add_metric([one.method], one.accepted / one.rows)
             tokens_mean.add_metric([one.method], one.accepted / one.rows + 1)
-    yield from (rows, proposed, accepted, accepted_mean, tokens_mean)
-
-
-def _by_position(prefix: str, statistics: Sequence[DraftStatistics]) -> Iterator[Metric]:
-    labels = ["method", "position"]
-    proposed = CounterMetricFamily(
-        f"{prefix}draft_tokens_proposed_by_position", _PROPOSED, labels=labels
-    )
-    accepted = CounterMetricFamily(
-        f"{prefix}draft_tokens_accepted_by_position", _ACCEPTED, labels=labels
-    )
-    for one in statistics:
-        for position, (tried, taken) in enumerate(
-            zip(one.proposed_at, one.accepted_at, strict=True)
-        ):
-            proposed.add_metric([one.method, str(position)], tried)
-            accepted.add_metric([one.method, str(position)], taken)
-    yield from (proposed, accepted)
+        for position, count in enumerate(one.proposed_at):
+            proposed_at.add_metric([one.method, str(position)], count)
+        for position, count in enumerate(one.accepted_at):
+            accepted_at.add_metric([one.method, str(position)], count)
+    yield from (rows, proposed, accepted, accepted_mean, tokens_mean, proposed_at, accepted_at)

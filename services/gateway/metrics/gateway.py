@@ -5,7 +5,10 @@ plain numbers; Prometheus objects are made only when the page is requested.
 """
 
 import bisect
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -62,11 +65,7 @@ class Histogram:
             documentation: meaning of the metric, shown on /metrics.
         """
         bounds = [*map(str, self._bounds_s), "+Inf"]
-        total = 0
-        buckets = []
-        for bound, count in zip(bounds, self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
+        buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
         return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self._sum_s)
 
 
@@ -83,12 +82,18 @@ class GatewayMetrics(Collector):
         """Tokens received from the scheduler."""
         self.slow_clients_closed = 0
         """Connections closed because the client did not read its stream."""
-        self._first_token = Histogram(_FIRST_TOKEN_BOUNDS_S)
-        self._token = Histogram(_TOKEN_BOUNDS_S)
+        self.first_token = Histogram(_FIRST_TOKEN_BOUNDS_S)
+        """Seconds from submitting a completion to its first tokens."""
+        self.next_token = Histogram(_TOKEN_BOUNDS_S)
+        """Seconds from a completion's previous tokens to its next ones."""
         self._request = Histogram(_REQUEST_BOUNDS_S)
-        self._ends: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-        self._rejections: dict[str, int] = {}
-        self._responses: dict[int, int] = {}
+        self.ends = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
+        """Ended completions by reason."""
+        self.rejections: Counter[str] = Counter()
+        """Rejected requests by the scheduler's cause, such as `queue_full`; those included that the
+        gateway rejects itself by repeating the scheduler's rejection."""
+        self.responses: Counter[int] = Counter()
+        """HTTP responses by status."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -96,26 +101,6 @@ class GatewayMetrics(Collector):
         """Return the page /metrics in Prometheus' text format, encoded."""
         page: bytes = generate_latest(self._registry)
         return page
-
-    def observe_first_token(self, seconds: float, tokens: int) -> None:
-        """Record that a completion received its first tokens.
-
-        Args:
-            seconds: time since the completion was submitted.
-            tokens: number of tokens received.
-        """
-        self.generation_tokens += tokens
-        self._first_token.observe(seconds)
-
-    def observe_tokens(self, seconds: float, tokens: int) -> None:
-        """Record that a completion received tokens after its first ones.
-
-        Args:
-            seconds: time since the completion's previous tokens.
-            tokens: number of tokens received.
-        """
-        self.generation_tokens += tokens
-        self._token.observe(seconds)
 
     def observe_end(self, finish_reason: str, seconds: float) -> None:
         """Record that a completion ended because it was finished or had reached its length.
@@ -125,25 +110,7 @@ class GatewayMetrics(Collector):
             seconds: time since the completion was submitted.
         """
         self._request.observe(seconds)
-        self.count_end(finish_reason)
-
-    def count_end(self, finish_reason: str) -> None:
-        """Count an ended completion by its reason: `stop`, `length`, `abort` or `error`."""
-        self._ends[finish_reason] = self._ends.get(finish_reason, 0) + 1
-
-    def count_rejection(self, cause: str) -> None:
-        """Count a rejected request by the scheduler's cause, such as `queue_full`.
-
-        It counts, too, when the gateway repeats the scheduler's rejection by itself.
-
-        Args:
-            cause: the cause in the scheduler's message.
-        """
-        self._rejections[cause] = self._rejections.get(cause, 0) + 1
-
-    def count_response(self, status: int) -> None:
-        """Count an HTTP response by its status."""
-        self._responses[status] = self._responses.get(status, 0) + 1
+        self.ends[finish_reason] += 1
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the page /metrics; prometheus_client calls this method."""
@@ -158,39 +125,22 @@ class GatewayMetrics(Collector):
     def _own(self) -> Iterator[Metric]:
         yield _counter("prompt_tokens", "Prompt tokens of submitted requests.", self.prompt_tokens)
         yield _counter("generation_tokens", "Tokens generated.", self.generation_tokens)
-        yield self._first_token.family(
-            PREFIX + "time_to_first_token_seconds", "From submitting to the first token."
+        older_name = "The same as inter_token_latency_seconds, under vLLM's older name."
+        for name, text, histogram in (
+            ("time_to_first_token", "From submitting to the first token.", self.first_token),
+            ("inter_token_latency", "Between two tokens of one completion.", self.next_token),
+            ("time_per_output_token", older_name, self.next_token),
+            ("e2e_request_latency", "From submitting to the end.", self._request),
+        ):
+            yield histogram.family(f"{PREFIX}{name}_seconds", text)
+        yield _by_label(
+            "request_success", "Completions by finish reason.", "finished_reason", self.ends
         )
-        yield self._token.family(
-            PREFIX + "inter_token_latency_seconds", "Between two tokens of one completion."
-        )
-        yield self._token.family(
-            PREFIX + "time_per_output_token_seconds",
-            "The same as inter_token_latency_seconds, under vLLM's older name.",
-        )
-        yield self._request.family(
-            PREFIX + "e2e_request_latency_seconds", "From submitting to the end."
-        )
-        success = CounterMetricFamily(
-            PREFIX + "request_success", "Completions by finish reason.",
-            labels=["finished_reason"],
+        yield _by_label(
+            "request_rejected", "Requests that the scheduler rejected, by cause.", "cause",
+            self.rejections,
         )  # fmt: skip
-        for reason, count in self._ends.items():
-            success.add_metric([reason], count)
-        yield success
-        rejected = CounterMetricFamily(
-            PREFIX + "request_rejected", "Requests that the scheduler rejected, by cause.",
-            labels=["cause"],
-        )  # fmt: skip
-        for cause, count in self._rejections.items():
-            rejected.add_metric([cause], count)
-        yield rejected
-        responses = CounterMetricFamily(
-            PREFIX + "http_responses", "HTTP responses by status.", labels=["status"]
-        )
-        for status, count in self._responses.items():
-            responses.add_metric([str(status)], count)
-        yield responses
+        yield _by_label("http_responses", "HTTP responses by status.", "status", self.responses)
         yield _counter(
             "slow_clients_closed",
             "Streams closed because the client did not read them.",
@@ -199,6 +149,15 @@ class GatewayMetrics(Collector):
         yield _gauge(
             "gateway_open_requests", "Completions open in this gateway.", self.open_requests
         )
+
+
+def _by_label(
+    name: str, documentation: str, label: str, counts: Mapping[Any, int]
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(PREFIX + name, documentation, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([str(value)], count)
+    return family
 
 
 def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:

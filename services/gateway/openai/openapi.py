@@ -48,7 +48,6 @@ _ERRORS = {
     "503": "New requests are not served now; Retry-After says when to try again.",
     "504": "The request did not end within its deadline.",
 }
-_POST_ERRORS = tuple(_ERRORS)
 _GET_ERRORS = ("401", "403")
 
 
@@ -137,7 +136,7 @@ def _post(summary: str, body: type, response: type, chunk: type) -> Json:
                     f"{chunk.__name__} of #/components/schemas, the last is [DONE] or an Error.",
                     "content": content,
                 },
-                **_errors(_POST_ERRORS),
+                **_errors(_ERRORS),
             },
         }
     }

@@ -77,7 +77,7 @@ class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
     """Name and arguments of the called function."""
 
 
-class ToolFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+class ToolFunction(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Name, description and parameters of a tool."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
@@ -99,31 +99,25 @@ class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
     """Name, description and parameters of the function."""
 
 
-class SystemMessage(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
+class AuthoredMessage(Struct, forbid_unknown_fields=True):
+    """Fields of the messages of system, developer and user."""
+
+    content: str | Parts
+    """The text, or 1 to 1,024 text parts, which are joined."""
+    name: ShortName | None = None
+    """Name of the author, passed to the chat template; at most 256 characters. Default: no name."""
+
+
+class SystemMessage(AuthoredMessage, tag_field="role", tag="system"):
     """Instructions of the application to the model."""
 
-    content: str | Parts
-    """The text, or 1 to 1,024 text parts, which are joined."""
-    name: ShortName | None = None
-    """Name of the author, passed to the chat template; at most 256 characters. Default: no name."""
 
-
-class DeveloperMessage(Struct, tag_field="role", tag="developer", forbid_unknown_fields=True):
+class DeveloperMessage(AuthoredMessage, tag_field="role", tag="developer"):
     """OpenAI's newer name of a system message; rendered as one."""
 
-    content: str | Parts
-    """The text, or 1 to 1,024 text parts, which are joined."""
-    name: ShortName | None = None
-    """Name of the author, passed to the chat template; at most 256 characters. Default: no name."""
 
-
-class UserMessage(Struct, tag_field="role", tag="user", forbid_unknown_fields=True):
+class UserMessage(AuthoredMessage, tag_field="role", tag="user"):
     """A message of the user."""
-
-    content: str | Parts
-    """The text, or 1 to 1,024 text parts, which are joined."""
-    name: ShortName | None = None
-    """Name of the user, passed to the chat template; at most 256 characters. Default: no name."""
 
 
 class AssistantMessage(
@@ -179,7 +173,7 @@ class RequestedFormat(Struct, forbid_unknown_fields=True):
     """`text` is the only supported type; others are refused with status 400."""
 
 
-class TemplateArguments(Struct, forbid_unknown_fields=True):
+class TemplateArguments(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Chat template arguments that a client may set."""
 
     enable_thinking: bool | None = None

@@ -27,9 +27,9 @@ class ChatFormat(ResponseFormat):
         """Return the first event of choice `index`, which has the role and no text."""
         return self._event(index, b'"delta":{"role":"assistant","content":"","refusal":null}')
 
-    def call_event(self, index: int, number: int, call: ParsedCall) -> bytes:
-        """Return an event with one complete tool call; its arguments are as in the base class."""
-        delta = {"tool_calls": [{"index": number, **_tool_call(call)}]}
+    def call_event(self, index: int, call: ParsedCall) -> bytes:
+        """Return an event with one complete tool call of choice `index`."""
+        delta = {"tool_calls": [{"index": call.number, **_tool_call(call)}]}
         return self._event(index, b'"delta":' + orjson.dumps(delta))
 
     def _content(self, choice: CollectedChoice) -> dict[str, Any]:

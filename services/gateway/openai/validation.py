@@ -4,14 +4,8 @@ import dataclasses
 import secrets
 
 from services.gateway.http import request_body
-from services.gateway.http.errors import invalid
-from services.gateway.openai.request_types import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationFields,
-    SpeculationOptions,
-    StreamOptions,
-)
+from services.gateway.http.errors import invalid_field, unsupported
+from services.gateway.openai import request_types
 from shared import limits
 from shared.configuration.settings import Config, SpeculationConfig
 from shared.messages import Sampling
@@ -41,7 +35,7 @@ class RequestOptions:
     top_logprobs: int | None
     """Number of alternatives per token; None: no log probabilities."""
     speculation: Speculation
-    fields: GenerationFields
+    fields: request_types.GenerationFields
     """The request itself."""
 
     def sampling(self, number: int, vocab_size: int) -> Sampling:
@@ -78,7 +72,7 @@ def allowed_speculation_methods(config: SpeculationConfig) -> list[str]:
     return methods if config.method in methods else [*methods, config.method]
 
 
-def check_chat(request: ChatCompletionRequest, config: Config) -> RequestOptions:
+def check_chat(request: request_types.ChatCompletionRequest, config: Config) -> RequestOptions:
     """Return the options of a chat request; refuse unsupported or contradicting fields.
 
     Types and ranges of single fields were checked before. Here fields are compared with each other,
@@ -89,49 +83,39 @@ def check_chat(request: ChatCompletionRequest, config: Config) -> RequestOptions
     """
     _check_tools(request)
     if request.response_format is not None and request.response_format.type != "text":
-        raise invalid(
-            'response_format: only {"type": "text"} is supported.',
-            "response_format",
-            "unsupported_value",
-        )
+        raise unsupported("response_format", 'only {"type": "text"} is supported.')
     if request.top_logprobs is not None and not request.logprobs:
-        raise invalid("top_logprobs: it requires logprobs to be true.", "top_logprobs")
+        raise invalid_field("top_logprobs", "it requires logprobs to be true.")
     max_tokens, param = request.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         max_tokens, param = request.max_tokens, "max_tokens"
     elif request.max_tokens not in (None, max_tokens):
-        raise invalid(
-            "max_tokens: it differs from max_completion_tokens; give one of them.", "max_tokens"
+        raise invalid_field(
+            "max_tokens", "it differs from max_completion_tokens; give one of them."
         )
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return _check(request, config, max_tokens, param, top_logprobs)
 
 
-def _check_tools(request: ChatCompletionRequest) -> None:
+def _check_tools(request: request_types.ChatCompletionRequest) -> None:
     tools = request.tools or []
     if request.tool_choice not in (None, "none", "auto"):
-        raise invalid(
-            "tool_choice: only auto and none are supported.", "tool_choice", "unsupported_value"
-        )
+        raise unsupported("tool_choice", "only auto and none are supported.")
     if request.parallel_tool_calls is not None and not tools:
-        raise invalid("parallel_tool_calls: it requires tools.", "parallel_tool_calls")
+        raise invalid_field("parallel_tool_calls", "it requires tools.")
     if request.parallel_tool_calls is False:
-        raise invalid(
-            "parallel_tool_calls: false is not supported.",
-            "parallel_tool_calls",
-            "unsupported_value",
-        )
+        raise unsupported("parallel_tool_calls", "false is not supported.")
     if tools and request.logprobs:
-        raise invalid("logprobs: they are not supported with tools.", "logprobs")
+        raise invalid_field("logprobs", "they are not supported with tools.")
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise invalid("tools: two tools have the same name.", "tools")
+        raise invalid_field("tools", "two tools have the same name.")
     for index, tool in enumerate(tools):
         param = f"tools[{index}].function.parameters"
         request_body.check_depth(tool.function.parameters, param)
 
 
-def check_completion(request: CompletionRequest, config: Config) -> RequestOptions:
+def check_completion(request: request_types.CompletionRequest, config: Config) -> RequestOptions:
     """Return the options of a completion request; refuse unsupported or contradicting fields.
 
     Types and ranges of single fields were checked before. Here fields are compared with each other,
@@ -141,11 +125,9 @@ def check_completion(request: CompletionRequest, config: Config) -> RequestOptio
         ApiError: 400 when a field is not valid or not supported; it names the field.
     """
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise invalid("best_of: only the value of n is supported.", "best_of", "unsupported_value")
+        raise unsupported("best_of", "only the value of n is supported.")
     if request.echo and request.logprobs is not None:
-        raise invalid(
-            "echo: log probabilities of the prompt are not supported.", "echo", "unsupported_value"
-        )
+        raise unsupported("echo", "log probabilities of the prompt are not supported.")
     return _check(request, config, request.max_tokens, "max_tokens", request.logprobs)
 
 
@@ -170,32 +152,32 @@ def mix_seed(seed: int, number: int) -> int:
 
 
 def _check(
-    request: GenerationFields,
+    request: request_types.GenerationFields,
     config: Config,
     max_tokens: int | None,
     max_tokens_param: str,
     top_logprobs: int | None,
 ) -> RequestOptions:
     if request.store:
-        raise invalid("store: this server stores nothing.", "store", "unsupported_value")
+        raise unsupported("store", "this server stores nothing.")
     count = request.n or 1
     choices_max, stops_max = config.gateway.choices_max, config.gateway.stop_strings_max
     if count > choices_max:
-        raise invalid(f"n: at most {choices_max} choices are allowed.", "n")
+        raise invalid_field("n", f"at most {choices_max} choices are allowed.")
     stop = request.stop or []
     stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > stops_max:
-        raise invalid(f"stop: at most {stops_max} strings are allowed.", "stop")
+        raise invalid_field("stop", f"at most {stops_max} strings are allowed.")
     options = request.stream_options
     if options is not None and not request.stream:
-        raise invalid("stream_options: it requires stream to be true.", "stream_options")
+        raise invalid_field("stream_options", "it requires stream to be true.")
     return RequestOptions(
         count=count,
         stops=list(dict.fromkeys(stops)),
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
         is_streamed=bool(request.stream),
-        includes_usage=bool((options or StreamOptions()).include_usage),
+        includes_usage=bool((options or request_types.StreamOptions()).include_usage),
         seed=secrets.randbits(SEED_BITS) if request.seed is None else request.seed,
         top_logprobs=top_logprobs,
         speculation=_speculation(request.speculation, config.speculation),
@@ -204,7 +186,7 @@ def _check(
 
 
 def _speculation(
-    requested: str | SpeculationOptions | None, config: SpeculationConfig
+    requested: str | request_types.SpeculationOptions | None, config: SpeculationConfig
 ) -> Speculation:
     if requested is None:
         return Speculation()
@@ -215,11 +197,9 @@ def _speculation(
     methods = allowed_speculation_methods(config)
     if method not in methods:
         *others, last = methods
-        raise invalid(
-            f"speculation.method: {method} is not supported by this server, only "
-            f"{', '.join(others)} and {last} are.",
+        raise unsupported(
             "speculation.method",
-            "unsupported_value",
+            f"{method} is not supported by this server, only {', '.join(others)} and {last} are.",
         )
     return Speculation(method=method, tokens=requested.tokens or 0)
 
@@ -228,9 +208,8 @@ def _logit_bias(bias: dict[int, float], vocab_size: int) -> list[tuple[int, floa
     assert len(bias) <= limits.LOGIT_BIAS_MAX
     for token in bias:
         if token >= vocab_size:
-            raise invalid(
-                f"logit_bias: the model has no token {token}, only 0 to {vocab_size - 1}.",
-                "logit_bias",
+            raise invalid_field(
+                "logit_bias", f"the model has no token {token}, only 0 to {vocab_size - 1}."
             )
     return sorted(bias.items())
 

@@ -19,7 +19,8 @@ class StatusBoard:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._last: StatusReported | None = None
+        self.last: StatusReported | None = None
+        """The scheduler's last status report, also if it is stale; None before the first."""
         self._at_s = 0.0
         self._next_report: asyncio.Future[bool] | None = None
         """Result of `wait_for_report`: True with the next report, False when waits are
@@ -30,19 +31,14 @@ class StatusBoard:
         """This gateway is shutting down: it finishes running requests and accepts no new ones."""
 
     @property
-    def last(self) -> StatusReported | None:
-        """The scheduler's last status report, also if it is stale; None before the first."""
-        return self._last
-
-    @property
     def context_tokens_max(self) -> int:
         """Most tokens that prompt and completion may have together, 0 while it is not known."""
-        return self._last.context_tokens_max if self._last else 0
+        return self.last.context_tokens_max if self.last else 0
 
     @property
     def fingerprint(self) -> str | None:
         """The first `FINGERPRINT_CHARS` characters of the model fingerprint, None while unknown."""
-        known = self._last.model_fingerprint if self._last else ""
+        known = self.last.model_fingerprint if self.last else ""
         return known[:FINGERPRINT_CHARS] or None
 
     def report(self, status: StatusReported, now_s: float) -> None:
@@ -52,7 +48,7 @@ class StatusBoard:
             status: the report.
             now_s: time of its arrival by this board's clock.
         """
-        self._last = status
+        self.last = status
         self._at_s = now_s
         self.was_ready = self.was_ready or status.ready
         self._wake(True)
@@ -60,7 +56,7 @@ class StatusBoard:
     @property
     def is_fresh(self) -> bool:
         """Whether the last report arrived less than `FRESH_S` ago in the present session."""
-        return self._last is not None and self._clock.now() - self._at_s < FRESH_S
+        return self.last is not None and self._clock.now() - self._at_s < FRESH_S
 
     async def wait_for_report(self, timeout_s: float) -> bool:
         """Wait for the scheduler's next report unless the last one is fresh.
@@ -93,18 +89,18 @@ class StatusBoard:
 
     def mark_lost(self) -> None:
         """Record the loss of the session with the scheduler: the last report is stale now."""
-        self._at_s = 0.0 if self._last is None else self._clock.now() - FRESH_S
+        self._at_s = 0.0 if self.last is None else self._clock.now() - FRESH_S
 
     def unready_reason(self) -> str:
         """Return why the gateway serves no new requests now, in words; "" if it does."""
         if self.is_draining:
             return "the gateway is shutting down"
-        if self._last is None or not self.is_fresh:
+        if self.last is None or not self.is_fresh:
             return "the scheduler does not report"
-        if self._last.draining:
+        if self.last.draining:
             return "the scheduler is shutting down"
-        if not self._last.ready:
-            return self._last.reason or "the world is not ready"
+        if not self.last.ready:
+            return self.last.reason or "the world is not ready"
         return ""
 
     def as_json(self) -> dict[str, object]:
@@ -114,10 +110,10 @@ class StatusBoard:
         before the first) and `scheduler` (the last report, None before the first).
         """
         reason = self.unready_reason()
-        age_s = None if self._last is None else round(self._clock.now() - self._at_s, 3)
+        age_s = None if self.last is None else round(self._clock.now() - self._at_s, 3)
         return {
             "ready": not reason,
             "reason": reason,
             "age_s": age_s,
-            "scheduler": msgspec.to_builtins(self._last),
+            "scheduler": msgspec.to_builtins(self.last),
         }

@@ -24,6 +24,8 @@ class ParsedCall:
     name: str
     arguments: str
     """A JSON object as a string."""
+    number: int
+    """Position among the calls of its completion, counted from 0."""
 
 
 class _Call(msgspec.Struct):
@@ -68,11 +70,10 @@ class ToolCallParser:
                 if len(self._buffer) > CALL_CHARS_MAX:
                     found += self.finish()
                 return found
-            body = self._buffer[len(OPENING_TAG) : end]
-            whole, self._buffer = self._buffer[: end + len(CLOSING_TAG)], self._buffer[end:]
-            self._buffer = self._buffer[len(CLOSING_TAG) :]
+            stop = end + len(CLOSING_TAG)
+            call = _parse_call(self._buffer[len(OPENING_TAG) : end], self.count)
+            whole, self._buffer = self._buffer[:stop], self._buffer[stop:]
             self._is_inside = False
-            call = _parse_call(body)
             self.count += call is not None
             found.append(self._gap + whole if call is None else call)
             self._gap = ""
@@ -102,7 +103,7 @@ class ToolCallParser:
         return len(self._buffer[:size].rstrip())
 
 
-def _parse_call(body: str) -> ParsedCall | None:
+def _parse_call(body: str, number: int) -> ParsedCall | None:
     try:
         call = msgspec.json.decode(body.encode(), type=_Call)
         given = call.arguments
@@ -112,4 +113,4 @@ def _parse_call(body: str) -> ParsedCall | None:
         arguments = msgspec.json.encode(given).decode()
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    return ParsedCall(f"call_{secrets.token_hex(12)}", call.name, arguments)
+    return ParsedCall(f"call_{secrets.token_hex(12)}", call.name, arguments, number)

@@ -101,9 +101,9 @@ class RecordingSink:
         """Record a piece of text."""
         self.texts[choice.index] += text
 
-    def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
+    def add_call(self, choice: Choice, call: ParsedCall) -> None:
         """Fail: these requests have no tools."""
-        raise AssertionError((choice, number, call))
+        raise AssertionError((choice, call))
 
     def end_choice(self, choice: Choice) -> None:
         """Do nothing; `choice.finish_reason` has the result."""
