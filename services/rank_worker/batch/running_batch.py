@@ -106,7 +106,7 @@ def pad_tokens(rows: Sequence[np.ndarray | Sequence[int]], width: int) -> mx.arr
 
 
 class SequenceBatch:
-    """All running sequences of one rank, by id and by slot.
+    """All running sequences of one rank, by sequence id.
 
     Its methods raise InvariantBroken where a plan contradicts the batch.
     """

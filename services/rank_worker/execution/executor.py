@@ -36,12 +36,7 @@ from services.rank_worker.model.unsharded_traits import UnshardedTraits
 from services.rank_worker.sampling.sampler import Sampler, id_synchronizer
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter, open_proposer
 from shared.errors import InvariantBroken
-from shared.messages import (
-    AdmittedSequence,
-    RolledBack,
-    StepPlan,
-    TokenLogprobs,
-)
+from shared.messages import AdmittedSequence, RolledBack, StepPlan, TokenLogprobs
 from shared.transport import codec
 
 __all__ = ["Executor", "LaunchedStep", "StepResult"]
@@ -184,7 +179,7 @@ class Executor:
         self._launcher.begin(finish_before)
         self._roll_back(plan.rolled_back)
         self._check_kept(plan)
-        kept = self.blocks.keep(plan, self._batch.find)
+        kept = self.blocks.keep(plan, lambda one: self._batch.find(one).slot)
         if plan.prefill_chunks or plan.moves:
             # Prefill and moves start to write rows at once: see `BlockExecutor.keep`.
             mx.eval(kept)
@@ -218,7 +213,7 @@ class Executor:
             (slot, sequence_id, self.store.length(slot))
             for slot, sequence_id in self._batch.occupied_slots()
         ]
-        states = self.blocks.snapshot_state(plan, self._batch.find_verified)
+        states = self.blocks.snapshot_state(plan, lambda one: self._batch.find_verified(one).slot)
         return LaunchedStep(plan, kept, rows, sample, forwards.markers, states, spills)
 
     def start_first_layers(self, launched: LaunchedStep) -> bool:

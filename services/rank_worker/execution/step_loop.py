@@ -33,6 +33,7 @@ class PreparedStep:
     """Whether its first layers have been started."""
 
 
+@dataclasses.dataclass(slots=True)
 class StepLoop:
     """Takes step plans from the scheduler link in order, executes them and reports their results.
 
@@ -40,58 +41,41 @@ class StepLoop:
     graph of the next step is built.
     """
 
-    def __init__(
-        self,
-        order: JoinWorld,
-        executor: Executor,
-        link: SchedulerLink,
-        tier: StoredTier,
-        watchdog: Watchdog,
-        clock: Clock,
-        *,
-        on_cpu: bool,
-        on_first_step: Callable[[], None] | None = None,
-    ) -> None:
-        """Set up the loop; `run` starts it.
-
-        Args:
-            order: epoch and rank.
-            executor: computes.
-            link: gives plans and sends receipts.
-            tier: writes spilled blocks.
-            watchdog: ends the process when a step takes too long.
-            clock: measures durations.
-            on_cpu: whether the model runs on the CPU.
-            on_first_step: called once, when the first receipt is sent.
-        """
-        self._on_first_step = on_first_step
-        self._order = order
-        self._executor = executor
-        self._link = link
-        self._tier = tier
-        self._watchdog = watchdog
-        self._clock = clock
-        # On a CPU `async_eval` returns when a step is nearly done. Launching a second step would
-        # delay the result of the first by a whole step; building its graph meanwhile costs nothing.
-        self._builds_ahead = on_cpu
-        self._launched_max = 1 if on_cpu else limits.PLANS_IN_FLIGHT
-        self._held_plan: StepPlan | None = None
-        """A plan taken from the queue that must wait until the previous step is finished."""
-        self._launched: deque[tuple[LaunchedStep, float]] = deque()
-        """Steps on the device, and the seconds that the device was idle before each."""
-        self._launching_plan: StepPlan | None = None
-        """The plan that is being launched."""
-        self._step_id = 0
-        self._device_start_s = 0.0
-        """When the device could start the oldest launched step."""
-        self._finished_at_s: float | None = None
-        self._busy_s = 0.0
-        """Duration of the last step that computed something."""
+    order: JoinWorld
+    """Epoch and rank."""
+    executor: Executor
+    link: SchedulerLink
+    """Gives plans and sends receipts."""
+    tier: StoredTier
+    """Writes spilled blocks."""
+    watchdog: Watchdog
+    """Ends the process when a step takes too long."""
+    clock: Clock
+    """Measures durations."""
+    on_cpu: bool = dataclasses.field(kw_only=True)
+    """Whether the model runs on the CPU."""
+    on_first_step: Callable[[], None] | None = None
+    """Called once, when the first receipt is sent."""
+    _held_plan: StepPlan | None = None
+    """A plan taken from the queue that must wait until the previous step is finished."""
+    _launched: deque[tuple[LaunchedStep, float]] = dataclasses.field(default_factory=deque)
+    """Steps on the device, and the seconds that the device was idle before each."""
+    _launching_plan: StepPlan | None = None
+    """The plan that is being launched."""
+    _step_id: int = 0
+    _device_start_s: float = 0.0
+    """When the device could start the oldest launched step."""
+    _finished_at_s: float | None = None
+    _busy_s: float = 0.0
+    """Duration of the last step that computed something."""
 
     def run(self) -> NoReturn:
         """Execute plans and send a receipt for each, until the process ends."""
+        # On a CPU `async_eval` returns when a step is nearly done. Launching a second step would
+        # delay the result of the first by a whole step; building its graph meanwhile costs nothing.
+        launched_max = 1 if self.on_cpu else limits.PLANS_IN_FLIGHT
         while True:
-            if len(self._launched) < self._launched_max:
+            if len(self._launched) < launched_max:
                 plan = self._next_plan()
                 if plan is not None:
                     self._launch(plan)
@@ -101,30 +85,30 @@ class StepLoop:
     def _next_plan(self) -> StepPlan | None:
         """Return the next plan; None if a step is on the device and no plan comes in time."""
         if self._held_plan is not None:
-            if self._launched and self._executor.waits_for_earlier_steps(self._held_plan):
+            if self._launched and self.executor.waits_for_earlier_steps(self._held_plan):
                 return None
             plan, self._held_plan = self._held_plan, None
             return plan
         if not self._launched:
-            return self._check(self._link.orders.get())
+            return self._check(self.link.orders.get())
         # While this thread waits for a result it launches no new plan, and the device would
         # idle until the next graph is built. So it waits for plans first, for a time in which the
         # device is surely busy.
         until_s = self._device_start_s + min(PLAN_WAIT_MAX_S, PLAN_WAIT_SHARE_MAX * self._busy_s)
-        wait_s = max(0.0, until_s - self._clock.now())
+        wait_s = max(0.0, until_s - self.clock.now())
         try:
-            plan = self._check(self._link.orders.get(block=wait_s > 0.0, timeout=wait_s))
+            plan = self._check(self.link.orders.get(block=wait_s > 0.0, timeout=wait_s))
         except queue.Empty:
             return None
-        if self._executor.waits_for_earlier_steps(plan):
+        if self.executor.waits_for_earlier_steps(plan):
             self._held_plan = plan
             return None
         return plan
 
     def _check(self, order: JoinWorld | StepPlan) -> StepPlan:
-        if not isinstance(order, StepPlan) or order.epoch != self._order.epoch:
+        if not isinstance(order, StepPlan) or order.epoch != self.order.epoch:
             raise InvariantBroken(
-                f"Expected a step plan of epoch {self._order.epoch}, got {type(order).__name__}."
+                f"Expected a step plan of epoch {self.order.epoch}, got {type(order).__name__}."
             )
         if order.step_id != self._step_id + 1:
             raise InvariantBroken(
@@ -134,7 +118,7 @@ class StepLoop:
         return order
 
     def _launch(self, plan: StepPlan, prepared: PreparedStep | None = None) -> None:
-        now_s = self._clock.now()
+        now_s = self.clock.now()
         idle_s = 0.0
         self._launching_plan = plan
         if not self._launched:
@@ -142,16 +126,16 @@ class StepLoop:
                 # A step whose first layers were started is computed since the previous step ended.
                 idle_s = now_s - (self._finished_at_s or now_s)
                 self._device_start_s = now_s
-            self._watchdog.start_step(plan.step_id, plan.deadline_s)
-        self._link.step_started = plan.step_id
+            self.watchdog.start_step(plan.step_id, plan.deadline_s)
+        self.link.step_started = plan.step_id
         if prepared is None:
             # The launch finishes the previous step when the device has enough work of this one,
             # so that its tokens are sent while the rest of this step is started.
             finish_before = self._finish_oldest if self._launched else None
-            launched = self._executor.launch(plan, finish_before)
+            launched = self.executor.launch(plan, finish_before)
         else:
             launched = prepared.launched
-            self._executor.start(launched)
+            self.executor.start(launched)
         self._launched.append((launched, idle_s))
         self._launching_plan = None
 
@@ -163,19 +147,19 @@ class StepLoop:
         result.
         """
         try:
-            plan = self._check(self._link.orders.get(block=False))
+            plan = self._check(self.link.orders.get(block=False))
         except queue.Empty:
             return None
         if plan.prefill_chunks or plan.draft_chunks:
             # A prefill is computed while it is built, which takes longer than the current step.
             self._held_plan = plan
             return None
-        launched = self._executor.prepare(plan)
-        is_started = self._executor.start_first_layers(launched)
+        launched = self.executor.prepare(plan)
+        is_started = self.executor.start_first_layers(launched)
         return PreparedStep(launched, is_started)
 
     def _finish(self) -> None:
-        prepared = self._prepare_next() if self._builds_ahead else None
+        prepared = self._prepare_next() if self.on_cpu else None
         self._finish_oldest()
         if prepared is not None:
             self._launch(prepared.launched.plan, prepared)
@@ -183,8 +167,8 @@ class StepLoop:
     def _finish_oldest(self) -> None:
         launched, idle_s = self._launched.popleft()
         plan = launched.plan
-        result = self._executor.finish(launched)
-        now_s = self._clock.now()
+        result = self.executor.finish(launched)
+        now_s = self.clock.now()
         busy_s = now_s - self._device_start_s
         if plan.prefill_chunks or plan.decodes:
             # Other steps take no time and must not shorten the wait for the next plan.
@@ -192,15 +176,15 @@ class StepLoop:
         self._device_start_s = self._finished_at_s = now_s
         next_plan = self._launched[0][0].plan if self._launched else self._launching_plan
         if next_plan is not None:
-            self._watchdog.start_step(next_plan.step_id, next_plan.deadline_s)
+            self.watchdog.start_step(next_plan.step_id, next_plan.deadline_s)
         else:
-            self._watchdog.set_idle()
-        is_primary = self._order.rank == 0
-        self._link.send(
+            self.watchdog.set_idle()
+        is_primary = self.order.rank == 0
+        self.link.send(
             StepFinished(
                 epoch=plan.epoch,
                 step_id=plan.step_id,
-                rank=self._order.rank,
+                rank=self.order.rank,
                 digest=result.digest,
                 tokens=result.tokens if is_primary else [],
                 logprobs=result.logprobs if is_primary else [],
@@ -209,9 +193,9 @@ class StepLoop:
                 memory_bytes=mx.get_active_memory(),
             )
         )
-        self._link.step_finished = plan.step_id
-        if self._on_first_step is not None:
-            on_first_step, self._on_first_step = self._on_first_step, None
+        self.link.step_finished = plan.step_id
+        if self.on_first_step is not None:
+            on_first_step, self.on_first_step = self.on_first_step, None
             on_first_step()
         if plan.spill is not None:
-            self._tier.spill(plan.spill, result.spills)
+            self.tier.spill(plan.spill, result.spills)

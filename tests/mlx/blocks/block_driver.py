@@ -10,7 +10,7 @@ import numpy as np
 from mlx import nn
 
 from services.rank_worker.execution.executor import Executor, LaunchedStep, StepResult
-from services.rank_worker.kv_cache.blocks.items import RestoredItem, SpillItem
+from services.rank_worker.kv_cache.blocks.items import CachedItem, SpillItem
 from shared.messages import (
     AdmittedSequence,
     AdoptedRestore,
@@ -42,10 +42,10 @@ def checkpoint_hash(tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(block_hash(tokens) + b"checkpoint", digest_size=32).digest()
 
 
-def as_restored_items(items: Sequence[SpillItem]) -> list[RestoredItem]:
+def as_restored_items(items: Sequence[SpillItem]) -> list[CachedItem]:
     """Return spilled items as a restore returns them from files with the same bytes."""
     return [
-        RestoredItem(
+        CachedItem(
             hash=item.hash,
             kind=item.kind,
             tokens=item.tokens,
@@ -77,7 +77,7 @@ class BlockDriver(ExecutorDriver):
         self.executor = make_executor(model, take_restored=self._take_restored)
         self.resident: dict[bytes, tuple[int, ...]] = {}
         """All tokens up to the end of each resident block or checkpoint, by hash."""
-        self.restores: dict[int, list[RestoredItem]] = {}
+        self.restores: dict[int, list[CachedItem]] = {}
         self.lengths: dict[int, int] = {}
         self._admitted: dict[int, list[int]] = {}
         self._blocks_to_keep: list[tuple[int, int, int]] = []
@@ -191,7 +191,7 @@ class BlockDriver(ExecutorDriver):
         return self.step(spill=order, **fields).spills
 
     def adopt(
-        self, items: Sequence[RestoredItem], ends: Sequence[tuple[int, ...]], **fields: Any
+        self, items: Sequence[CachedItem], ends: Sequence[tuple[int, ...]], **fields: Any
     ) -> None:
         """Step once and adopt restored items.
 
@@ -211,7 +211,7 @@ class BlockDriver(ExecutorDriver):
         assert [item.hash for item in result.spills] == (order.hashes if order else [])
         return result
 
-    def _take_restored(self, adopted: AdoptedRestore) -> list[RestoredItem]:
+    def _take_restored(self, adopted: AdoptedRestore) -> list[CachedItem]:
         return self.restores.pop(adopted.restore_id)[: adopted.count]
 
     def _advance(self, sequence_id: int, count: int) -> int | None:

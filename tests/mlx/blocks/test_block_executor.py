@@ -9,7 +9,7 @@ import pytest
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
-from services.rank_worker.kv_cache.blocks.items import RestoredItem
+from services.rank_worker.kv_cache.blocks.items import CachedItem
 from services.rank_worker.kv_cache.rows.cache_parts import part_kinds
 from shared.errors import InvariantBroken
 from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, KeptCheckpoint, SpillOrder
@@ -219,9 +219,9 @@ def test_partly_adopted_restore_makes_only_first_items_resident(
     assert driver.restores == {}
 
 
-def _with_changes(item: RestoredItem, **changes: Any) -> RestoredItem:
+def _with_changes(item: CachedItem, **changes: Any) -> CachedItem:
     fields = {"hash": NEW, "kind": item.kind, "tokens": item.tokens, "payload": item.payload}
-    return RestoredItem(**{**fields, **changes})
+    return CachedItem(**{**fields, **changes})
 
 
 def test_restored_items_with_wrong_bytes_are_refused(make_model: MakeModel) -> None:

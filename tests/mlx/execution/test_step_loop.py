@@ -235,7 +235,7 @@ def test_cpu_starts_next_step_before_finishing_current_one(
 
     def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> LaunchedStep:
         if plan.step_id == 2:
-            wait_until(lambda: made.steps[0]._link.orders.qsize() == 3, 30.0)
+            wait_until(lambda: made.steps[0].link.orders.qsize() == 3, 30.0)
         return prepare(executor, plan, *settle)
 
     monkeypatch.setattr(Executor, "prepare", prepared)
@@ -262,7 +262,7 @@ def test_gpu_sends_result_before_whole_next_step_is_started(
 
     def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> LaunchedStep:
         if plan.step_id == 1:
-            wait_until(lambda: made.steps[0]._link.orders.qsize() == 6, 30.0)
+            wait_until(lambda: made.steps[0].link.orders.qsize() == 6, 30.0)
         return prepare(executor, plan, *settle)
 
     def started(executor: Executor, launched: LaunchedStep) -> None:
@@ -321,7 +321,7 @@ def test_prefill_whose_launch_waits_for_device_starts_after_earlier_results(
 
     def prepared(executor: Executor, plan: StepPlan, *settle: Any) -> LaunchedStep:
         if plan.step_id == 1:
-            wait_until(lambda: made.steps[0]._link.orders.qsize() == 8, 30.0)
+            wait_until(lambda: made.steps[0].link.orders.qsize() == 8, 30.0)
         ahead[plan.step_id] = len(made.steps[0]._launched)
         return prepare(executor, plan, *settle)
 

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from services.rank_worker.batch.running_batch import RunningSequence
 from services.rank_worker.device.hardware import device_kind
 from services.rank_worker.kv_cache.blocks.host_copier import HostCopier, open_host_copier
-from services.rank_worker.kv_cache.blocks.items import ItemKind, RestoredItem, SpillItem
+from services.rank_worker.kv_cache.blocks.items import CachedItem, ItemKind, SpillItem
 from services.rank_worker.kv_cache.rows.checkpoint_state import (
     CheckpointState,
     decode_state,
@@ -21,15 +20,15 @@ from shared.messages import AdmittedSequence, AdoptedRestore, KeptBlock, StepPla
 
 _log = Log("rank_worker.blocks")
 
-FindSequence = Callable[[int], RunningSequence]
-"""Returns the running sequence with an id; raises InvariantBroken for an unknown one."""
+SlotOf = Callable[[int], int]
+"""Sequence id -> slot; raises InvariantBroken for an unknown sequence."""
 
-TakeRestored = Callable[[AdoptedRestore], list[RestoredItem]]
+TakeRestored = Callable[[AdoptedRestore], list[CachedItem]]
 """Removes the restored blocks and checkpoints that a plan adopts from the staging area and returns
 them."""
 
 
-def refuse_restores(adopted: AdoptedRestore) -> list[RestoredItem]:
+def refuse_restores(adopted: AdoptedRestore) -> list[CachedItem]:
     """Raise InvariantBroken, because a plan adopts a restore on a rank without a cache store.
 
     A rank without a store passes it to `BlockExecutor` as `take_restored`.
@@ -43,26 +42,12 @@ def refuse_restores(adopted: AdoptedRestore) -> list[RestoredItem]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ResidentItem:
-    """A block or checkpoint in this rank's memory. Immutable, so rows and spills may share it."""
-
-    kind: ItemKind
-    tokens: int
-    """Tokens in a block, or tokens before a checkpoint's state."""
-    payload: mx.array
-    """uint8 [bytes] with memory of its own."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class PendingSpill:
     """A block or checkpoint that a plan spills, until its bytes are in host memory."""
 
-    block_hash: bytes
-    resident: ResidentItem
+    resident: CachedItem
     computed: mx.array
     """Computed when the bytes are available: uint8 [bytes] itself, or uint8 [1] with `view`."""
-    is_copy: bool
-    """`computed` is a copy made for the spill, not the resident payload."""
     view: memoryview | None = None
     """The bytes in host memory, format "B"; None: they are in `computed`."""
 
@@ -76,7 +61,7 @@ class BlockExecutor:
     def __init__(self, store: KVStore, take_restored: TakeRestored) -> None:
         self._store = store
         self._take_restored = take_restored
-        self.resident: dict[bytes, ResidentItem] = {}
+        self.resident: dict[bytes, CachedItem] = {}
         """The blocks and checkpoints in this rank's memory, by hash."""
         # CUDA memory that the host reads moves to the host, and back by page faults when it is
         # used again: 3 ms per block of 37 MB. So spills are copied first.
@@ -85,14 +70,14 @@ class BlockExecutor:
         self._snapshots: dict[int, CheckpointState] = {}
         """The latest state that a plan asked to snapshot, by sequence id."""
 
-    def keep(self, plan: StepPlan, find: FindSequence) -> list[mx.array]:
+    def keep(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
         """Copy the blocks and checkpoints that the plan keeps out of the rows; index them by hash.
 
         Rows are read as earlier plans left them.
 
         Args:
             plan: holds `keep_blocks` and `keep_checkpoints`.
-            find: returns a sequence.
+            slot_of: returns the slot of a sequence.
 
         Returns:
             The copies, uint8 [bytes] each, to be computed before anything else of this plan. Until
@@ -105,10 +90,10 @@ class BlockExecutor:
         for run in _runs(plan.keep_blocks):
             first = run[0]
             read = self._store.read_blocks(
-                find(first.sequence_id).slot, first.start, first.length, len(run)
+                slot_of(first.sequence_id), first.start, first.length, len(run)
             )
             for block, payload in zip(run, read, strict=True):
-                self._add(block.hash, ResidentItem("block", block.length, payload))
+                self._add(CachedItem(block.hash, "block", block.length, payload))
             payloads += read
         for checkpoint in plan.keep_checkpoints:
             state = self._snapshots.pop(checkpoint.sequence_id, None)
@@ -118,7 +103,7 @@ class BlockExecutor:
                     f"tokens (but at {state and state.tokens})"
                 )
             payload = encode_state(state)
-            self._add(checkpoint.hash, ResidentItem("checkpoint", state.tokens, payload))
+            self._add(CachedItem(checkpoint.hash, "checkpoint", state.tokens, payload))
             payloads.append(payload)
         return payloads
 
@@ -134,7 +119,7 @@ class BlockExecutor:
             for item in self._take_restored(adopted):
                 self._check(item)
                 if item.hash not in self.resident:
-                    self._add(item.hash, ResidentItem(item.kind, item.tokens, item.payload))
+                    self._add(item)
 
     def prepare_spills(self, block_tokens: int, bytes_max: int) -> None:
         """Reserve host memory for spills, so that no step waits for it.
@@ -163,24 +148,23 @@ class BlockExecutor:
         if plan.spill is None:
             return []
         spills = [self._spill(block_hash) for block_hash in plan.spill.hashes]
-        copied = [spill.computed for spill in spills if spill.is_copy]
-        if copied:
-            mx.async_eval(copied)
+        if self._copies_spills:
+            mx.async_eval([spill.computed for spill in spills])
         return spills
 
     def _spill(self, block_hash: bytes) -> PendingSpill:
         resident = self._get(block_hash)
         if not self._copies_spills:
-            return PendingSpill(block_hash, resident, resident.payload, is_copy=False)
+            return PendingSpill(resident, resident.payload)
         if self._host_copier is not None:
             try:
                 view, done = self._host_copier.start(resident.payload)
             except OSError as error:
                 _log.warning("host_copy_failed", cause=str(error))
             else:
-                return PendingSpill(block_hash, resident, done, is_copy=True, view=view)
+                return PendingSpill(resident, done, view)
         copy = mx.bitwise_or(resident.payload, mx.array(0, dtype=mx.uint8))
-        return PendingSpill(block_hash, resident, copy, is_copy=True)
+        return PendingSpill(resident, copy)
 
     def forget(self, sequence_id: int) -> None:
         """Drop the state snapshot of a sequence that leaves the batch, if there is one."""
@@ -224,12 +208,12 @@ class BlockExecutor:
         payloads = [(block.payload, block.tokens) for block in blocks]
         self._store.fill_row(slot, reused, payloads, state)
 
-    def snapshot_state(self, plan: StepPlan, find: FindSequence) -> list[mx.array]:
+    def snapshot_state(self, plan: StepPlan, slot_of: SlotOf) -> list[mx.array]:
         """Copy the windows and recurrent state of rows, as they are after this plan's forwards.
 
         Args:
             plan: lists the sequences in `checkpoints`.
-            find: returns a sequence.
+            slot_of: returns the slot of a sequence.
 
         Returns:
             The arrays of all copies, which the caller must start to compute.
@@ -239,17 +223,17 @@ class BlockExecutor:
         """
         arrays: list[mx.array] = []
         for sequence_id in plan.checkpoints:
-            state = self._store.read_state(find(sequence_id).slot)
+            state = self._store.read_state(slot_of(sequence_id))
             self._snapshots[sequence_id] = state
             arrays += state.arrays()
         return arrays
 
-    def _add(self, block_hash: bytes, item: ResidentItem) -> None:
-        if block_hash in self.resident:
-            raise InvariantBroken(f"{block_hash.hex()} is already resident")
-        self.resident[block_hash] = item
+    def _add(self, item: CachedItem) -> None:
+        if item.hash in self.resident:
+            raise InvariantBroken(f"{item.hash.hex()} is already resident")
+        self.resident[item.hash] = item
 
-    def _get(self, block_hash: bytes, kind: ItemKind | None = None) -> ResidentItem:
+    def _get(self, block_hash: bytes, kind: ItemKind | None = None) -> CachedItem:
         """Return a resident item, of this kind unless None; otherwise raise InvariantBroken."""
         item = self.resident.get(block_hash)
         if item is None or kind not in (None, item.kind):
@@ -258,7 +242,7 @@ class BlockExecutor:
             )
         return item
 
-    def _check(self, item: RestoredItem) -> None:
+    def _check(self, item: CachedItem) -> None:
         layout = self._store.layout
         payload = item.payload
         is_flat = payload.dtype == mx.uint8 and payload.ndim == 1
@@ -303,7 +287,7 @@ def read_spills(spills: Sequence[PendingSpill]) -> list[SpillItem]:
     mx.eval([spill.computed for spill in spills])
     return [
         SpillItem(
-            hash=spill.block_hash,
+            hash=spill.resident.hash,
             kind=spill.resident.kind,
             tokens=spill.resident.tokens,
             payload=_bytes_of(spill).toreadonly(),

@@ -1,4 +1,4 @@
-"""Blocks and checkpoints in transfer between memory and files. Imports no MLX."""
+"""Blocks and checkpoints in memory and on the way to files. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ class SpillItem:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RestoredItem:
-    """A block or checkpoint that was read from a file and checked."""
+class CachedItem:
+    """A block or checkpoint in this rank's memory: resident, or restored from a file and checked.
+
+    Immutable, so rows and spills may share it.
+    """
 
     hash: bytes
     kind: ItemKind
     tokens: int
     """As in `SpillItem`."""
     payload: mx.array
-    """uint8 [bytes]."""
+    """uint8 [bytes] with memory of its own."""

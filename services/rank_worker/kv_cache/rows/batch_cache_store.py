@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockLayout
 from services.rank_worker.kv_cache.rows.cache_parts import (
@@ -54,11 +54,8 @@ class BatchCacheStore(KVStore):
             ConfigError: when the model has a kind of state that cannot be batched.
         """
         super().__init__()
-        for cache in used_caches:
-            _check_batchable(cache)
-        sizes = [cache_bytes(cache) for cache in used_caches]
-        self.bytes_per_token = sum(size[0] for size in sizes)
-        self.bytes_per_row = sum(size[1] for size in sizes)
+        _check_batchable(used_caches)
+        self.bytes_per_token, self.bytes_per_row = cache_bytes(used_caches)
         kinds = part_kinds(used_caches, PROBE_TOKENS)
         self._kinds = kinds or []
         self.layout = _layout(self._kinds, used_caches) if kinds is not None else None
@@ -261,18 +258,15 @@ def _text(layout: BlockLayout, kinds: Sequence[PartKind], used_caches: Sequence[
     return f"{layout.text}; state: {', '.join(runs)}" if runs else layout.text
 
 
-def _check_batchable(cache: Any) -> None:
-    parts = cache.caches if isinstance(cache, CacheList) else [cache]
-    for part in parts:
-        if isinstance(part, CacheList):
-            _check_batchable(part)
-        elif not hasattr(type(part), "merge"):
+def _check_batchable(used_caches: Sequence[Any]) -> None:
+    for cache in leaf_caches(used_caches):
+        if not hasattr(type(cache), "merge"):
             raise ConfigError(
-                f"This model keeps its state in a {type(part).__name__}, which cannot be batched: "
+                f"This model keeps its state in a {type(cache).__name__}, which cannot be batched: "
                 "choose another model."
             )
-        elif isinstance(part, RotatingKVCache) and part.keep:
+        if isinstance(cache, RotatingKVCache) and cache.keep:
             raise ConfigError(
-                f"This model keeps its first {part.keep} tokens beside a sliding window, which "
+                f"This model keeps its first {cache.keep} tokens beside a sliding window, which "
                 "cannot be batched: choose another model."
             )

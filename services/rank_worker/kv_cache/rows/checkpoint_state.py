@@ -7,7 +7,6 @@ C order at the next multiple of 64 bytes.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import mlx.core as mx
@@ -102,20 +101,17 @@ def decode_state(payload: mx.array) -> CheckpointState:
         raise InvariantBroken(
             f"a checkpoint has {payload.nbytes} bytes, its header says {starts[-1]}"
         )
-    arrays = _arrays(payload, header.shapes(), starts)
+    arrays = (
+        _array(payload, one, start) for one, start in zip(header.shapes(), starts, strict=False)
+    )
     parts = [[None if one is None else next(arrays) for one in part] for part in header.parts]
     return CheckpointState(header.tokens, parts)
 
 
-def _arrays(
-    payload: mx.array, shapes: Sequence[_Shape], starts: Sequence[int]
-) -> Iterator[mx.array]:
-    for one, start in zip(shapes, starts, strict=False):
-        dtype = _DTYPES[one.dtype]
-        if one.bytes:
-            yield payload[start : start + one.bytes].view(dtype).reshape(one.shape)
-        else:
-            yield mx.zeros(one.shape, dtype=dtype)
+def _array(payload: mx.array, one: _Shape, start: int) -> mx.array:
+    if not one.bytes:
+        return mx.zeros(one.shape, dtype=_DTYPES[one.dtype])
+    return payload[start : start + one.bytes].view(_DTYPES[one.dtype]).reshape(one.shape)
 
 
 def _padded(size: int) -> int:

@@ -1,19 +1,15 @@
 """The shapes of a model's KV, read from a forward that is built but never computed."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
+from services.rank_worker.kv_cache.rows.cache_parts import leaf_caches
 from shared.errors import ConfigError
 
 
@@ -64,34 +60,35 @@ def layer_parts(cache: Any) -> list[BlockPart]:
     ]
 
 
-def cache_bytes(cache: Any) -> tuple[int, int]:
-    """Return the memory that one layer's cache takes, without computing anything.
+def cache_bytes(used_caches: Sequence[Any]) -> tuple[int, int]:
+    """Return the memory that all layers' caches take on this rank, without computing anything.
 
     Args:
-        cache: a cache of mlx-lm after one forward.
+        used_caches: mlx-lm's caches, one per layer, after one forward.
 
     Returns:
         (bytes per token, bytes per row that do not depend on its length).
 
     Raises:
-        ConfigError: when the cache is of a kind that cannot be batched.
+        ConfigError: when a cache is of a kind that cannot be batched.
     """
-    if isinstance(cache, CacheList):
-        parts = [cache_bytes(part) for part in cache.caches]
-        return sum(part[0] for part in parts), sum(part[1] for part in parts)
-    if isinstance(cache, ArraysCache):
-        return 0, int(cache.nbytes)
-    if cache.empty():
-        # A layer that uses another layer's keys and values.
-        return 0, 0
-    if isinstance(cache, RotatingKVCache):
-        return 0, _token_bytes(cache) * int(cache.max_size)
-    if type(cache) is KVCache:
-        return _token_bytes(cache), 0
-    raise ConfigError(
-        f"This model keeps its state in a {type(cache).__name__}, which cannot be batched: "
-        "choose another model."
-    )
+    per_token = per_row = 0
+    for cache in leaf_caches(used_caches):
+        if isinstance(cache, ArraysCache):
+            per_row += int(cache.nbytes)
+        elif cache.empty():
+            # A layer that uses another layer's keys and values.
+            continue
+        elif isinstance(cache, RotatingKVCache):
+            per_row += _token_bytes(cache) * int(cache.max_size)
+        elif type(cache) is KVCache:
+            per_token += _token_bytes(cache)
+        else:
+            raise ConfigError(
+                f"This model keeps its state in a {type(cache).__name__}, which cannot be batched: "
+                "choose another model."
+            )
+    return per_token, per_row
 
 
 def _token_bytes(cache: KVCache | RotatingKVCache) -> int:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from services.rank_worker.kv_cache.blocks.items import ItemKind, RestoredItem
+from services.rank_worker.kv_cache.blocks.items import CachedItem, ItemKind
 from services.rank_worker.kv_cache.stored import record_files
 from services.rank_worker.kv_cache.stored.record_files import (
     Allocate,
@@ -176,7 +176,7 @@ def _read_record(
     entry_hash: bytes,
     kind: ItemKind,
     tokens: int | None,
-) -> RestoredItem | None:
+) -> CachedItem | None:
     cause: Cause = "unreadable"
     try:
         return reader.read(restore.places[entry_hash], entry_hash, kind, tokens)

@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from services.rank_worker.kv_cache.blocks.items import ItemKind, RestoredItem, SpillItem
+from services.rank_worker.kv_cache.blocks.items import CachedItem, ItemKind, SpillItem
 from shared import block_record
 from shared.block_record import HEADER_BYTES, RecordChecker, RecordIdentity, RecordUnreadable
 from shared.messages import BlockPlace, WrittenRecord
@@ -141,7 +141,7 @@ class RecordReader:
 
     def read(
         self, place: BlockPlace, block_hash: bytes, kind: ItemKind, tokens: int | None
-    ) -> RestoredItem:
+    ) -> CachedItem:
         """Read one record and compare its header and checksum with the expected identity.
 
         Args:
@@ -163,8 +163,15 @@ class RecordReader:
         _fill(memoryview(header), file)
         checker = RecordChecker(header, place.size_bytes)
         expected_tokens = checker.identity.tokens if tokens is None else tokens
-        payload_bytes = place.size_bytes - HEADER_BYTES
-        self._check_length(kind, expected_tokens, payload_bytes)
+        payload_bytes = expected_bytes = place.size_bytes - HEADER_BYTES
+        if kind == "block" and self._block_bytes is not None:
+            expected_bytes = self._block_bytes(expected_tokens)
+        if payload_bytes != expected_bytes:
+            raise RecordUnreadable(
+                f"A block of {expected_tokens} tokens has {expected_bytes} bytes on this rank, the "
+                f"record has {payload_bytes}.",
+                "identity",
+            )
         try:
             view, payload = self._allocate(payload_bytes)
         except (MemoryError, RuntimeError) as error:
@@ -175,7 +182,7 @@ class RecordReader:
                     _fill(piece, file)
                     checker.add(piece)
         checker.finish(self._folder.identity(block_hash, kind, expected_tokens))
-        return RestoredItem(block_hash, kind, expected_tokens, payload)
+        return CachedItem(block_hash, kind, expected_tokens, payload)
 
     def close(self) -> None:
         """Close the file that is open for reading, if any."""
@@ -191,17 +198,6 @@ class RecordReader:
             self._file = FileIO(self._folder.path / name)
             self._name = name
         return self._file
-
-    def _check_length(self, kind: ItemKind, tokens: int, payload_bytes: int) -> None:
-        if kind == "checkpoint" or self._block_bytes is None:
-            return
-        expected_bytes = self._block_bytes(tokens)
-        if payload_bytes != expected_bytes:
-            raise RecordUnreadable(
-                f"A block of {tokens} tokens has {expected_bytes} bytes on this rank, the record "
-                f"has {payload_bytes}.",
-                "identity",
-            )
 
 
 def _fill(view: memoryview, file: FileIO) -> None:

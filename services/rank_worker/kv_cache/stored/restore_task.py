@@ -7,7 +7,7 @@ it and add the records read, so the link can answer at any moment with these.
 import threading
 from typing import Literal
 
-from services.rank_worker.kv_cache.blocks.items import RestoredItem
+from services.rank_worker.kv_cache.blocks.items import CachedItem
 from services.rank_worker.kv_cache.stored.record_files import NamespaceFolder
 from shared.block_record import HEADER_BYTES
 from shared.messages import BlockPlace, RestoreBlocks
@@ -66,11 +66,11 @@ class RestoreTask:
         """Index of the next item to claim."""
         self._readers = 0
         self._is_done = False
-        self._records: dict[int, RestoredItem] = {}
+        self._records: dict[int, CachedItem] = {}
         """By item index."""
         self._prefix = 0
         """Number of leading items that were read or were already resident."""
-        self._checkpoint: tuple[int, RestoredItem] | None = None
+        self._checkpoint: tuple[int, CachedItem] | None = None
         """A checkpoint that was read, and the number of items before its end."""
 
     # --- before reading ----------------------------------------------------------------------
@@ -160,7 +160,7 @@ class RestoreTask:
                 self._next += 1
             return claimed
 
-    def put(self, index: int, record: RestoredItem) -> None:
+    def put(self, index: int, record: CachedItem) -> None:
         """Add the block that was read for an item; drop it if the restore was answered.
 
         Args:
@@ -173,7 +173,7 @@ class RestoreTask:
                 self._records[index] = record
                 self._advance()
 
-    def put_checkpoint(self, count: int, record: RestoredItem) -> None:
+    def put_checkpoint(self, count: int, record: CachedItem) -> None:
         """Add the checkpoint after the first `count` items; drop it if the restore was answered."""
         with self._lock:
             self.bytes_read += HEADER_BYTES + record.payload.nbytes
@@ -214,7 +214,7 @@ class RestoreTask:
             for index in [one for one in self._records if one >= self.adoptable]:
                 del self._records[index]
 
-    def restored_items(self, count: int) -> list[RestoredItem]:
+    def restored_items(self, count: int) -> list[CachedItem]:
         """Return the blocks read for the first `count` items, then the checkpoint after them.
 
         Args:

@@ -71,40 +71,28 @@ class _Queued:
     """It carries the order's `evict_first`."""
 
 
+@dataclasses.dataclass(slots=True)
 class SpillQueue:
     """The blocks and checkpoints that plans spill, until the store has taken over their files.
 
     Every hash of every order is reported to the scheduler exactly once, stored or lost.
     """
 
-    def __init__(
-        self,
-        context: TierContext,
-        write: Callable[[SpillFile], None],
-        delete: Callable[[Path], None],
-        *,
-        bytes_max: int,
-        file_prefix: str,
-    ) -> None:
-        """Start with an empty queue.
-
-        Args:
-            context: clock, scheduler and store.
-            write: writes a file in another thread.
-            delete: deletes a file in another thread.
-            bytes_max: most payload bytes that are queued or being written.
-            file_prefix: the prefix of all file names, unique to this process.
-        """
-        self._context = context
-        self._write = write
-        self._delete = delete
-        self._bytes_max = bytes_max
-        self._file_prefix = file_prefix
-        self._file_number = 0
-        self._queue: deque[_Queued] = deque()
-        self._queued_bytes = 0
-        self._writing: SpillFile | None = None
-        self._committing: dict[str, SpillFile] = {}
+    context: TierContext
+    """Clock, scheduler and store."""
+    write: Callable[[SpillFile], None]
+    """Writes a file in another thread."""
+    delete: Callable[[Path], None]
+    """Deletes a file in another thread."""
+    bytes_max: int
+    """Most payload bytes that are queued or being written."""
+    file_prefix: str
+    """The prefix of all file names, unique to this process."""
+    _file_number: int = 0
+    _queue: deque[_Queued] = dataclasses.field(default_factory=deque)
+    _queued_bytes: int = 0
+    _writing: SpillFile | None = None
+    _committing: dict[str, SpillFile] = dataclasses.field(default_factory=dict)
 
     @property
     def next_deadline_at_s(self) -> float | None:
@@ -125,13 +113,13 @@ class SpillQueue:
         lost = [one for one in order.hashes if one not in held]
         is_stuck = self._writing is not None and self._writing.is_abandoned
         for index, item in enumerate(items):
-            if not can_write or is_stuck or item.payload.nbytes > self._bytes_max:
+            if not can_write or is_stuck or item.payload.nbytes > self.bytes_max:
                 lost.append(item.hash)
                 continue
             self._queue.append(_Queued(item, order, is_first=index == 0))
             self._queued_bytes += item.payload.nbytes
         writing_bytes = self._writing.payload_bytes if self._writing is not None else 0
-        while self._queue and self._queued_bytes + writing_bytes > self._bytes_max:
+        while self._queue and self._queued_bytes + writing_bytes > self.bytes_max:
             lost.append(self._pop().item.hash)
         self._report_lost(lost)
 
@@ -146,10 +134,10 @@ class SpillQueue:
         if folder is None or self._writing is not None:
             return
         self._lose_other_namespaces(folder.namespace)
-        is_full = self._queued_bytes > RESTORES_FIRST_SHARE * self._bytes_max
+        is_full = self._queued_bytes > RESTORES_FIRST_SHARE * self.bytes_max
         if self._queue and (is_full or not is_restoring):
             self._writing = self._next_file(folder)
-            self._write(self._writing)
+            self.write(self._writing)
 
     def finish_write(self, file: SpillFile, folder: NamespaceFolder | None) -> None:
         """Ask the store to take over a written file, or report its blocks lost.
@@ -162,7 +150,7 @@ class SpillQueue:
         if file.error:
             _log.warning("spill_failed", file=file.name, cause=file.error)
             if file.is_disk_error:
-                self._context.send_to_store(SpillFailed(detail=file.error[:4_000]))
+                self.context.send_to_store(SpillFailed(detail=file.error[:4_000]))
             if not file.is_abandoned:
                 self._report_lost(file.hashes)
             return
@@ -170,11 +158,11 @@ class SpillQueue:
             commit = CommitBlocks(
                 name=file.name, records=file.records, evict_first=file.evict_first
             )
-            if self._context.send_to_store(commit):
+            if self.context.send_to_store(commit):
                 self._committing[file.name] = file
                 return
         self._abandon(file)
-        self._delete(file.path)
+        self.delete(file.path)
 
     def handle_committed(self, message: BlocksCommitted) -> None:
         """Report a file's blocks as stored if the store took it over, otherwise as lost."""
@@ -185,10 +173,10 @@ class SpillQueue:
             _log.warning("commit_refused", file=message.name, cause=message.detail)
             self._report_lost(file.hashes)
         else:
-            self._context.send_to_scheduler(
+            self.context.send_to_scheduler(
                 BlocksSpilled(
-                    epoch=self._context.epoch,
-                    rank=self._context.rank,
+                    epoch=self.context.epoch,
+                    rank=self.context.rank,
                     stored=file.hashes,
                     bytes_written=sum(record.size_bytes for record in file.records),
                     write_ms=file.write_s * 1e3,
@@ -199,7 +187,7 @@ class SpillQueue:
     def check_deadlines(self) -> None:
         """After `WRITE_S` of writing one file, report its blocks and all queued ones lost."""
         at_s = self.next_deadline_at_s
-        if at_s is not None and self._context.clock.now() >= at_s and self._writing is not None:
+        if at_s is not None and self.context.clock.now() >= at_s and self._writing is not None:
             _log.warning("spill_hangs", file=self._writing.name, seconds=WRITE_S)
             self._abandon(self._writing)
             self.lose_queue()
@@ -222,7 +210,7 @@ class SpillQueue:
         for file in self._committing.values():
             self._abandon(file)
             # A file that was committed has another name by now and stays.
-            self._delete(file.path)
+            self.delete(file.path)
         self._committing.clear()
 
     def _next_file(self, folder: NamespaceFolder) -> SpillFile:
@@ -237,12 +225,12 @@ class SpillQueue:
         items = [queued.item for queued in taken]
         return SpillFile(
             folder=folder,
-            name=f"{self._file_prefix}-{self._file_number}",
+            name=f"{self.file_prefix}-{self._file_number}",
             items=items,
             hashes=[item.hash for item in items],
             payload_bytes=sum(item.payload.nbytes for item in items),
             evict_first=taken[0].order.evict_first if taken[0].is_first else [],
-            began_at_s=self._context.clock.now(),
+            began_at_s=self.context.clock.now(),
         )
 
     def _pop(self) -> _Queued:
@@ -264,10 +252,10 @@ class SpillQueue:
     def _report_lost(self, hashes: Iterable[bytes]) -> None:
         lost = list(hashes)
         for first in range(0, len(lost), limits.BLOCKS_PER_MESSAGE_MAX):
-            self._context.send_to_scheduler(
+            self.context.send_to_scheduler(
                 BlocksSpilled(
-                    epoch=self._context.epoch,
-                    rank=self._context.rank,
+                    epoch=self.context.epoch,
+                    rank=self.context.rank,
                     stored=[],
                     lost=lost[first : first + limits.BLOCKS_PER_MESSAGE_MAX],
                 )

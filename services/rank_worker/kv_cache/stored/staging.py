@@ -2,7 +2,7 @@
 
 import threading
 
-from services.rank_worker.kv_cache.blocks.items import RestoredItem
+from services.rank_worker.kv_cache.blocks.items import CachedItem
 from services.rank_worker.kv_cache.stored.restore_task import RestoreTask
 from shared.errors import InvariantBroken
 
@@ -24,7 +24,7 @@ class Staging:
         with self._lock:
             self._staged[restore.order.restore_id] = restore
 
-    def take(self, restore_id: int, count: int) -> list[RestoredItem]:
+    def take(self, restore_id: int, count: int) -> list[CachedItem]:
         """Remove a restore and return the blocks and checkpoint of its first items.
 
         Args:

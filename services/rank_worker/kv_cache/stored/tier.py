@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from services.rank_worker.kv_cache.blocks.items import RestoredItem, SpillItem
+from services.rank_worker.kv_cache.blocks.items import CachedItem, SpillItem
 from services.rank_worker.kv_cache.stored.context import TierContext, TierSettings
 from services.rank_worker.kv_cache.stored.disk_threads import DiskThreads
 from services.rank_worker.kv_cache.stored.record_files import Allocate, BlockBytes, NamespaceFolder
@@ -156,7 +156,7 @@ class StoredTier:
         restore = RestoreTask(order, self._clock.now())
         self._post(functools.partial(self._add_restore, restore))
 
-    def take(self, adopted: AdoptedRestore) -> list[RestoredItem]:
+    def take(self, adopted: AdoptedRestore) -> list[CachedItem]:
         """Remove and return the restored items that a plan adopts, in order. For the main thread.
 
         Args:

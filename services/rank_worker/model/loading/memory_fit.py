@@ -61,11 +61,11 @@ def memory_needs(model: nn.Module, weight_bytes: int) -> MemoryNeeds:
         weight_bytes: size of its weights.
     """
     try:
-        sizes = [cache_bytes(cache) for cache in read_shape(model).caches]
+        bytes_per_token, bytes_per_row = cache_bytes(read_shape(model).caches)
     except Exception as error:  # noqa: BLE001 - the model's code ran; the executor reports it
         _log.debug("kv_size_unknown", detail=repr(error))
         return MemoryNeeds(weight_bytes)
-    return MemoryNeeds(weight_bytes, sum(size[0] for size in sizes), sum(size[1] for size in sizes))
+    return MemoryNeeds(weight_bytes, bytes_per_token, bytes_per_row)
 
 
 def check_fits(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.rank_worker.kv_cache.blocks.items import ItemKind, RestoredItem, SpillItem
+from services.rank_worker.kv_cache.blocks.items import CachedItem, ItemKind, SpillItem
 from services.rank_worker.kv_cache.stored.context import TierSettings
 from services.rank_worker.kv_cache.stored.record_files import Allocate
 from services.rank_worker.kv_cache.stored.tier import StoredTier
@@ -179,7 +179,7 @@ class Rank:
         opened = self.tier._restores._open
         wait_until(lambda: restore_id in opened and opened[restore_id].prefix == prefix)
 
-    def adopt(self, restore_id: int, count: int) -> list[RestoredItem]:
+    def adopt(self, restore_id: int, count: int) -> list[CachedItem]:
         """Adopt the first `count` items of a restore, as a step plan does."""
         return self.tier.take(AdoptedRestore(restore_id=restore_id, count=count))
 
@@ -235,7 +235,7 @@ def hang_reads_of(store: ScriptedStore, block: bytes) -> HangingFile:
     return hanging_file
 
 
-def check_items(items: list[RestoredItem], names: list[bytes], size_bytes: int = 4_096) -> None:
+def check_items(items: list[CachedItem], names: list[bytes], size_bytes: int = 4_096) -> None:
     """Check that these are the blocks, in order, each with its own payload."""
     assert [item.hash for item in items] == names
     for item in items:
