@@ -68,12 +68,12 @@ class LongPrompt:
             NoAnswer: when the gateway does not complete the request.
         """
         if why := self.skip_reason(judging.RESTORED):
-            return TimedCheck(check=judging.RESTORED, verdict="SKIP", detail=why)
+            return judging.skipped(judging.RESTORED, why)
         return judging.restored(self._ask())
 
     def _store(self) -> TimedCheck:
         if why := self.skip_reason(judging.STORED):
-            return TimedCheck(check=judging.STORED, verdict="SKIP", detail=why)
+            return judging.skipped(judging.STORED, why)
         clock, cluster = SystemClock(), self._cluster
         before = cluster.status()
         self._first = self._ask()
@@ -89,9 +89,8 @@ class LongPrompt:
 
     def _reuse(self) -> TimedCheck:
         if why := self.skip_reason(judging.REUSED):
-            return TimedCheck(check=judging.REUSED, verdict="SKIP", detail=why)
-        first = self._first or self._ask()
-        return judging.reused(first, self._ask())
+            return judging.skipped(judging.REUSED, why)
+        return judging.reused(self._first or self._ask(), self._ask())
 
     def _ask(self) -> HttpAnswer:
         ids = [FIRST_ID + (place * place + place // 7) % IDS for place in range(self._length)]

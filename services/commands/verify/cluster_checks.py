@@ -128,7 +128,7 @@ class ClusterChecks:
         room = before.context_tokens_max // 2
         if room < ABORT_ROOM:
             detail = f"a context of {before.context_tokens_max} tokens is too short to hang up in"
-            return TimedCheck(check=judging.ABORT, verdict="SKIP", detail=detail)
+            return judging.skipped(judging.ABORT, detail)
         # At this temperature all tokens are almost equally likely, so the text does not end early.
         fields = {
             "prompt": PROMPTS[1],
@@ -142,7 +142,7 @@ class ClusterChecks:
             began_s = clock.now()
         if not was_running:
             detail = "the request ended before its client could hang up: run this again"
-            return TimedCheck(check=judging.ABORT, verdict="SKIP", detail=detail)
+            return judging.skipped(judging.ABORT, detail)
         while (passed_s := clock.now() - began_s) <= judging.ABORT_S:
             if cluster.status().running <= before.running:
                 return judging.aborted(passed_s, ABORT_EVENTS)

@@ -151,7 +151,7 @@ def _run_all(
 
 def _skip(names: Iterable[str], why: str, report: Callable[[TimedCheck], None]) -> None:
     for name in names:
-        report(TimedCheck(check=name, verdict="SKIP", detail=why))
+        report(judging.skipped(name, why))
 
 
 def _why_not_restart(options: VerifyOptions, gateway: TimedCheck) -> str:
@@ -191,7 +191,7 @@ def perform(name: str, check: Callable[[], TimedCheck]) -> TimedCheck:
     try:
         result = check()
     except (NoAnswer, UnavailableError) as error:
-        result = TimedCheck(check=name, verdict="FAIL", detail=str(error), remedy=_UNREACHED)
+        result = judging.failed(name, str(error), _UNREACHED)
     return msgspec.structs.replace(result, seconds=round(clock.now() - began_s, 3))
 
 

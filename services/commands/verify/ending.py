@@ -48,7 +48,7 @@ def shut_down(config: Config) -> TimedCheck:
             f"no `lockstep up` runs on this host with the run folder {config.run_dir}: stop jobs "
             "with launchd or systemd"
         )
-        return TimedCheck(check=judging.SHUTDOWN, verdict="SKIP", detail=detail)
+        return judging.skipped(judging.SHUTDOWN, detail)
     clock = SystemClock()
     began_s = clock.now()
     left: list[str] = []
@@ -73,20 +73,13 @@ def judge_shutdown(seconds: float, left: list[str]) -> TimedCheck:
         left: roles that still ran then.
     """
     if not left and seconds <= SHUTDOWN_S:
-        return TimedCheck(
-            check=judging.SHUTDOWN,
-            verdict="PASS",
-            detail=f"everything ended {seconds:.2f} s after SIGTERM",
-        )
+        return judging.passed(judging.SHUTDOWN, f"everything ended {seconds:.2f} s after SIGTERM")
     detail = f"{', '.join(left)} still there" if left else "everything ended"
-    return TimedCheck(
-        check=judging.SHUTDOWN,
-        verdict="FAIL",
-        detail=f"{detail} {seconds:.1f} s after SIGTERM",
-        remedy=(
-            "Running requests may finish first (scheduler.drain_s); if no request ran, look in the "
-            "log for the role that ended last."
-        ),
+    return judging.failed(
+        judging.SHUTDOWN,
+        f"{detail} {seconds:.1f} s after SIGTERM",
+        "Running requests may finish first (scheduler.drain_s); if no request ran, look in the "
+        "log for the role that ended last.",
     )
 
 

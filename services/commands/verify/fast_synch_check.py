@@ -35,38 +35,25 @@ def judge_fast_synch(
         system: name of the platform, as in `sys.platform`.
     """
     name = judging.FAST_SYNCH
-    here = [rank for rank in ranks if rank.host == host]
-    builds = [_build(rank, system) for rank in here]
+    builds = [_build(rank, system) for rank in ranks if rank.host == host]
     if not any(builds):
-        return TimedCheck(
-            check=name, verdict="SKIP", detail="no rank on this host computes on Metal"
-        )
+        return judging.skipped(name, "no rank on this host computes on Metal")
     if setting != "on":
-        return TimedCheck(
-            check=name,
-            verdict="FAIL",
-            detail=f"this start did not try it (world.metal_fast_synch is {setting})",
-            remedy=(
-                "Start with LOCKSTEP_WORLD_METAL_FAST_SYNCH=on on every host, run this again, then "
-                'set it back to "auto".'
-            ),
+        return judging.failed(
+            name,
+            f"this start did not try it (world.metal_fast_synch is {setting})",
+            "Start with LOCKSTEP_WORLD_METAL_FAST_SYNCH=on on every host, run this again, then "
+            'set it back to "auto".',
         )
     if not all(fast_synch.proof_state(path, build) == "proven" for build in builds):
-        return TimedCheck(
-            check=name,
-            verdict="FAIL",
-            detail=f"no proof of this build in {path}",
-            remedy=(
-                "The world must have passed its canary (world.canary on, two ranks or more) and "
-                "answered a request: look for fast_synch in the ranks' log."
-            ),
+        return judging.failed(
+            name,
+            f"no proof of this build in {path}",
+            "The world must have passed its canary (world.canary on, two ranks or more) and "
+            "answered a request: look for fast_synch in the ranks' log.",
         )
-    return TimedCheck(
-        check=name,
-        verdict="PASS",
-        detail=f"proven for {builds[0]}",
-        notes=["Each host keeps its own proof: run this on the other hosts too."],
-    )
+    note = "Each host keeps its own proof: run this on the other hosts too."
+    return judging.passed(name, f"proven for {builds[0]}", [note])
 
 
 def _build(rank: RankStatus, system: str) -> str:

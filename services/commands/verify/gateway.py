@@ -80,7 +80,7 @@ class Gateway:
         """
         clock = SystemClock()
         began_s = clock.now()
-        with self._stream(fields) as events:
+        with self.started(**fields) as events:
             first = next(events, None)
             first_s = clock.now() - began_s
             received = [] if first is None else [first, *events]
@@ -99,11 +99,6 @@ class Gateway:
         Raises:
             NoAnswer: when the gateway does not answer, or refuses the request.
         """
-        with self._stream(fields) as events:
-            yield events
-
-    @contextlib.contextmanager
-    def _stream(self, fields: dict[str, Any]) -> Iterator[Iterator[bytes]]:
         body = {
             "model": self._model,
             "temperature": 0,

@@ -59,6 +59,21 @@ class TimedCheck(CheckResult, frozen=True, kw_only=True):
         return [self.verdict, self.check, seconds, self.explained(self.notes)]
 
 
+def passed(check: str, detail: str, notes: Sequence[str] = ()) -> TimedCheck:
+    """Return a PASS: name of the check, facts found, further facts."""
+    return TimedCheck(check=check, verdict="PASS", detail=detail, notes=notes)
+
+
+def failed(check: str, detail: str, remedy: str, notes: Sequence[str] = ()) -> TimedCheck:
+    """Return a FAIL: name of the check, facts found, exact command or change, further facts."""
+    return TimedCheck(check=check, verdict="FAIL", detail=detail, remedy=remedy, notes=notes)
+
+
+def skipped(check: str, why: str) -> TimedCheck:
+    """Return a SKIP: name of the check, and why it was not made."""
+    return TimedCheck(check=check, verdict="SKIP", detail=why)
+
+
 def ready(is_alive: bool, code: int, reason: str) -> TimedCheck:
     """Judge the gateway's answers: both /livez and /readyz must be 200.
 
@@ -68,20 +83,11 @@ def ready(is_alive: bool, code: int, reason: str) -> TimedCheck:
         reason: reason in the body of /readyz; "" without one.
     """
     if not is_alive:
-        return TimedCheck(
-            check=GATEWAY,
-            verdict="FAIL",
-            detail="/livez is not 200",
-            remedy="Start Lockstep with `lockstep up`; check gateway.host and gateway.port.",
-        )
+        remedy = "Start Lockstep with `lockstep up`; check gateway.host and gateway.port."
+        return failed(GATEWAY, "/livez is not 200", remedy)
     if code != 200:
-        return TimedCheck(
-            check=GATEWAY,
-            verdict="FAIL",
-            detail=f"/readyz is {code}: {reason or 'no reason given'}",
-            remedy=_RANK_REMEDY,
-        )
-    return TimedCheck(check=GATEWAY, verdict="PASS", detail="/livez and /readyz are 200")
+        return failed(GATEWAY, f"/readyz is {code}: {reason or 'no reason given'}", _RANK_REMEDY)
+    return passed(GATEWAY, "/livez and /readyz are 200")
 
 
 def canary(status: StatusReported, name: str = CANARY) -> TimedCheck:
@@ -95,23 +101,17 @@ def canary(status: StatusReported, name: str = CANARY) -> TimedCheck:
     """
     ranks = status.ranks
     if status.world_size == 1:
-        return TimedCheck(
-            check=name, verdict="SKIP", detail="with one rank there is nothing to compare"
-        )
+        return skipped(name, "with one rank there is nothing to compare")
     if not any(rank.canary for rank in ranks):
-        return TimedCheck(
-            check=name, verdict="SKIP", detail="world.canary is off: set it to true and restart"
-        )
+        return skipped(name, "world.canary is off: set it to true and restart")
     notes = [f"rank {rank.rank} ({rank.host}): {_fabric(rank)}" for rank in ranks]
     differing = [rank.rank for rank in ranks if _digests(rank) != _digests(ranks[0])]
     if differing:
         said = f"findings of rank 0 and of {', '.join(map(str, differing))} differ"
-        return TimedCheck(
-            check=name, verdict="FAIL", detail=said, remedy=_FABRIC_REMEDY, notes=notes
-        )
+        return failed(name, said, _FABRIC_REMEDY, notes)
     count = len(ranks[0].canary)
     detail = f"{count} findings are equal on {len(ranks)} ranks over {status.backend}"
-    return TimedCheck(check=name, verdict="PASS", detail=detail, notes=notes)
+    return passed(name, detail, notes)
 
 
 def one_request(answer: HttpAnswer) -> TimedCheck:
@@ -128,23 +128,15 @@ def one_request(answer: HttpAnswer) -> TimedCheck:
     if len(answer.tokens) > answer.completion_tokens:
         problems.append(f"{len(answer.tokens)} tokens came, usage says {answer.completion_tokens}")
     if problems:
-        return TimedCheck(
-            check=ONE,
-            verdict="FAIL",
-            detail=", ".join(problems),
-            remedy=_LOG_REMEDY,
-        )
+        return failed(ONE, ", ".join(problems), _LOG_REMEDY)
     rate = ""
     if answer.completion_tokens > 1 and answer.seconds > answer.first_s:
         per_second = (answer.completion_tokens - 1) / (answer.seconds - answer.first_s)
         rate = f", then {per_second:.1f} tokens/s"
-    return TimedCheck(
-        check=ONE,
-        verdict="PASS",
-        detail=(
-            f"{answer.completion_tokens} tokens, ends with {answer.finish_reason}, first after "
-            f"{answer.first_s * 1e3:.0f} ms{rate}"
-        ),
+    return passed(
+        ONE,
+        f"{answer.completion_tokens} tokens, ends with {answer.finish_reason}, first after "
+        f"{answer.first_s * 1e3:.0f} ms{rate}",
     )
 
 
@@ -158,15 +150,13 @@ def same_again(first: HttpAnswer, second: HttpAnswer, others: int) -> TimedCheck
             shape. If any ran, the answers may differ from a token on that was almost as likely
             as the other answer's (`Divergence.is_near_tie`).
     """
-    name = AGAIN
     found = divergence(first, second)
     if found is None:
-        return TimedCheck(check=name, verdict="PASS", detail=f"{len(first.tokens)} equal tokens")
+        return passed(AGAIN, f"{len(first.tokens)} equal tokens")
     if others and found.is_near_tie:
-        detail = f"equal up to a near tie ({found.text}) while {others} others ran"
-        return TimedCheck(check=name, verdict="PASS", detail=detail)
+        return passed(AGAIN, f"equal up to a near tie ({found.text}) while {others} others ran")
     detail = f"the same greedy request gave a different text: {found.text}"
-    return TimedCheck(check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY)
+    return failed(AGAIN, detail, _SUMS_REMEDY)
 
 
 def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> TimedCheck:
@@ -179,30 +169,28 @@ def together(alone: Sequence[HttpAnswer], at_once: Sequence[HttpAnswer]) -> Time
         alone: answers of the requests sent one by one.
         at_once: answers of the same requests sent at once, in the same order.
     """
-    name = TOGETHER
     notes, is_wrong = [], False
     pairs = zip(alone, at_once, strict=True)
     for number, found in enumerate((divergence(*pair) for pair in pairs), 1):
         if found is not None:
             is_wrong = is_wrong or not found.is_near_tie
             why = "a near tie" if found.is_near_tie else "no near tie"
-            place = f"equal up to token {found.place}"
-            notes.append(f"request {number} is {place}: {found.text}, {why}")
+            notes.append(
+                f"request {number} is equal up to token {found.place}: {found.text}, {why}"
+            )
     if is_wrong:
         detail = "a text depends on the other requests of its batch by more than rounding explains"
-        return TimedCheck(
-            check=name, verdict="FAIL", detail=detail, remedy=_SUMS_REMEDY, notes=notes
-        )
+        return failed(TOGETHER, detail, _SUMS_REMEDY, notes)
     tokens = sum(answer.completion_tokens for answer in at_once)
     longest_s = max(1e-6, *(answer.seconds for answer in at_once))
     rate = f"{tokens / longest_s:.1f} tokens/s together"
-    if notes:
-        detail = (
-            f"{len(alone) - len(notes)} equal to alone, {len(notes)} up to a near tie: a batch of "
-            f"another shape rounds differently; {rate}"
-        )
-        return TimedCheck(check=name, verdict="PASS", detail=detail, notes=notes)
-    return TimedCheck(check=name, verdict="PASS", detail=f"all equal to alone, {rate}")
+    if not notes:
+        return passed(TOGETHER, f"all equal to alone, {rate}")
+    detail = (
+        f"{len(alone) - len(notes)} equal to alone, {len(notes)} up to a near tie: a batch of "
+        f"another shape rounds differently; {rate}"
+    )
+    return passed(TOGETHER, detail, notes)
 
 
 def aborted(seconds: float | None, tokens: int) -> TimedCheck:
@@ -213,17 +201,14 @@ def aborted(seconds: float | None, tokens: int) -> TimedCheck:
             free within ABORT_S, which is a FAIL.
         tokens: number of stream events that the client had received before; only for the text.
     """
-    name = ABORT
     if seconds is None:
-        return TimedCheck(
-            check=name,
-            verdict="FAIL",
-            detail=f"the request still runs {ABORT_S:.0f} s after its client hung up",
-            remedy="A proxy may keep the connection open: run this against the gateway itself. "
+        return failed(
+            ABORT,
+            f"the request still runs {ABORT_S:.0f} s after its client hung up",
+            "A proxy may keep the connection open: run this against the gateway itself. "
             + _LOG_REMEDY,
         )
-    detail = f"hung up after {tokens} events, free {seconds:.2f} s later"
-    return TimedCheck(check=name, verdict="PASS", detail=detail)
+    return passed(ABORT, f"hung up after {tokens} events, free {seconds:.2f} s later")
 
 
 def stored(written: int, lost: int, ranks: int, waited_s: float) -> TimedCheck:
@@ -237,14 +222,11 @@ def stored(written: int, lost: int, ranks: int, waited_s: float) -> TimedCheck:
         ranks: number of ranks in the world.
         waited_s: seconds between the end of the answer and the reading of these counts.
     """
-    name = STORED
     if written < 1 or lost:
         detail = f"{written} blocks stored and {lost} lost within {waited_s:.0f} s"
-        return TimedCheck(check=name, verdict="FAIL", detail=detail, remedy=_STORE_REMEDY)
+        return failed(STORED, detail, _STORE_REMEDY)
     stores = "its store has" if ranks == 1 else f"the stores of all {ranks} ranks have"
-    return TimedCheck(
-        check=name, verdict="PASS", detail=f"{written} blocks, {stores} committed them"
-    )
+    return passed(STORED, f"{written} blocks, {stores} committed them")
 
 
 def reused(first: HttpAnswer, again: HttpAnswer) -> TimedCheck:
@@ -254,7 +236,6 @@ def reused(first: HttpAnswer, again: HttpAnswer) -> TimedCheck:
         first: the first answer.
         again: the second one, whose tokens from memory and SSD count.
     """
-    name = REUSED
     found = again.memory_tokens + again.stored_tokens
     detail = (
         f"{found} of {again.prompt_tokens} tokens, first token after {again.first_s * 1e3:.0f} ms "
@@ -262,8 +243,8 @@ def reused(first: HttpAnswer, again: HttpAnswer) -> TimedCheck:
     )
     if not found:
         remedy = "Raise cache.resident_bytes_max or rank_worker.kv_bytes_max: no blocks fit."
-        return TimedCheck(check=name, verdict="FAIL", detail=detail, remedy=remedy)
-    return TimedCheck(check=name, verdict="PASS", detail=detail)
+        return failed(REUSED, detail, remedy)
+    return passed(REUSED, detail)
 
 
 def restored(again: HttpAnswer) -> TimedCheck:
@@ -271,11 +252,10 @@ def restored(again: HttpAnswer) -> TimedCheck:
 
     Some of its tokens must have been restored from SSD.
     """
-    name = RESTORED
     detail = f"{again.stored_tokens} of {again.prompt_tokens} tokens"
     if not again.stored_tokens:
-        return TimedCheck(check=name, verdict="FAIL", detail=detail, remedy=_STORE_REMEDY)
-    return TimedCheck(check=name, verdict="PASS", detail=detail)
+        return failed(RESTORED, detail, _STORE_REMEDY)
+    return passed(RESTORED, detail)
 
 
 def took_part(before: StatusReported, after: StatusReported, tokens: int) -> TimedCheck:
@@ -289,7 +269,6 @@ def took_part(before: StatusReported, after: StatusReported, tokens: int) -> Tim
         after: its status after the last one.
         tokens: number of tokens generated by requests that ran alone, so each needed its own step.
     """
-    name = RANKS
     steps = counter_growth(before, after, "steps_total")
     mismatched = counter_growth(before, after, "receipts_mismatched_total")
     notes = [
@@ -312,12 +291,8 @@ def took_part(before: StatusReported, after: StatusReported, tokens: int) -> Tim
     elif steps < tokens:
         problems.append(f"{steps} steps for {tokens} tokens")
     if problems:
-        detail = ", ".join(problems)
-        return TimedCheck(
-            check=name, verdict="FAIL", detail=detail, remedy=_RANK_REMEDY, notes=notes
-        )
-    detail = f"{steps} steps, and {len(after.ranks)} equal receipts for each"
-    return TimedCheck(check=name, verdict="PASS", detail=detail, notes=notes)
+        return failed(RANKS, ", ".join(problems), _RANK_REMEDY, notes)
+    return passed(RANKS, f"{steps} steps, and {len(after.ranks)} equal receipts for each", notes)
 
 
 def counter_growth(before: StatusReported, after: StatusReported, name: str) -> int:
