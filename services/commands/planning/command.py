@@ -22,7 +22,7 @@ from services.commands.planning.hosts import (
 )
 from services.commands.planning.model.checkpoint import Checkpoint, read_checkpoint
 from services.commands.planning.model.kv import model_kv
-from services.commands.planning.report import HostMemory, MemoryPlan
+from services.commands.planning.report import MemoryPlan
 from services.commands.planning.splits import DraftMemory, MemoryDemand, PlannedModel, all_splits
 from services.commands.planning.table import render
 from shared import limits
@@ -51,11 +51,6 @@ class PlanOptions:
     context_tokens: int | None
     sequences: int | None
     kv_bits: str | None
-
-    @property
-    def has_demand(self) -> bool:
-        """Whether a length or a number of sequences was given."""
-        return self.context_tokens is not None or self.sequences is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,7 +116,7 @@ def plan(*, as_json: bool, **given: Any) -> int:
     print_line(json_text(planned) if as_json else render(planned))
     best = planned.recommendation
     fits = best is not None and (
-        not options.has_demand
+        (options.context_tokens is None and options.sequences is None)
         or (
             best.context_tokens >= planned.asked_context_tokens
             and best.sequences >= planned.asked_sequences
@@ -178,10 +173,7 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
         asked_sequences=asked.sequences,
         kv_bits=kv_bits,
         kv_known=model.kv.known,
-        memory=[
-            HostMemory(host=one.host, total_bytes=one.total_bytes, usable_bytes=one.usable_bytes)
-            for one in inputs.memory
-        ],
+        memory=inputs.memory,
         options=all_splits(model, inputs.memory, asked),
         fits=recommend.sequence_fits(model, choice, asked, context) if choice else [],
         recommendation=recommendation,
@@ -305,7 +297,7 @@ def _notes(model: PlannedModel, inputs: Inputs) -> list[str]:
             "layers of this family keep state whose size is not in the headers, so KV is larger "
             "than shown; `lockstep status` shows it once the model runs",
         )
-    if inputs.kind == "metal" and Path("/usr/sbin/sysctl").exists() is False:
+    if inputs.kind == "metal" and not Path("/usr/sbin/sysctl").exists():
         notes.append(
             "usable memory is the default share of macOS; `sysctl iogpu.wired_limit_mb` changes it"
         )

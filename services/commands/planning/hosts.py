@@ -1,14 +1,18 @@
 """Memory that ranks may use, on this machine or on named hosts. Owns sizes as text; no MLX."""
 
-import dataclasses
+import contextlib
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from msgspec import Struct
+
+from services.commands.doctor.reading.linux import GPU_QUERY, read_gpus, read_meminfo
+from services.commands.doctor.reading.macos import read_number
+from services.commands.doctor.system_commands import RunCommand, run_command
 from shared.errors import UnavailableError, UsageError
 
 DeviceKind = Literal["metal", "cuda", "cpu"]
@@ -29,30 +33,14 @@ LOOK_S = 10.0
 """How long a command of the system may take to answer."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Memory of one rank, before a model is loaded."""
+class RankMemory(Struct, frozen=True):
+    """Memory of one rank, before a model is loaded and a split is chosen."""
 
     host: str
     total_bytes: int
     """Memory of the host, or the rank's part of it."""
     usable_bytes: int
     """Part of it that its device may use, weights included."""
-
-
-AskSystem = Callable[[Sequence[str]], str]
-"""Runs a command and returns its output; "" if it is missing or fails."""
-
-
-def ask_system(command: Sequence[str]) -> str:
-    """Run a system command; return its standard output, "" if it is missing, fails or hangs."""
-    try:
-        done = subprocess.run(  # noqa: S603 - fixed commands
-            command, check=False, capture_output=True, text=True, timeout=LOOK_S
-        )
-    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def usable_bytes_of(total_bytes: int, kind: DeviceKind, share: float | None = None) -> int:
@@ -89,16 +77,18 @@ def memory_of_sizes(
     ]
 
 
-def device_of_this_machine(ask: AskSystem = ask_system, platform: str = sys.platform) -> DeviceKind:
+def device_of_this_machine(
+    runner: RunCommand = run_command, platform: str = sys.platform
+) -> DeviceKind:
     """Return the device that MLX would use here: Metal on macOS, else CUDA if there is a GPU.
 
     Args:
-        ask: runs a system command.
+        runner: runs a system command.
         platform: name of the platform, as in `sys.platform`.
     """
     if platform == "darwin":
         return "metal"
-    return "cuda" if _gpu_bytes(ask) else "cpu"
+    return "cuda" if _gpu_bytes(runner) else "cpu"
 
 
 def memory_of_this_machine(
@@ -106,7 +96,7 @@ def memory_of_this_machine(
     kind: DeviceKind,
     share: float | None = None,
     *,
-    ask: AskSystem = ask_system,
+    runner: RunCommand = run_command,
     meminfo: Path = Path("/proc/meminfo"),
 ) -> list[RankMemory]:
     """Return the memory of `ranks` ranks that all run here: a GPU each, or equal parts.
@@ -115,7 +105,7 @@ def memory_of_this_machine(
         ranks: number of ranks.
         kind: their device.
         share: share of the memory that it may use, 0 to 1; None: as the system or device limits it.
-        ask: runs a system command.
+        runner: runs a system command.
         meminfo: path of /proc/meminfo.
 
     Raises:
@@ -123,7 +113,7 @@ def memory_of_this_machine(
         UnavailableError: when the system does not report its memory.
     """
     if kind == "cuda":
-        cards = _gpu_bytes(ask)
+        cards = _gpu_bytes(runner)
         if len(cards) < ranks:
             raise UsageError(
                 f"{ranks} ranks need a GPU each, and this machine has {len(cards)}: give the "
@@ -131,8 +121,8 @@ def memory_of_this_machine(
             )
         return memory_of_sizes(cards[:ranks], kind, share, [f"GPU {n}" for n in range(ranks)])
     if kind == "metal":
-        total = _number(ask(["/usr/sbin/sysctl", "-n", "hw.memsize"]))
-        limit = _number(ask(["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"])) * 2**20
+        total = _sysctl(runner, "hw.memsize")
+        limit = _sysctl(runner, "iogpu.wired_limit_mb") * 2**20
         allowed = limit if limit and share is None else usable_bytes_of(total, kind, share)
     else:
         total = _available_bytes(meminfo)
@@ -164,21 +154,20 @@ def parse_sizes(text: str) -> list[int]:
     return found
 
 
-def _gpu_bytes(ask: AskSystem) -> list[int]:
-    text = ask(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
-    return [size * 2**20 for size in map(_number, text.splitlines()) if size]
+def _gpu_bytes(runner: RunCommand) -> list[int]:
+    said = runner(GPU_QUERY, LOOK_S)
+    return [card.total for card in read_gpus(said.text) if card.total] if said.ok else []
 
 
-def _number(text: str) -> int:
-    return int(text) if text.strip().isascii() and text.strip().isdecimal() else 0
+def _sysctl(runner: RunCommand, name: str) -> int:
+    """Return a number of the system; 0: unknown."""
+    said = runner(["/usr/sbin/sysctl", "-n", name], LOOK_S)
+    return (said.ok and read_number(said.text)) or 0
 
 
 def _available_bytes(meminfo: Path) -> int:
     """Return the memory available without swapping, as the rank worker counts it."""
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1_024
-    except (OSError, ValueError, IndexError):
-        pass
+    with contextlib.suppress(OSError, ValueError):
+        if sizes := read_meminfo(meminfo.read_text()):
+            return sizes.available
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

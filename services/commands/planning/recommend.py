@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from services.commands.planning.budget import row_length
 from services.commands.planning.hosts import RankMemory
 from services.commands.planning.report import Recommendation, SequenceFit, SplitOption
-from services.commands.planning.splits import MemoryDemand, PlannedModel, all_splits, kv_rooms
+from services.commands.planning.splits import (
+    MemoryDemand,
+    PlannedModel,
+    all_splits,
+    rank_parts,
+    richest,
+)
 from shared.messages.rank_link import Sharding
 
 KV_BITS = (0, 8, 4)
@@ -51,7 +57,6 @@ def choose(
         sequence; None: no split has room for the weights and 1,024 tokens.
     """
     bits = _bits(model, asked)
-    longest = asked.context_tokens
     tables = {
         one: all_splits(model, memory, dataclasses.replace(asked, kv_bits=one)) for one in bits
     }
@@ -59,10 +64,15 @@ def choose(
         fitting = [option for option in tables[one] if option.fits]
         if fitting:
             best = min(fitting, key=_rank_of)
-            return ChosenSplit(best, _places(best, memory), one, asked.context_tokens)
+            return ChosenSplit(best, richest(memory, best.ranks), one, asked.context_tokens)
     # The request does not fit: choose the split with the longest single sequence.
     shorter = [
-        ChosenSplit(option, _places(option, memory), one, min(option.context_tokens, longest))
+        ChosenSplit(
+            option,
+            richest(memory, option.ranks),
+            one,
+            min(option.context_tokens, asked.context_tokens),
+        )
         for one in bits
         for option in tables[one]
         if option.context_tokens >= _CONTEXT_MIN
@@ -151,9 +161,9 @@ def _sequences(
     model: PlannedModel, choice: ChosenSplit, asked: MemoryDemand, tokens: int, bits: int
 ) -> int:
     sharding: Sharding = choice.option.sharding  # type: ignore[assignment]  # made from one
-    rooms = kv_rooms(model, sharding, choice.memory, dataclasses.replace(asked, kv_bits=bits))
+    parts = rank_parts(model, sharding, choice.memory, dataclasses.replace(asked, kv_bits=bits))
     length = row_length(tokens, asked.kv_row_growth_tokens)
-    return min(room.sequences(length) for room in rooms)
+    return min(part.room.sequences(length) for part in parts)
 
 
 def _bits(model: PlannedModel, asked: MemoryDemand) -> Sequence[int]:
@@ -173,9 +183,3 @@ def _worth(choice: ChosenSplit) -> tuple[int, ...]:
     """Return the sort key of splits that do not fit: longest context, then fewest changes."""
     ranks, kind = _rank_of(choice.option)
     return choice.context_tokens, -KV_BITS.index(choice.kv_bits), -ranks, -kind
-
-
-def _places(option: SplitOption, memory: Sequence[RankMemory]) -> Sequence[RankMemory]:
-    if option.ranks == len(memory):
-        return memory
-    return sorted(memory, key=lambda one: -one.usable_bytes)[: option.ranks]

@@ -2,13 +2,7 @@
 
 from msgspec import Struct
 
-
-class HostMemory(Struct, frozen=True, kw_only=True):
-    """Memory of one rank that a plan may use, before a split is chosen."""
-
-    host: str
-    total_bytes: int
-    usable_bytes: int
+from services.commands.planning.hosts import RankMemory
 
 
 class RankShare(Struct, frozen=True, kw_only=True):
@@ -88,7 +82,7 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     kv_bits: int
     kv_known: bool
     """False: headers do not show what some layers store, so KV is larger than planned."""
-    memory: list[HostMemory]
+    memory: list[RankMemory]
     options: list[SplitOption]
     fits: list[SequenceFit]
     """Lengths and numbers of sequences under the recommended split; empty without one."""

@@ -8,7 +8,7 @@ from services.commands.planning.budget import KVRoom, row_length
 from services.commands.planning.hosts import RankMemory
 from services.commands.planning.model.checkpoint import Checkpoint
 from services.commands.planning.model.kv import KVBytes, ModelKV
-from services.commands.planning.model.parts import Part, layer_bytes, whole_and_divided
+from services.commands.planning.model.parts import Part, whole_and_divided
 from services.commands.planning.report import RankShare, SplitOption
 from shared.messages.rank_link import Sharding
 from shared.model.sharding import shares
@@ -64,13 +64,18 @@ def all_splits(
     Returns:
         One option per number of ranks and sharding, impossible ones included.
     """
-    richest = sorted(memory, key=lambda one: -one.usable_bytes)
     found: list[SplitOption] = []
     for ranks in range(1, len(memory) + 1):
-        places = list(memory) if ranks == len(memory) else richest[:ranks]
         kinds: Sequence[Sharding] = SHARDINGS if ranks > 1 else ("none",)
-        found += [plan_split(model, kind, places, asked) for kind in kinds]
+        found += [plan_split(model, one, richest(memory, ranks), asked) for one in kinds]
     return found
+
+
+def richest(memory: Sequence[RankMemory], ranks: int) -> Sequence[RankMemory]:
+    """Return the `ranks` elements with most usable memory; all of them stay in their order."""
+    if ranks == len(memory):
+        return memory
+    return sorted(memory, key=lambda one: -one.usable_bytes)[:ranks]
 
 
 def plan_split(
@@ -91,10 +96,9 @@ def plan_split(
     why = sharding_obstacle(model.checkpoint.config, sharding, ranks)
     if why is not None:
         return SplitOption(ranks=ranks, sharding=sharding, obstacle=why)
-    parts = _parts(model, sharding, memory, asked)
-    rooms = [part.room for part in parts]
+    parts = rank_parts(model, sharding, memory, asked)
     tokens = row_length(asked.context_tokens, asked.kv_row_growth_tokens)
-    short = [room.short_bytes(asked.sequences, tokens) for room in rooms]
+    short = [part.room.short_bytes(asked.sequences, tokens) for part in parts]
     found = [
         RankShare(
             host=place.host,
@@ -114,25 +118,29 @@ def plan_split(
         sharding=sharding,
         fits=not any(short),
         short_bytes=max(short),
-        context_tokens=min(room.longest(asked.kv_row_growth_tokens) for room in rooms),
+        context_tokens=min(part.room.longest(asked.kv_row_growth_tokens) for part in parts),
         shares=found,
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _RankPart:
-    """Memory of one rank, and the memory that is left for KV."""
+class RankPart:
+    """Weights and KV of one rank under a sharding, and the memory that is left for KV rows."""
 
     whole_bytes: int
+    """Weights that every rank holds in full, including the draft model."""
     own_bytes: int
+    """Its part of the divided weights."""
     kv: KVBytes
+    """KV that this rank stores."""
     room: KVRoom
+    """Memory for KV rows, each as large as on the rank that stores most."""
 
 
-def kv_rooms(
+def rank_parts(
     model: PlannedModel, sharding: Sharding, memory: Sequence[RankMemory], asked: MemoryDemand
-) -> list[KVRoom]:
-    """Compute each rank's memory for KV rows under one sharding.
+) -> list[RankPart]:
+    """Compute each rank's weights, KV and memory for KV rows under one sharding.
 
     Args:
         model: the model.
@@ -143,12 +151,6 @@ def kv_rooms(
     Returns:
         One element per rank.
     """
-    return [part.room for part in _parts(model, sharding, memory, asked)]
-
-
-def _parts(
-    model: PlannedModel, sharding: Sharding, memory: Sequence[RankMemory], asked: MemoryDemand
-) -> list[_RankPart]:
     usable = [place.usable_bytes for place in memory]
     held = [
         _held(model, Split(sharding, rank, len(memory), usable), asked.kv_bits)
@@ -156,20 +158,10 @@ def _parts(
     ]
     # All ranks have rows of one shape, and the scheduler counts them by the rank that stores most.
     counted = KVBytes(max(kv.per_token for *_, kv in held), max(kv.per_row for *_, kv in held))
+    per_token, limit = model.draft.kv_bytes_per_token, asked.kv_bytes_max
     return [
-        _RankPart(
-            whole,
-            own,
-            kv,
-            KVRoom(
-                place.usable_bytes,
-                whole + own,
-                counted,
-                model.draft.kv_bytes_per_token,
-                asked.kv_bytes_max,
-            ),
-        )
-        for place, (whole, own, kv) in zip(memory, held, strict=True)
+        RankPart(whole, own, kv, KVRoom(free, whole + own, counted, per_token, limit))
+        for free, (whole, own, kv) in zip(usable, held, strict=True)
     ]
 
 
@@ -180,11 +172,8 @@ def _held(model: PlannedModel, split: Split, kv_bits: int) -> tuple[int, int, KV
     parts = whole_and_divided(model.checkpoint, split.sharding)
     ranks = split.world_size if split.sharding == "tensor" else 1
     own = parts["tensor"] // split.world_size + _experts(model, parts, split)
-    return (
-        parts["whole"] + model.draft.weights_bytes,
-        own,
-        model.kv.bytes(ranks=ranks, bits=kv_bits),
-    )
+    kv = model.kv.bytes(ranks=ranks, bits=kv_bits)
+    return parts["whole"] + model.draft.weights_bytes, own, kv
 
 
 def _experts(model: PlannedModel, parts: Mapping[Part, int], split: Split) -> int:
@@ -210,5 +199,6 @@ def _pipeline(model: PlannedModel, split: Split, kv_bits: int) -> tuple[int, int
         counts = shares.divide_layers(numbers, weights)
     first = sum(counts[split.rank + 1 :])
     last = first + counts[split.rank]
+    own = sum(tensor.bytes for layer in layers[first:last] for tensor in layer.values())
     kv = model.kv.bytes(bits=kv_bits, first=first, last=last)
-    return outer + model.draft.weights_bytes, sum(layer_bytes(model.checkpoint)[first:last]), kv
+    return outer + model.draft.weights_bytes, own, kv

@@ -4,10 +4,9 @@ The rules are those of mlx-lm's `shard` methods and of the rank worker's shardin
 attention and feed-forward layers are divided, norms, gates, embeddings and the output are not.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
-from services.commands.planning.model.checkpoint import Checkpoint, Tensor
+from services.commands.planning.model.checkpoint import Checkpoint
 
 Part = Literal["whole", "tensor", "experts"]
 
@@ -26,21 +25,26 @@ _OUTPUT_DIVIDED = frozenset({"qwen3_5", "qwen3_5_moe", "muse_spark"})
 _PIECES = frozenset({"weight", "scales", "biases", "bias"})
 
 
-def part_of(name: str, *, tied_to_ranks: bool = True) -> Part:
+def part_of(name: str, sharding: str) -> Part:
     """Return how ranks share one tensor of a layer, judged by its name.
+
+    "tensor" divides the matrices of attention, feed-forward layers and experts. "expert" divides
+    routed experts by number and the matrices of shared experts, but not those of attention. Any
+    other sharding divides nothing within a layer.
 
     Args:
         name: the tensor's name within its layer, such as `mlp.experts.3.up_proj.weight`.
-        tied_to_ranks: True (tensor sharding): each rank has a part of every routed expert's
-            matrices; False (expert sharding): each rank has all matrices of some routed experts.
+        sharding: "none", "tensor", "expert" or "pipeline".
 
     Returns:
         "whole": every rank holds all of it; "tensor": each rank holds a part of the matrix or
         vector; "experts": each rank holds some of the experts.
     """
     path = name.split(".")
-    if not tied_to_ranks and not _ROUTED.isdisjoint(path):
+    if sharding == "expert" and not _ROUTED.isdisjoint(path):
         return "experts"
+    if sharding != "tensor" and (sharding != "expert" or _SHARED.isdisjoint(path)):
+        return "whole"
     if path[-1] in _VECTORS:
         return "tensor"
     module = path[-2] if path[-1] in _PIECES and len(path) > 1 else path[-1]
@@ -50,32 +54,6 @@ def part_of(name: str, *, tied_to_ranks: bool = True) -> Part:
             whole = known is _BY_INPUT and path[-1] == "bias"
             return "whole" if whole else "tensor"
     return "whole"
-
-
-def layer_parts(layer: Mapping[str, Tensor], sharding: str) -> dict[Part, int]:
-    """Add up a layer's bytes by the way in which a sharding divides them among ranks.
-
-    "tensor" divides the matrices of attention, feed-forward layers and experts. "expert" divides
-    routed experts by number and the matrices of shared experts, but not those of attention. Any
-    other sharding divides nothing within a layer.
-
-    Args:
-        layer: the layer's tensors by name.
-        sharding: "none", "tensor", "expert" or "pipeline".
-
-    Returns:
-        Part, as `part_of` names it -> total bytes in memory before they are divided, summed over
-        all ranks' parts.
-    """
-    found: dict[Part, int] = {"whole": 0, "tensor": 0, "experts": 0}
-    for name, tensor in layer.items():
-        part = part_of(name, tied_to_ranks=sharding != "expert")
-        if sharding == "expert" and part == "tensor" and _SHARED.isdisjoint(name.split(".")):
-            part = "whole"
-        if sharding not in ("tensor", "expert"):
-            part = "whole"
-        found[part] += tensor.bytes
-    return found
 
 
 def whole_and_divided(checkpoint: Checkpoint, sharding: str) -> dict[Part, int]:
@@ -92,15 +70,10 @@ def whole_and_divided(checkpoint: Checkpoint, sharding: str) -> dict[Part, int]:
     """
     total: dict[Part, int] = {"whole": 0, "tensor": 0, "experts": 0}
     for layer in checkpoint.layers:
-        for part, count in layer_parts(layer, sharding).items():
-            total[part] += count
+        for name, tensor in layer.items():
+            total[part_of(name, sharding)] += tensor.bytes
     divides_output = sharding == "tensor" and checkpoint.config.get("model_type") in _OUTPUT_DIVIDED
     for name, tensor in checkpoint.outer.items():
         is_divided = divides_output and "lm_head" in name.split(".")
         total["tensor" if is_divided else "whole"] += tensor.bytes
     return total
-
-
-def layer_bytes(checkpoint: Checkpoint) -> list[int]:
-    """Return the total bytes in memory of each layer's weights, undivided, in order of layers."""
-    return [sum(tensor.bytes for tensor in layer.values()) for layer in checkpoint.layers]

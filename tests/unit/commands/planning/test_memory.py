@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.commands.checks.text_table import format_bytes
+from services.commands.doctor.system_commands import CommandOutcome, RunCommand
 from services.commands.planning.hosts import (
     GIB,
-    AskSystem,
     device_of_this_machine,
     memory_of_sizes,
     memory_of_this_machine,
@@ -62,32 +62,36 @@ def test_usable_memory_is_documented_share_of_each_device() -> None:
     assert memory_of_sizes([100 * GIB], "metal", 0.9)[0].usable_bytes == 90 * GIB
 
 
-def _fake_system(**answers: str) -> AskSystem:
+def _fake_system(**answers: str) -> RunCommand:
     """Return a function that answers a command with the text whose name is among its words."""
 
-    def ask(command: Sequence[str]) -> str:
-        return next((text for name, text in answers.items() if name in " ".join(command)), "")
+    def run(command: Sequence[str], _deadline_s: float) -> CommandOutcome:
+        words = " ".join(command)
+        text = next((text for name, text in answers.items() if name in words), "")
+        return CommandOutcome(text, problem="" if text else f"{command[0]} is not on this machine")
 
-    return ask
+    return run
 
 
 def test_wired_limit_setting_becomes_usable_memory_of_mac() -> None:
     """iogpu.wired_limit_mb is the usable memory if it is set; 0 means the default part."""
-    ask = _fake_system(memsize="549755813888\n", wired_limit="0\n")
+    runner = _fake_system(memsize="549755813888\n", wired_limit="0\n")
     raised = _fake_system(memsize="549755813888\n", wired_limit="491520\n")
 
-    assert [m.usable_bytes for m in memory_of_this_machine(1, "metal", ask=ask)] == [384 * GIB]
-    assert memory_of_this_machine(2, "metal", ask=raised)[1].usable_bytes == 240 * GIB
+    assert [m.usable_bytes for m in memory_of_this_machine(1, "metal", runner=runner)] == [
+        384 * GIB
+    ]
+    assert memory_of_this_machine(2, "metal", runner=raised)[1].usable_bytes == 240 * GIB
 
 
 def test_plan_refuses_more_ranks_than_gpus(tmp_path: Path) -> None:
     """Each rank uses one GPU, and too few GPUs are an error with their number."""
-    ask = _fake_system(nvidia="143771\n143771\n")
+    runner = _fake_system(nvidia="NVIDIA H200, 570.86, 143771, 4\n" * 2)
 
-    assert device_of_this_machine(ask, "linux") == "cuda"
-    assert len(memory_of_this_machine(2, "cuda", ask=ask)) == 2
+    assert device_of_this_machine(runner, "linux") == "cuda"
+    assert len(memory_of_this_machine(2, "cuda", runner=runner)) == 2
     with pytest.raises(UsageError, match="this machine has 2"):
-        memory_of_this_machine(4, "cuda", ask=ask)
+        memory_of_this_machine(4, "cuda", runner=runner)
 
 
 def test_ranks_on_one_linux_host_divide_its_available_memory(tmp_path: Path) -> None:
@@ -103,4 +107,4 @@ def test_ranks_on_one_linux_host_divide_its_available_memory(tmp_path: Path) -> 
 def test_plan_asks_for_memory_flag_when_memory_of_mac_is_unknown() -> None:
     """A Mac whose memory cannot be read gives an error that asks for `--memory`."""
     with pytest.raises(UnavailableError, match="--memory"):
-        memory_of_this_machine(1, "metal", ask=_fake_system())
+        memory_of_this_machine(1, "metal", runner=_fake_system())
