@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from services.commands.doctor.remote import (
     command_for,
     settings_flags,
 )
-from shared.configuration import host_selection, inventory
+from shared.configuration import inventory
 from shared.configuration.host_share import HostShare
 from shared.configuration.inventory import HostEntry
 from shared.errors import UsageError
@@ -75,17 +74,13 @@ class DoctorOptions:
 @json_option
 def doctor(sources: SettingSources, *, as_json: bool, **options: Any) -> int:
     """Check hosts, cables and settings; the exit code is 1 if a check FAILs."""
-    examination = examine(DoctorOptions(sources, **options), os.environ)
+    examination = examine(DoctorOptions(sources, **options))
     print_line(json_text(examination) if as_json else render(examination))
     return check_results.exit_code(all_findings(examination))
 
 
-def examine(options: DoctorOptions, environment: Mapping[str, str]) -> Examination:
+def examine(options: DoctorOptions) -> Examination:
     """Examine this host or, with an inventory and without `--alone`, all its hosts.
-
-    Args:
-        options: options of the command.
-        environment: environment variables of this process.
 
     Raises:
         ConfigError: when configuration or inventory is wrong.
@@ -100,11 +95,11 @@ def examine(options: DoctorOptions, environment: Mapping[str, str]) -> Examinati
     for flag, value in (("host", sources.overrides), ("remote", options.remote)):
         if value and not sources.inventory:
             raise UsageError(f"--{flag} needs --inventory, which lists the hosts.")
-    share = _this_host(options, environment)
+    share = _this_host(options)
     if sources.inventory and not options.alone:
-        return _examine_all(options, environment, share)
+        return _examine_all(options, share)
     assert share is not None
-    return Examination(hosts=[_examine_here(options, environment, share)], findings=[])
+    return Examination(hosts=[_examine_here(options, share)], findings=[])
 
 
 def render(examination: Examination) -> str:
@@ -136,30 +131,24 @@ def _table(findings: list[Finding]) -> str:
     return check_results.render(ordered, _WIDTHS, indent=2)
 
 
-def _this_host(options: DoctorOptions, environment: Mapping[str, str]) -> HostShare | None:
+def _this_host(options: DoctorOptions) -> HostShare | None:
     """Return what this host runs; None: it is not in the inventory, and only asks others."""
     sources = options.sources
     try:
-        return host_selection.select_share(
-            sources.inventory, sources.config, sources.overrides, environment
-        )
+        return sources.share()
     except UsageError:
         if sources.inventory and not (sources.config or sources.overrides or options.alone):
             return None
         raise
 
 
-def _examine_here(
-    options: DoctorOptions, environment: Mapping[str, str], share: HostShare
-) -> HostReport:
+def _examine_here(options: DoctorOptions, share: HostShare) -> HostReport:
     flags = settings_flags(options.sources.config, options.inventory_path, share.name)
     name = share.name or socket.gethostname()
-    return Examiner(share, name, environment, flags=flags).examine()
+    return Examiner(share, name, os.environ, flags=flags).examine()
 
 
-def _examine_all(
-    options: DoctorOptions, environment: Mapping[str, str], share: HostShare | None
-) -> Examination:
+def _examine_all(options: DoctorOptions, share: HostShare | None) -> Examination:
     path = options.inventory_path
     assert options.sources.inventory
     hosts = inventory.read(options.sources.inventory)
@@ -171,20 +160,18 @@ def _examine_all(
     answers = ask_all(commands, options.timeout_s)
     reports: dict[str, HostReport] = {}
     if share is not None:
-        reports[share.name] = _examine_here(options, environment, share)
-    for host, answer in answers.items():
+        reports[share.name] = _examine_here(options, share)
+    for name, answer in answers.items():
         findings += answer.findings.all
         if answer.report is not None:
-            reports[host] = answer.report
+            reports[name] = answer.report
     in_order = [reports[host.name] for host in hosts.hosts if host.name in reports]
     devices = {host.name: _devices(host) for host in hosts.hosts}
     here = "" if share is None else share.name
-    flags = {
-        host.name: settings_flags(
-            None, path if host.name == here else host.inventory or path, host.name
-        )
-        for host in hosts.hosts
-    }
+    flags = {}
+    for host in hosts.hosts:
+        own_path = path if host.name == here else host.inventory or path
+        flags[host.name] = settings_flags(None, own_path, host.name)
     found = compare([one.facts for one in in_order], devices, hosts.scheduler.name, flags)
     return Examination(hosts=in_order, findings=[*findings, *found.all])
 

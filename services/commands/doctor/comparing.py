@@ -1,7 +1,7 @@
 """Comparison of hosts: versions, settings, models, keys, and both ends of cables. Pure."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from services.commands.doctor.checks.environment import changes_results, must_be_equal
 from services.commands.doctor.facts import Facts, Findings
@@ -74,20 +74,23 @@ def _groups(values: Mapping[str, str]) -> str:
     return ", ".join(f"{value or 'none'} on {' and '.join(h)}" for value, h in by_value.items())
 
 
+def _differences(names: Iterable[str], values: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return name -> which hosts have which value, from host -> name -> value."""
+    found = {}
+    for name in names:
+        by_host = {host: known.get(name, "") for host, known in values.items()}
+        if len(set(by_host.values())) > 1:
+            found[name] = _groups(by_host)
+    return found
+
+
 def _versions(found: Findings, all_facts: Sequence[Facts]) -> None:
     names = dict.fromkeys(name for facts in all_facts for name in facts.versions)
-    differing = False
-    for name in names:
-        values = {facts.host: facts.versions.get(name, "") for facts in all_facts}
-        if len(set(values.values())) == 1:
-            continue
-        differing = True
+    differing = _differences(names, {facts.host: facts.versions for facts in all_facts})
+    remedy = "install the same everywhere: `make install` in equal checkouts, with one Python"
+    for name, values in differing.items():
         complain = found.fail if name in _FATAL else found.warn
-        complain(
-            f"version of {name}",
-            _groups(values),
-            "install the same everywhere: `make install` in equal checkouts, with one Python",
-        )
+        complain(f"version of {name}", values, remedy)
     if not differing:
         found.ok("versions", f"{', '.join(names)} are the same on all hosts")
 
@@ -97,32 +100,23 @@ def _system(found: Findings, all_facts: Sequence[Facts]) -> None:
     if len(set(systems.values())) == 1:
         found.ok("systems", f"{next(iter(systems.values()))} on all hosts")
     else:
-        found.warn(
-            "systems",
-            _groups(systems),
-            "bring all hosts to the same version of the operating system",
-        )
+        remedy = "bring all hosts to the same version of the operating system"
+        found.warn("systems", _groups(systems), remedy)
     chips = {facts.host: facts.chip for facts in all_facts if facts.chip}
     if len(set(chips.values())) > 1:
-        found.warn(
-            "chips",
-            _groups(chips),
-            'steps take as long as the slowest; world.synchronization must be "broadcast"',
-        )
+        remedy = 'steps take as long as the slowest; world.synchronization must be "broadcast"'
+        found.warn("chips", _groups(chips), remedy)
 
 
 def _environment(found: Findings, all_facts: Sequence[Facts]) -> None:
     names = sorted({name for facts in all_facts for name in facts.environment})
-    differing = False
-    for name in filter(must_be_equal, names):
-        values = {facts.host: facts.environment.get(name, "") for facts in all_facts}
-        if len(set(values.values())) == 1:
-            continue
-        differing = True
+    by_host = {facts.host: facts.environment for facts in all_facts}
+    differing = _differences(filter(must_be_equal, names), by_host)
+    for name, values in differing.items():
         complain = found.fail if changes_results(name) else found.warn
         complain(
             "environment",
-            f"{name} is {_groups(values)}",
+            f"{name} is {values}",
             f"set {name} to the same on all hosts, or on none, also in LaunchDaemons and units",
         )
     if not differing:
@@ -235,8 +229,10 @@ def _cables(
             else:
                 linked.add(frozenset((facts.host, peer.host)))
     _missing(found, macs, linked)
-    for facts, peer_name, device in _promised(macs, rdma):
-        _device(found, facts, peer_name, device, owner)
+    for facts in macs:
+        for peer_name, devices in rdma.get(facts.host, {}).items():
+            for device in devices:
+                _device(found, facts, peer_name, device, owner)
 
 
 def _missing(found: Findings, macs: Sequence[Facts], linked: set[frozenset[str]]) -> None:
@@ -267,15 +263,6 @@ def _is_connected(macs: Sequence[Facts], linked: set[frozenset[str]]) -> bool:
     return len(reached) == len(macs)
 
 
-def _promised(
-    macs: Sequence[Facts], rdma: Mapping[str, Mapping[str, Sequence[str]]]
-) -> Iterator[tuple[Facts, str, str]]:
-    for facts in macs:
-        for peer, devices in rdma.get(facts.host, {}).items():
-            for device in devices:
-                yield facts, peer, device
-
-
 def _device(
     found: Findings,
     facts: Facts,
@@ -294,8 +281,5 @@ def _device(
         return
     peer = owner[port.peer_uuid][0].host if port.peer_uuid in owner else "no host"
     if peer != peer_name:
-        found.fail(
-            "rdma table",
-            f"{device} of {facts.host} leads to {peer}, not to {peer_name}",
-            remedy,
-        )
+        leads = f"{device} of {facts.host} leads to {peer}, not to {peer_name}"
+        found.fail("rdma table", leads, remedy)

@@ -80,11 +80,8 @@ def ask_all(
         Name of the host -> its answer.
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, len(commands))) as pool:
-        waiting = {
-            name: pool.submit(_ask, name, command, deadline_s, runner)
-            for name, command in commands.items()
-        }
-        return {name: one.result() for name, one in waiting.items()}
+        answers = pool.map(lambda name: _ask(name, commands[name], deadline_s, runner), commands)
+        return dict(zip(commands, answers, strict=True))
 
 
 def _ask(name: str, command: Sequence[str], deadline_s: float, runner: RunCommand) -> HostAnswer:
@@ -94,13 +91,9 @@ def _ask(name: str, command: Sequence[str], deadline_s: float, runner: RunComman
     # This clock is read in whole seconds.
     after_s = float(unix_seconds()) + 1.0
     report = read_answer(said)
-    shown = shlex.join(command)
     if report is None:
-        found.fail(
-            "reach",
-            f"{name} cannot be examined: {said.why}",
-            f"run this until it works: `{shown}`",
-        )
+        remedy = f"run this until it works: `{shlex.join(command)}`"
+        found.fail("reach", f"{name} cannot be examined: {said.why}", remedy)
         return HostAnswer(None, found)
     check_clock(found, name, report.facts.time_s, before_s, after_s)
     # The inventory's name counts, not the one that the host gives itself.

@@ -75,19 +75,16 @@ def run_command(command: Sequence[str], deadline_s: float) -> CommandOutcome:
         return CommandOutcome(problem=f"{command[0]} printed more than {OUTPUT_BYTES_MAX:,} bytes")
     finally:
         _kill(child)
-    if child.returncode < 0:
-        name = signal.Signals(-child.returncode).name
-        return CommandOutcome(
-            _text(text), _text(errors), child.returncode, f"it was ended by {name}"
-        )
-    return CommandOutcome(_text(text), _text(errors), child.returncode)
+    code = child.returncode
+    problem = f"it was ended by {signal.Signals(-code).name}" if code < 0 else ""
+    return CommandOutcome(text, errors, code, problem)
 
 
 class _TooMuchError(Exception):
     """A process has written more than OUTPUT_BYTES_MAX."""
 
 
-def _read(child: "subprocess.Popen[bytes]", deadline_s: float) -> tuple[bytes, bytes]:
+def _read(child: "subprocess.Popen[bytes]", deadline_s: float) -> list[str]:
     """Return standard output and standard error of a process.
 
     Raises:
@@ -113,8 +110,7 @@ def _read(child: "subprocess.Popen[bytes]", deadline_s: float) -> tuple[bytes, b
             if sum(map(len, said.values())) > OUTPUT_BYTES_MAX:
                 raise _TooMuchError
     child.wait(max(0.0, end_s - time.monotonic()))
-    text, errors = said.values()
-    return bytes(text), bytes(errors)
+    return [data.decode(errors="replace") for data in said.values()]
 
 
 def _kill(child: "subprocess.Popen[bytes]") -> None:
@@ -130,7 +126,3 @@ def _kill(child: "subprocess.Popen[bytes]") -> None:
     for stream in (child.stdout, child.stderr):
         if stream is not None:
             stream.close()
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")

@@ -3,7 +3,7 @@
 import plistlib
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.parsers.expat import ExpatError
 
@@ -43,7 +43,7 @@ def read_job_command(data: bytes) -> tuple[str, str]:
     return (match[1], match[2]) if match else ("", "")
 
 
-def check_jobs(found: Findings, files: Iterable[Path], here: str, flags: str = "") -> None:
+def check_jobs(found: Findings, files: Sequence[Path], here: str, flags: str = "") -> None:
     """Check that the program that each installed job starts is the console script `here`.
 
     A job without a program or with a missing one is a FAIL, one that starts another program than
@@ -56,9 +56,7 @@ def check_jobs(found: Findings, files: Iterable[Path], here: str, flags: str = "
         flags: flags with which commands find this host's settings; they only complete the
             command in the remedy.
     """
-    count = 0
     for path in files:
-        count += 1
         try:
             program, command = read_job_command(path.read_bytes())
         except OSError as error:
@@ -77,5 +75,5 @@ def check_jobs(found: Findings, files: Iterable[Path], here: str, flags: str = "
             )
         else:
             found.ok("jobs", f"{path} starts {program}")
-    if not count:
+    if not files:
         found.ok("jobs", "no job is installed: Lockstep is started by hand")

@@ -97,33 +97,28 @@ def check_links(
             continue
         place = f"Thunderbolt port {port.receptacle} ({port.interface or 'no interface'})"
         check = f"link {port.interface or port.receptacle}"
-        problems = False
+        faults: list[tuple[str, str]] = []
         if 0 < port.speed_gbps < THUNDERBOLT_5_GBPS:
-            complain(
-                check,
-                f"{place} runs at {port.speed_gbps} Gb/s, not at {THUNDERBOLT_5_GBPS}",
-                "use a Thunderbolt 5 cable, between Thunderbolt 5 ports",
-            )
-            problems = True
+            fault = f"{place} runs at {port.speed_gbps} Gb/s, not at {THUNDERBOLT_5_GBPS}"
+            faults.append((fault, "use a Thunderbolt 5 cable, between Thunderbolt 5 ports"))
         state = states.get(f"rdma_{port.interface}")
         if state is not None and state != "PORT_ACTIVE":
-            complain(
-                check,
-                f"{place} has a cable, but its RDMA port is {state}",
+            remedy = (
                 "plug the cable again at both ends; if it stays so, take the port out of the "
-                "Thunderbolt Bridge (System Settings > Network) and restart",
+                "Thunderbolt Bridge (System Settings > Network) and restart"
             )
-            problems = True
+            faults.append((f"{place} has a cable, but its RDMA port is {state}", remedy))
         interface = interfaces.get(port.interface)
         if interface is not None and not interface.addresses:
-            complain(
-                check,
-                f"{place} has no IPv4 address, without which JACCL finds no GID (errno 22)",
+            fault = f"{place} has no IPv4 address, without which JACCL finds no GID (errno 22)"
+            remedy = (
                 f"`sudo ifconfig {port.interface} inet 169.254.10.1 netmask 255.255.0.0 alias`, "
-                "with another last number on the other host",
+                "with another last number on the other host"
             )
-            problems = True
-        if not problems:
+            faults.append((fault, remedy))
+        for fault, remedy in faults:
+            complain(check, fault, remedy)
+        if not faults:
             found.ok(check, f"{place} reaches {port.peer_name or 'another computer'}")
 
 

@@ -19,8 +19,6 @@ class Interface:
     """IPv4 addresses."""
     members: tuple[str, ...] = ()
     """Names of the interfaces in it, if it is a bridge."""
-    active: bool = False
-    """Whether it has a link."""
     up: bool = False
     """Whether it is switched on."""
 
@@ -87,8 +85,6 @@ def read_interfaces(text: str) -> dict[str, Interface]:
             found[name] = dataclasses.replace(one, addresses=(*one.addresses, words[1]))
         elif words[0] == "member:":
             found[name] = dataclasses.replace(one, members=(*one.members, words[1]))
-        elif words[0] == "status:":
-            found[name] = dataclasses.replace(one, active=words[1] == "active")
     return found
 
 
