@@ -167,7 +167,7 @@ class OpenRequests:
                 if accepted is not None:
                     accepted.is_accepted = True
             case messages.RequestAdmitted():
-                self._queue.note_moved()
+                self._queue.clear()
                 admitted = self._choices.get(message.request_id)
                 # A restarted scheduler admits again; usage reports the first admission.
                 if admitted is not None and admitted.cached is None:
@@ -175,7 +175,7 @@ class OpenRequests:
             case messages.RequestRejected():
                 self._handle_rejected(message)
             case messages.RequestFailed():
-                self._queue.note_moved()
+                self._queue.clear()
                 choice = self._choices.pop(message.request_id, None)
                 if choice is not None:
                     choice.is_confirmed = True
@@ -217,7 +217,7 @@ class OpenRequests:
                 self._abort(choice, "stop")
 
     def _handle_finished(self, message: messages.RequestFinished, now_s: float) -> None:
-        self._queue.note_moved()
+        self._queue.clear()
         choice = self._choices.pop(message.request_id, None)
         if choice is None:
             return
@@ -250,7 +250,7 @@ class OpenRequests:
             self._resume_later(choice)
             return
         if message.cause == "queue_full":
-            self._queue.note_full(message)
+            self._queue.store(message)
         del self._choices[message.request_id]
         choice.is_confirmed = True
         self._metrics.rejections[message.cause] += 1
@@ -285,7 +285,7 @@ class OpenRequests:
         choice.generation.fail(errors.failed("Not all tokens of the completion arrived."))
 
     def _abort(self, choice: Choice, reason: Literal["abort", "stop"]) -> None:
-        self._queue.note_moved()
+        self._queue.clear()
         message = messages.AbortRequest(request_id=choice.request_id, reason=reason)
         try:
             self._link.send(message)
@@ -298,7 +298,7 @@ class OpenRequests:
     def _handle_lost(self, cause: str) -> None:
         _log.warning("scheduler_lost", cause=cause, open=len(self._choices))
         self._status.mark_lost()
-        self._queue.note_moved()
+        self._queue.clear()
         if self._reconnect_timer is None:
             self._reconnect_timer = self._call_later(RECONNECT_WAIT_S_MAX, self._fail_unresumed)
 
@@ -332,7 +332,13 @@ class OpenRequests:
         is_stopped = bool(choice.tokens) and choice.tokens[-1] in request.stop_ids
         if is_stopped or len(choice.tokens) >= request.max_tokens:
             # All tokens arrived and only RequestFinished was lost.
-            self._handle_finished(_finished(choice, is_stopped=is_stopped), self._clock.now())
+            finished = messages.RequestFinished(
+                request_id=choice.request_id,
+                finish_reason="stop" if is_stopped else "length",
+                prompt_tokens=len(request.prompt),
+                completion_tokens=len(choice.tokens),
+            )
+            self._handle_finished(finished, self._clock.now())
             return
         elapsed_s = self._clock.now() - choice.submitted_s
         resumed = msgspec.structs.replace(
@@ -362,13 +368,3 @@ def _finish_error(message: messages.RequestFinished) -> errors.ApiError:
     if message.finish_reason == "error":
         return errors.timed_out("The request did not end within its deadline.")
     return errors.failed("The request was aborted by the server.")
-
-
-def _finished(choice: Choice, *, is_stopped: bool) -> messages.RequestFinished:
-    request = choice.submit_request
-    return messages.RequestFinished(
-        request_id=request.request_id,
-        finish_reason="stop" if is_stopped else "length",
-        prompt_tokens=len(request.prompt),
-        completion_tokens=len(choice.tokens),
-    )

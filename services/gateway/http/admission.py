@@ -189,12 +189,12 @@ class FullQueue:
         self._rejection: RequestRejected | None = None
         self._until_s = 0.0
 
-    def note_full(self, rejection: RequestRejected) -> None:
+    def store(self, rejection: RequestRejected) -> None:
         """Store a rejection with cause `queue_full`, to repeat it for `FULL_MEMORY_S` seconds."""
         self._rejection = rejection
         self._until_s = self._clock.now() + FULL_MEMORY_S
 
-    def note_moved(self) -> None:
+    def clear(self) -> None:
         """Discard the stored rejection, because the queue may have a free place.
 
         Call it when a request of this gateway was admitted or has ended, or the session was lost.
