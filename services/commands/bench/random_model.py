@@ -14,10 +14,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import platformdirs
-from msgspec import Struct
 
 from shared.errors import UsageError
 
@@ -32,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 
 
-class Preset(Struct, frozen=True, kw_only=True):
+class Preset(NamedTuple):
     """Dimensions of a Qwen3 model, dense or with experts; `dtype` is the name of an MLX dtype."""
 
     hidden: int
@@ -41,108 +40,35 @@ class Preset(Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     intermediate: int
-    vocab: int
-    dtype: str
+    vocab: int = TOKENIZER_VOCAB
+    dtype: str = "float32"
     experts: int = 0
     """Routed experts per layer, each with `intermediate` hidden units; 0: a dense model."""
     experts_per_token: int = 0
 
 
+_LARGE_VOCAB = 151_936
+# Columns: hidden, layers, heads, kv_heads, head_dim, intermediate; then vocab, dtype.
 PRESETS = {
-    "tiny": Preset(
-        hidden=256,
-        layers=8,
-        heads=8,
-        kv_heads=4,
-        head_dim=32,
-        intermediate=768,
-        vocab=TOKENIZER_VOCAB,
-        dtype="float32",
-    ),
+    "tiny": Preset(256, 8, 8, 4, 32, 768),
     # Few heads and layers, so that a CPU can prefill long prompts; 16 KiB of KV per token.
-    "long": Preset(
-        hidden=512,
-        layers=4,
-        heads=2,
-        kv_heads=2,
-        head_dim=256,
-        intermediate=2_560,
-        vocab=TOKENIZER_VOCAB,
-        dtype="float32",
-    ),
+    "long": Preset(512, 4, 2, 2, 256, 2_560),
     # One head and two layers, so that a CPU can prefill sessions of 30,000 tokens repeatedly.
-    "thin": Preset(
-        hidden=256,
-        layers=2,
-        heads=1,
-        kv_heads=1,
-        head_dim=64,
-        intermediate=512,
-        vocab=TOKENIZER_VOCAB,
-        dtype="float32",
-    ),
-    "0.6b": Preset(
-        hidden=1_024,
-        layers=28,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=3_072,
-        vocab=151_936,
-        dtype="bfloat16",
-    ),
-    "4b": Preset(
-        hidden=2_560,
-        layers=36,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=9_728,
-        vocab=151_936,
-        dtype="bfloat16",
-    ),
-    "8b": Preset(
-        hidden=4_096,
-        layers=36,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=12_288,
-        vocab=151_936,
-        dtype="bfloat16",
-    ),
-    "tiny-moe": Preset(
-        hidden=256,
-        layers=4,
-        heads=8,
-        kv_heads=4,
-        head_dim=32,
-        intermediate=128,
-        vocab=TOKENIZER_VOCAB,
-        dtype="float32",
-        experts=16,
-        experts_per_token=4,
-    ),
+    "thin": Preset(256, 2, 1, 1, 64, 512),
+    "0.6b": Preset(1_024, 28, 16, 8, 128, 3_072, _LARGE_VOCAB, "bfloat16"),
+    "4b": Preset(2_560, 36, 32, 8, 128, 9_728, _LARGE_VOCAB, "bfloat16"),
+    "8b": Preset(4_096, 36, 32, 8, 128, 12_288, _LARGE_VOCAB, "bfloat16"),
+    "tiny-moe": Preset(256, 4, 8, 4, 32, 128, experts=16, experts_per_token=4),
     # Half the layers of Qwen3-30B-A3B: 30 GB.
     "30b-a3b-half": Preset(
-        hidden=2_048,
-        layers=24,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        intermediate=768,
-        vocab=151_936,
-        dtype="bfloat16",
-        experts=128,
-        experts_per_token=8,
+        2_048, 24, 32, 4, 128, 768, _LARGE_VOCAB, "bfloat16", experts=128, experts_per_token=8
     ),
 }
 
 
 def preset_folder(preset: str) -> Path:
     """Return the folder of a preset's model in the user's cache; it may not exist yet."""
-    caches = platformdirs.user_cache_path("lockstep")
-    return caches / "bench" / f"random-{preset}-v{FORMAT}"
+    return platformdirs.user_cache_path("lockstep") / "bench" / f"random-{preset}-v{FORMAT}"
 
 
 def make_random_model(folder: Path, preset_name: str) -> None:
@@ -293,32 +219,25 @@ def _outer_shapes(preset: Preset) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(preset: Preset, layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, queries = preset.hidden, preset.heads * preset.head_dim
-    keys = preset.kv_heads * preset.head_dim
+    hidden, intermediate = preset.hidden, preset.intermediate
+    queries, keys = preset.heads * preset.head_dim, preset.kv_heads * preset.head_dim
+    mlp, experts = ("mlp.switch_mlp", (preset.experts,)) if preset.experts else ("mlp", ())
     shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "self_attn.q_norm.weight": (preset.head_dim,),
-        "self_attn.k_norm.weight": (preset.head_dim,),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        **_mlp_shapes(preset),
-    }
-    return {f"model.layers.{layer}.{key}": shape for key, shape in shapes.items()}
-
-
-def _mlp_shapes(preset: Preset) -> dict[str, tuple[int, ...]]:
-    prefix, each = ("mlp.switch_mlp", (preset.experts,)) if preset.experts else ("mlp", ())
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{prefix}.gate_proj.weight": (*each, preset.intermediate, preset.hidden),
-        f"{prefix}.up_proj.weight": (*each, preset.intermediate, preset.hidden),
-        f"{prefix}.down_proj.weight": (*each, preset.hidden, preset.intermediate),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (preset.head_dim,),
+        "self_attn.k_norm": (preset.head_dim,),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        f"{mlp}.gate_proj": (*experts, intermediate, hidden),
+        f"{mlp}.up_proj": (*experts, intermediate, hidden),
+        f"{mlp}.down_proj": (*experts, hidden, intermediate),
     }
     if preset.experts:
-        shapes["mlp.gate.weight"] = (preset.experts, preset.hidden)
-    return shapes
+        shapes["mlp.gate"] = (preset.experts, hidden)
+    return {f"model.layers.{layer}.{key}.weight": shape for key, shape in shapes.items()}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The same arguments give the same conversation. Tool calls and results are plain 
 messages, so that every server's chat template renders the same prompt.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from random import Random
@@ -66,7 +67,7 @@ def make_transcript(turns: int, tokens: int, seed: int, count: Callable[[str], i
             messages.append(_message("assistant", text))
             spent += count(text)
         first = [f"Make {_name(random)} faster. These are its files."] if turn == 0 else []
-        lines = _chained(first, _result(random))
+        lines = itertools.chain(first, _result(random))
         messages.append(_message("user", _filled(lines, until - spent, count)))
         spent += count(messages[-1]["content"])
     return Transcript(messages)
@@ -85,11 +86,6 @@ def _filled(lines: Iterator[str], tokens: int, count: Callable[[str], int]) -> s
         text += line
         spent += count(line)
     return text
-
-
-def _chained(first: list[str], rest: Iterator[str]) -> Iterator[str]:
-    yield from first
-    yield from rest
 
 
 def _name(random: Random) -> str:

@@ -5,6 +5,7 @@ Runs after a measurement, so that the client spends little time per read while i
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 END = b"[DONE]"
@@ -48,11 +49,7 @@ def parse_answer(received: Sequence[tuple[float, bytes]]) -> StreamedAnswer:
     if not found:
         return StreamedAnswer(0, [], False, b"")
     status = head.split(b" ", 2)[1] if head.startswith(b"HTTP/") else b""
-    ends: list[int] = []
-    total = 0
-    for _, data in received:
-        total += len(data)
-        ends.append(total)
+    ends = list(itertools.accumulate(len(data) for _, data in received))
     pieces = _body_pieces(raw, len(head) + 4, is_chunked(head))
     events, body = _events(pieces, [at_s for at_s, _ in received], ends)
     return StreamedAnswer(
@@ -73,20 +70,16 @@ def _body_pieces(raw: bytes, start: int, chunked: bool) -> list[tuple[int, bytes
     if not chunked:
         return [(start, raw[start:])]
     pieces: list[tuple[int, bytes]] = []
-    position = start
-    while True:
-        line_end = raw.find(b"\r\n", position)
-        if line_end < 0:
-            return pieces
-        size_text = raw[position:line_end].split(b";")[0].strip()
+    while (line_end := raw.find(b"\r\n", start)) >= 0:
         try:
-            size = int(size_text, 16)
+            size = int(raw[start:line_end].split(b";")[0], 16)
         except ValueError:
-            return pieces
+            break
         if size == 0:
-            return pieces
+            break
         pieces.append((line_end + 2, raw[line_end + 2 : line_end + 2 + size]))
-        position = line_end + 2 + size + 2
+        start = line_end + 2 + size + 2
+    return pieces
 
 
 def _events(
@@ -100,18 +93,14 @@ def _events(
         ends: offset in the raw bytes at which each read ends.
     """
     body = b"".join(data for _, data in pieces)
-    body_ends: list[int] = []
-    total = 0
-    for _, data in pieces:
-        total += len(data)
-        body_ends.append(total)
+    body_ends = list(itertools.accumulate(len(data) for _, data in pieces))
     events = []
     position = 0
     for line in body.split(b"\n"):
         position += len(line) + 1
         if not line.startswith(b"data:"):
             continue
-        last = min(position, total) - 1
+        last = min(position, len(body)) - 1
         piece = bisect.bisect_right(body_ends, last)
         offset = pieces[piece][0] + last - (body_ends[piece - 1] if piece else 0)
         events.append(SseEvent(times_s[bisect.bisect_right(ends, offset)], line[5:].strip()))
