@@ -35,11 +35,7 @@ def up(sources: SettingSources, *, dry_run: bool) -> int:
         from services.commands.deployment import dry_run as planned
 
         if sources.inventory:
-            print_line(
-                planned.describe_hosts(
-                    sources.inventory, sources.config, sources.overrides, os.environ
-                )
-            )
+            print_line(planned.describe_hosts(sources.inventory, sources))
         else:
             print_line(planned.describe_machine(sources.share()))
         return limits.EXIT_OK

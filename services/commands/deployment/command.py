@@ -5,7 +5,7 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,15 +45,9 @@ def _job_options(function: Callable[..., None]) -> Callable[..., int | None]:
     """Add the options of JobOptions to a command."""
 
     @functools.wraps(function)
-    def command(
-        sources: SettingSources,
-        *,
-        supervised: bool,
-        user: str,
-        env: tuple[str, ...],
-        **others: Any,
-    ) -> None:
-        function(JobOptions(sources, supervised, user, env), **others)
+    def command(sources: SettingSources, **given: Any) -> None:
+        own = {name: given.pop(name) for name in ("supervised", "user", "env")}
+        function(JobOptions(sources, **own), **given)
 
     for add in (
         click.option(
@@ -83,20 +77,20 @@ def _make_group(kind: Kind, summary: str) -> click.Group:
     @_job_options
     def render_command(options: JobOptions) -> None:
         """Print the files."""
-        print_line(render(kind, make_jobs(options, os.environ)))
+        print_line(render(kind, make_jobs(options)))
 
     @group.command(name="install")
     @_job_options
     @_root_option
     def install_command(options: JobOptions, *, root: str | None) -> None:
         """Write the files and start the jobs (needs root rights)."""
-        print_line(install(kind, make_jobs(options, os.environ), root))
+        print_line(change(kind, "install", root, make_jobs(options)))
 
     @group.command(name="uninstall")
     @_root_option
     def uninstall_command(root: str | None) -> None:
         """Stop the jobs and remove the files (needs root rights)."""
-        print_line(uninstall(kind, root))
+        print_line(change(kind, "uninstall", root))
 
     return group
 
@@ -105,16 +99,12 @@ launchd_group = _make_group("launchd", "Run Lockstep from boot on macOS, as Laun
 systemd_group = _make_group("systemd", "Run Lockstep from boot on Linux, as units.")
 
 
-def make_jobs(options: JobOptions, environment: Mapping[str, str]) -> list[Job]:
+def make_jobs(options: JobOptions) -> list[Job]:
     """Return the jobs that keep this host's processes running.
 
-    Args:
-        options: options of the command.
-        environment: environment variables of this process; settings among them are refused,
-            because jobs do not inherit them.
-
     Raises:
-        ConfigError: when a setting is wrong or is in `environment`, or a job lacks a path.
+        ConfigError: when a setting is wrong or is given as an environment variable, which jobs do
+            not inherit, or a job lacks a path.
         UsageError: when options contradict each other.
     """
     sources = options.sources
@@ -122,7 +112,7 @@ def make_jobs(options: JobOptions, environment: Mapping[str, str]) -> list[Job]:
         raise UsageError("--host names a host of an inventory: give --inventory too.")
     variables = jobs.parse_variables(options.env)
     # Jobs do not inherit this environment. This is checked first, because it may change settings.
-    installation.check_environment(environment)
+    installation.check_environment(os.environ)
     share = sources.share()
     where = installation.find_installation(share, sources.config, sources.inventory, options.user)
     installation.check_installation(where, share)
@@ -136,21 +126,23 @@ def render(kind: Kind, made: Sequence[Job]) -> str:
         kind: system that runs the jobs.
         made: all jobs of this host.
     """
-    if kind == "systemd":
-        files = {f"/{systemd.FOLDER}/{systemd.file_name(job)}": systemd.render(job) for job in made}
-    else:
-        files = {f"/{launchd.FOLDER}/{launchd.file_name(job)}": launchd.render(job) for job in made}
-        files[f"/{launchd.ROTATION_FILE}"] = launchd.rotation(made)
-    return "\n".join(f"==> {path} <==\n{text}" for path, text in files.items()).rstrip("\n")
+    files = launchd.files(made) if kind == "launchd" else systemd.files(made)
+    return "\n".join(f"==> /{path} <==\n{text}" for path, text in files.items()).rstrip("\n")
 
 
-def install(kind: Kind, made: Sequence[Job], root: str | None) -> str:
-    """Write the files of jobs and start the jobs.
+def change(
+    kind: Kind,
+    action: Literal["install", "uninstall"],
+    root: str | None,
+    made: Sequence[Job] = (),
+) -> str:
+    """Write the files of jobs and start the jobs, or stop all jobs and remove their files.
 
     Args:
         kind: system that runs the jobs.
-        made: all jobs of this host; other installed jobs of Lockstep are removed.
+        action: what to do.
         root: folder used in place of /, for which no command is run; None: /.
+        made: to install: all jobs of this host; other installed jobs of Lockstep are removed.
 
     Returns:
         A text that lists the changes.
@@ -160,39 +152,24 @@ def install(kind: Kind, made: Sequence[Job], root: str | None) -> str:
         UsageError: when this machine has no `kind`.
         UnavailableError: when launchd or systemd refuses.
     """
-    target, not_run = _target(kind, "install", root)
-    if kind == "launchd":
-        installing.install_launchd(target, made)
-    else:
-        installing.install_systemd(target, made)
-    return _done(target, not_run)
-
-
-def uninstall(kind: Kind, root: str | None) -> str:
-    """Stop all jobs of Lockstep and remove their files. Arguments and errors: as `install`."""
-    target, not_run = _target(kind, "uninstall", root)
-    if kind == "launchd":
-        installing.uninstall_launchd(target)
-    else:
-        installing.uninstall_systemd(target)
-    return _done(target, not_run)
-
-
-def _target(kind: Kind, action: str, root: str | None) -> tuple[Target, list[str]]:
-    """Return the machine to change, and a list that collects the commands not run."""
     not_run: list[str] = []
-    if not root:
-        _check_rights(kind, action)
-        return Target(Path("/"), installing.run_command), not_run
 
     def note(command: Sequence[str]) -> int:
         not_run.append(f"not run: {shlex.join(command)}")
         return 0
 
-    return Target(Path(root), note), not_run
-
-
-def _done(target: Target, not_run: Sequence[str]) -> str:
+    if not root:
+        _check_rights(kind, action)
+    target = Target(Path(root or "/"), note if root else installing.run_command)
+    match action, kind:
+        case "install", "launchd":
+            installing.install_launchd(target, made)
+        case "install", _:
+            installing.install_systemd(target, made)
+        case _, "launchd":
+            installing.uninstall_launchd(target)
+        case _:
+            installing.uninstall_systemd(target)
     return "\n".join([*target.changes, *not_run]) or "There was nothing to do."
 
 

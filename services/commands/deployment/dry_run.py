@@ -1,12 +1,13 @@
 """Text of `lockstep up --dry-run`: the processes of each host. Starts nothing."""
 
 import contextlib
+import os
 import shlex
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
+from services.commands.cli.flags import SettingSources
 from services.commands.deployment import installation
 from services.supervisor.children import child, effective_config, process_group
 from shared.configuration import host_selection, host_share, inventory
@@ -30,12 +31,7 @@ def describe_machine(share: HostShare) -> str:
     return "\n".join([_HEAD, "", title, *_lines(share, python, is_here=True)])
 
 
-def describe_hosts(
-    file: str,
-    config_file: str | None,
-    flags: Mapping[str, Any],
-    environment: Mapping[str, str],
-) -> str:
+def describe_hosts(file: str, sources: SettingSources) -> str:
     """Return the processes that `lockstep up` would start on each host of an inventory.
 
     The text also names their addresses and the files that they read and write. This machine need
@@ -43,21 +39,19 @@ def describe_hosts(
 
     Args:
         file: the inventory.
-        config_file: must be None.
-        flags: dotted keys and values; only the name of a host is allowed.
-        environment: environment variables of this process.
+        sources: other sources of settings; only the name of a host is allowed.
 
     Raises:
         ConfigError: when the inventory or a host's settings are wrong.
         UsageError: when settings are given in addition to the inventory.
     """
-    host_selection.check_no_overrides(config_file, flags, environment)
+    host_selection.check_no_overrides(sources.config, sources.overrides, os.environ)
     hosts = inventory.read(file)
-    here = host_selection.selected_host(hosts, flags)
+    here = host_selection.selected_host(hosts, sources.overrides)
     if here is None:
         with contextlib.suppress(UsageError):
             here = hosts.this_host(socket.gethostname())
-    has_keys = bool(environment.get(API_KEYS_VARIABLE))
+    has_keys = bool(os.environ.get(API_KEYS_VARIABLE))
     lines = [_HEAD]
     for host in hosts.hosts:
         share = host_share.share_of_host(hosts, host, has_api_keys=has_keys)

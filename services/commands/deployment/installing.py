@@ -4,7 +4,7 @@ import dataclasses
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from services.commands.deployment import launchd, systemd
@@ -29,27 +29,26 @@ class Target:
     changes: list[str] = dataclasses.field(default_factory=list)
     """Changes so far, one sentence each."""
 
-    def write(self, folder: str, name: str, text: str) -> None:
-        """Write a file that every user can read, and note the change.
+    def write(self, files: Mapping[str, str]) -> None:
+        """Write files that every user can read, and note the changes.
 
         Args:
-            folder: its folder, relative to the root; it is made if it is missing.
-            name: name of the file.
-            text: its content.
+            files: path relative to the root -> content; missing folders are made.
 
         Raises:
-            ConfigError: when it cannot be written.
+            ConfigError: when one cannot be written.
         """
-        path = self.root / folder / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{name}.new")
-            temporary.write_text(text, encoding="utf-8")
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        except OSError as error:
-            raise ConfigError(f"Cannot write {path}: {error.strerror}.") from None
-        self.changes.append(f"wrote {path}")
+        for name, text in files.items():
+            path = self.root / name
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary = path.with_name(f".{path.name}.new")
+                temporary.write_text(text, encoding="utf-8")
+                temporary.chmod(0o644)
+                temporary.replace(path)
+            except OSError as error:
+                raise ConfigError(f"Cannot write {path}: {error.strerror}.") from None
+            self.changes.append(f"wrote {path}")
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it exists, and note the change. Raises: ConfigError: it stays."""
@@ -97,11 +96,8 @@ def install_launchd(target: Target, jobs: Sequence[Job]) -> None:
     """
     _stop_launchd(target, keep={launchd.file_name(job) for job in jobs})
     for job in jobs:
-        for command in launchd.prepare(job):
-            target.run_checked(command)
-        target.write(launchd.FOLDER, launchd.file_name(job), launchd.render(job))
-    folder, _, name = launchd.ROTATION_FILE.rpartition("/")
-    target.write(folder, name, launchd.rotation(jobs))
+        target.run_checked(launchd.make_log_folder(job))
+    target.write(launchd.files(jobs))
     for job in jobs:
         enable, bootstrap = launchd.start(job)
         target.run_checked(enable)
@@ -135,8 +131,7 @@ def install_systemd(target: Target, jobs: Sequence[Job]) -> None:
         UnavailableError: when systemd refuses.
     """
     _stop_systemd(target, keep={systemd.file_name(job) for job in jobs})
-    for job in jobs:
-        target.write(systemd.FOLDER, systemd.file_name(job), systemd.render(job))
+    target.write(systemd.files(jobs))
     target.run_checked(systemd.reload())
     for command in systemd.start(jobs):
         target.run_checked(command)

@@ -32,6 +32,7 @@ class Job:
     command: tuple[str, ...]
     """Program and arguments."""
     place: Installation
+    """Paths on the host, and the user of the process."""
     environment: Mapping[str, str]
     """Environment variables of the process."""
     end_s: int

@@ -55,6 +55,16 @@ def render(job: Job) -> str:
     return plistlib.dumps(properties(job), sort_keys=False).decode()
 
 
+def files(jobs: Sequence[Job]) -> dict[str, str]:
+    """Return the files of a host's jobs, that for newsyslog(8) included.
+
+    Returns:
+        Path without the leading slash -> content.
+    """
+    found = {f"{FOLDER}/{file_name(job)}": render(job) for job in jobs}
+    return {**found, ROTATION_FILE: rotation(jobs)}
+
+
 def rotation(jobs: Sequence[Job]) -> str:
     """Return the content of a file for newsyslog(8) that keeps five logs of 10 MB each per job.
 
@@ -69,10 +79,10 @@ def rotation(jobs: Sequence[Job]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def prepare(job: Job) -> list[list[str]]:
-    """Return the commands that create the folder of a job's log."""
+def make_log_folder(job: Job) -> list[str]:
+    """Return the command that makes the folder of a job's log, readable for the job's user."""
     place = job.place
-    return [["/usr/bin/install", "-d", "-o", place.user, "-m", "0750", place.log_dir]]
+    return ["/usr/bin/install", "-d", "-o", place.user, "-m", "0750", place.log_dir]
 
 
 def stop(name: str) -> list[str]:

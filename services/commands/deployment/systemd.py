@@ -15,11 +15,7 @@ _SYSTEMCTL = "/usr/bin/systemctl"
 
 def unit_name(name: str) -> str:
     """Return the name of the unit of the job `name`, such as lockstep-gateway.service."""
-    return (
-        f"{SUPERVISED_JOB}.service"
-        if name == SUPERVISED_JOB
-        else f"{SUPERVISED_JOB}-{name}.service"
-    )
+    return f"{name}.service" if name == SUPERVISED_JOB else f"{SUPERVISED_JOB}-{name}.service"
 
 
 def file_name(job: Job) -> str:
@@ -62,6 +58,11 @@ def render(job: Job) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def files(jobs: Sequence[Job]) -> dict[str, str]:
+    """Return path without the leading slash -> content of each job's unit file."""
+    return {f"{FOLDER}/{file_name(job)}": render(job) for job in jobs}
 
 
 def stop(names: Sequence[str]) -> list[str]:
