@@ -8,13 +8,7 @@ from typing import Protocol, TypeVar
 
 from services.cache_store import file_names
 from services.cache_store.core import StoreCore
-from services.cache_store.events import (
-    Event,
-    OpenDirectory,
-    Send,
-    TimePassed,
-    WriteLog,
-)
+from services.cache_store.events import Event, OpenDirectory, Send, TimePassed, WriteLog
 from services.cache_store.files.directory import Directory, DirectoryHeld
 from services.cache_store.files.disk import Disk
 from shared.clock import SystemClock
@@ -25,6 +19,7 @@ from shared.messages import FromStore, ToStore
 from shared.transport.links import Connected, Dialer, Lost, Received
 
 ANSWER_DEADLINE_S = 5.0
+"""Seconds within which the running store must answer."""
 _CONNECT_DEADLINE_S = 1.0
 _NO_LIMIT = 2**60
 """Limit that never evicts: asking must not delete blocks."""
@@ -83,11 +78,8 @@ def opened(config: Config) -> Iterator[Store | None]:
     if not address:
         yield None
         return
-    running = _RunningStore(address, config.keys_dir)
-    try:
+    with contextlib.closing(_RunningStore(address, config.keys_dir)) as running:
         yield running
-    finally:
-        running.close()
 
 
 class _RunningStore:
@@ -168,20 +160,14 @@ class _IdleDirectory:
 def _is_listening(address: str) -> bool:
     """Return whether a process listens at an address; a socket's file outlives its process."""
     scheme, _, place = address.partition("://")
-    family = socket.AF_UNIX if scheme == "ipc" else socket.AF_INET
-    target: str | tuple[str, int] = place
-    if scheme != "ipc":
-        host, _, port = place.rpartition(":")
-        if not port.isdigit():
-            return False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        target = (host.strip("[]"), int(port))
-    elif not Path(place).exists():
+    try:
+        if scheme == "ipc":
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(_CONNECT_DEADLINE_S)
+                probe.connect(place)
+        else:
+            host, _, port = place.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_DEADLINE_S).close()
+    except (OSError, ValueError):
         return False
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_CONNECT_DEADLINE_S)
-        try:
-            probe.connect(target)
-        except OSError:
-            return False
     return True
