@@ -55,43 +55,6 @@ def restart(sources: SettingSources, *, role: str, number: int | None) -> int:
     host.
     """
     config, console = sources.share().config, Console(sys.stdout)
-    return exit_code_if_written(restart_role(config, role, number, console), console.write_error)
-
-
-@click.command(cls=Command)
-@click.option("--off", is_flag=True, help="Accept new requests again.")
-@click.option(
-    "--wait",
-    "wait_s",
-    metavar="SECONDS",
-    type=seconds,
-    help="How long to wait until no request is open; 0: do not wait (default: scheduler.drain_s).",
-)
-@settings_options
-def drain(sources: SettingSources, *, off: bool, wait_s: float | None) -> int:
-    """Refuse new requests and let running ones finish."""
-    config, console = sources.share().config, Console(sys.stdout)
-    code = order_drain(config, is_on=not off, wait_s=wait_s, console=console)
-    return exit_code_if_written(code, console.write_error)
-
-
-def restart_role(config: Config, role: str, number: int | None, console: Console) -> int:
-    """End the processes of a role on this host, and wait until new ones have replaced them.
-
-    Args:
-        config: gives the run folder, the addresses and the deadlines of the processes.
-        role: `gateway`, `scheduler`, `store`, `rank`, or `ranks` for all ranks of this host.
-        number: number of the rank, for the role `rank`.
-        console: shows progress.
-
-    Returns:
-        An exit code; EXIT_UNAVAILABLE when a process had to be killed or streams were cut off.
-
-    Raises:
-        UsageError: when `number` is missing, or is given for another role than `rank`.
-        UnavailableError: when no such process runs here, or it is not started again, or does not
-            become ready.
-    """
     if role == "rank" and number is None:
         raise UsageError(
             "The rank's number is missing: `lockstep restart rank 0`, or `lockstep restart ranks`."
@@ -112,37 +75,38 @@ def restart_role(config: Config, role: str, number: int | None, console: Console
         are_clean = [RoleRestart(config, kind, group, console).run() for group in groups]
     finally:
         console.show_progress("")
-    return limits.EXIT_OK if all(are_clean) else limits.EXIT_UNAVAILABLE
+    code = limits.EXIT_OK if all(are_clean) else limits.EXIT_UNAVAILABLE
+    return exit_code_if_written(code, console.write_error)
 
 
-def order_drain(config: Config, *, is_on: bool, wait_s: float | None, console: Console) -> int:
-    """Make the scheduler refuse new requests and wait for running ones, or accept new ones again.
-
-    Args:
-        config: gives the address of the scheduler.
-        is_on: False ends an earlier drain.
-        wait_s: longest wait in seconds until no request is open; None: `scheduler.drain_s`.
-        console: shows progress.
-
-    Returns:
-        An exit code; EXIT_UNAVAILABLE when requests are still open after `wait_s`.
-
-    Raises:
-        UnavailableError: when the scheduler does not answer, or is stopping for good.
-    """
-    wait_s = config.scheduler.drain_s if wait_s is None else wait_s
-    order = OrderDrain(is_on=is_on)
+@click.command(cls=Command)
+@click.option("--off", is_flag=True, help="Accept new requests again.")
+@click.option(
+    "--wait",
+    "wait_s",
+    metavar="SECONDS",
+    type=seconds,
+    help="How long to wait until no request is open; 0: do not wait (default: scheduler.drain_s).",
+)
+@settings_options
+def drain(sources: SettingSources, *, off: bool, wait_s: float | None) -> int:
+    """Refuse new requests and let running ones finish."""
+    config, console = sources.share().config, Console(sys.stdout)
+    order = OrderDrain(is_on=not off)
     watch = StatusWatch(config, _STATUS_INTERVAL_S, identity="operator", order=order)
     try:
-        status = _confirmed(config, watch, is_on=is_on)
-        if not is_on:
+        status = _confirmed(config, watch, is_on=not off)
+        if off:
             console.print_line("New requests are accepted again.")
-            return limits.EXIT_OK
-        console.print_line("New requests are refused until `lockstep drain --off`.")
-        return _wait_for_ends(watch, status, wait_s, console)
+            code = limits.EXIT_OK
+        else:
+            console.print_line("New requests are refused until `lockstep drain --off`.")
+            longest_s = config.scheduler.drain_s if wait_s is None else wait_s
+            code = _wait_for_ends(watch, status, longest_s, console)
     finally:
         console.show_progress("")
         watch.close()
+    return exit_code_if_written(code, console.write_error)
 
 
 def _confirmed(config: Config, watch: StatusWatch, *, is_on: bool) -> StatusReported:
