@@ -4,7 +4,6 @@ The new process is started by the keeper of the role: `lockstep up`, launchd or 
 """
 
 import contextlib
-import dataclasses
 import os
 import signal
 import time
@@ -35,20 +34,13 @@ _POLL_INTERVAL_S = 0.05
 _STATUS_INTERVAL_S = 0.25
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Order:
-    """How a role is told to end."""
-
-    signal: signal.Signals
-    text: str
-
-
 _ORDERS = {
-    "gateway": _Order(signal.SIGTERM, "finish its streams and end"),
-    "scheduler": _Order(signal.SIGUSR1, "hand over"),
-    "store": _Order(signal.SIGTERM, "end"),
-    "rank": _Order(signal.SIGTERM, "end"),
+    "gateway": (signal.SIGTERM, "finish its streams and end"),
+    "scheduler": (signal.SIGUSR1, "hand over"),
+    "store": (signal.SIGTERM, "end"),
+    "rank": (signal.SIGTERM, "end"),
 }
+"""Role -> (signal on which its process ends, that order in words)."""
 
 
 class RoleRestart:
@@ -90,11 +82,11 @@ class RoleRestart:
             UnavailableError: when an old process cannot be ended, or no new one starts and becomes
                 ready in time.
         """
-        order = _ORDERS[self._role]
+        number, order = _ORDERS[self._role]
         pids = ", ".join(str(target.pid) for target in self._targets)
-        self._console.print_line(f"{self._name}: told process {pids} to {order.text}")
+        self._console.print_line(f"{self._name}: told process {pids} to {order}")
         for target in self._targets:
-            self._send(target, order.signal)
+            self._send(target, number)
         is_clean = self._wait_for_end()
         self._wait_for_successors()
         if self._role != "store":
@@ -140,9 +132,8 @@ class RoleRestart:
         deadline_s = scheduler.init_deadline_s + scheduler.load_deadline_s
         began_s = self._clock.now()
         # The link is opened only now, so that it receives no status of a previous scheduler.
-        watch = StatusWatch(self._config, _STATUS_INTERVAL_S)
         latest: StatusReported | None = None
-        try:
+        with contextlib.closing(StatusWatch(self._config, _STATUS_INTERVAL_S)) as watch:
             while (waited_s := self._clock.now() - began_s) < deadline_s:
                 latest = watch.poll(_STATUS_INTERVAL_S) or latest
                 if latest is None:
@@ -155,8 +146,6 @@ class RoleRestart:
                 else:
                     reason = latest.reason or f"{self._subject} is not ready."
                     self._console.show_progress(f"Waiting: {reason}")
-        finally:
-            watch.close()
         raise UnavailableError(
             f"{self._subject} is back, but not ready within {deadline_s:.0f} s: see "
             "`lockstep status`."

@@ -19,7 +19,9 @@ from shared.configuration.host_share import HostShare
 from shared.messages import StatusReported
 
 TICK_S = 0.1
+"""Longest wait for a status in seconds, after which the children are checked again."""
 STATUS_INTERVAL_S = 0.5
+"""Seconds between two queries for the scheduler's status."""
 END_DEADLINE_S = 5.0
 """Seconds from SIGTERM to SIGKILL for a role without unfinished requests."""
 

@@ -69,7 +69,9 @@ class Role:
     """A child's name in the log, and the arguments of the `lockstep` command that runs it."""
 
     name: str
+    """`scheduler`, `store`, `gateway`, or `rank` with its number."""
     arguments: tuple[str, ...]
+    """Words after `lockstep`, such as ("rank-worker", "--rank", "0")."""
 
 
 def command(python: str, role: Role, config_file: str) -> list[str]:
@@ -130,8 +132,27 @@ class Child:
         Args:
             now_s: the supervisor's time in seconds.
         """
-        if self._process is None and now_s >= self._start_at_s:
-            self._start(now_s)
+        if self._process is not None or now_s < self._start_at_s:
+            return
+        try:
+            self._process = self._spawn()
+        except OSError as error:
+            # A lack of descriptors, memory or process slots may be temporary.
+            delay_s = self._backoff.after(0.0)
+            self._start_at_s = now_s + delay_s
+            self._console.log_line(
+                "lockstep",
+                f"cannot start {self.role.name} ({error.strerror}); retrying in {delay_s:.1f} s",
+            )
+            return
+        self.starts += 1
+        self._started_at_s = now_s
+        self._stopped_at_s = None
+        self._is_killed = False
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process,), name=f"log-{self.role.name}", daemon=True
+        )
+        self._reader.start()
 
     def reset_backoff(self) -> None:
         """Set the next restart delay to the shortest, because the process has worked properly."""
@@ -161,15 +182,11 @@ class Child:
         Returns:
             The exit code; a negative number is the signal that ended the process.
         """
-        if self._process is None:
+        if self._process is None or not self.has_ended(now_s):
             return None
-        code = self._poll_exit(now_s)
-        if code is None:
-            return None
-        self.last_code = code
-        self._release_process()
-        was_told_to_end = code == limits.EXIT_WORLD_LOST
-        delay_s = self._backoff.after(now_s - self._started_at_s, is_own_fault=not was_told_to_end)
+        code = self.last_code
+        ran_for_s = now_s - self._started_at_s
+        delay_s = self._backoff.after(ran_for_s, is_own_fault=code != limits.EXIT_WORLD_LOST)
         self._start_at_s = now_s + delay_s
         if code not in PERMANENT:
             how = f"signal {-code}" if code < 0 else f"code {code}"
@@ -243,35 +260,11 @@ class Child:
             return limits.EXIT_SOFTWARE
         if pid == 0:
             return None
-        if os.WIFSTOPPED(status):
-            self._stopped_at_s = now_s
-            return None
-        if os.WIFCONTINUED(status):
-            self._stopped_at_s = None
+        if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+            self._stopped_at_s = now_s if os.WIFSTOPPED(status) else None
             return None
         self._process.returncode = os.waitstatus_to_exitcode(status)
         return int(self._process.returncode)
-
-    def _start(self, now_s: float) -> None:
-        try:
-            self._process = self._spawn()
-        except OSError as error:
-            # A lack of descriptors, memory or process slots may be temporary.
-            delay_s = self._backoff.after(0.0)
-            self._start_at_s = now_s + delay_s
-            self._console.log_line(
-                "lockstep",
-                f"cannot start {self.role.name} ({error.strerror}); retrying in {delay_s:.1f} s",
-            )
-            return
-        self.starts += 1
-        self._started_at_s = now_s
-        self._stopped_at_s = None
-        self._is_killed = False
-        self._reader = threading.Thread(
-            target=self._read, args=(self._process,), name=f"log-{self.role.name}", daemon=True
-        )
-        self._reader.start()
 
     def _spawn(self) -> "subprocess.Popen[str]":
         """Start a process that holds the read end of a new lifeline. Raises OSError."""

@@ -145,13 +145,10 @@ def gateway_readiness(config: Config) -> int | None:
     """Return the HTTP status of GET /readyz: 200 if ready, None without an answer."""
     address = base_url(config).removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=GATEWAY_DEADLINE_S)
-    try:
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/readyz")
         return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
+    return None
 
 
 def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusReported:
@@ -165,15 +162,12 @@ def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusR
         UnavailableError: when it does not answer in time.
     """
     clock = SystemClock()
-    watch = StatusWatch(config, interval_s=deadline_s)
     until_s = clock.now() + deadline_s
-    try:
+    with contextlib.closing(StatusWatch(config, interval_s=deadline_s)) as watch:
         while (left_s := until_s - clock.now()) > 0.0:
             status = watch.poll(left_s)
             if status is not None:
                 return status
-    finally:
-        watch.close()
     raise no_answer_error(config, watch.refusal)
 
 

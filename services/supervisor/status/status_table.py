@@ -1,6 +1,6 @@
 """Text of `lockstep status`: summary lines, canary, drafts, counters and a table of ranks. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.supervisor.status import canary_lines
 from shared.messages import DraftStatistics, RankStatus, StatusReported
@@ -39,10 +39,12 @@ def render(status: StatusReported) -> str:
     if status.dismissed:
         gone = ", ".join(f"{rank.pid} on {rank.host}" for rank in status.dismissed)
         lines.append(f"  dismissed    {gone}")
-    lines += _canary(status.ranks)
-    lines += _numbers("now", status.gauges)
-    lines += _drafts(status.drafts)
-    lines += _numbers("total", status.counters)
+    canaries = ((rank.rank, canary_lines.describe(rank.canary)) for rank in status.ranks)
+    drafts = (_draft_line(one) for one in status.drafts if one.rows and one.proposed)
+    lines += _titled("canary", (f"rank {rank}: {text}" for rank, text in canaries if text))
+    lines += _titled("now", _numbers(status.gauges))
+    lines += _titled("drafts", drafts)
+    lines += _titled("total", _numbers(status.counters))
     rows = [_COLUMN_TITLES, *(_row(rank) for rank in status.ranks)]
     return "\n".join([*lines, "", *_table(rows)])
 
@@ -62,17 +64,9 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
     )
 
 
-def _canary(ranks: Sequence[RankStatus]) -> list[str]:
-    """Return one line per rank with canary findings."""
-    found = [(rank.rank, canary_lines.describe(rank.canary)) for rank in ranks]
-    shown = [f"rank {rank}: {text}" for rank, text in found if text]
-    return [f"  {'' if place else 'canary':<11}  {text}" for place, text in enumerate(shown)]
-
-
-def _drafts(statistics: Sequence[DraftStatistics]) -> list[str]:
-    """Return one line per method whose drafts were verified."""
-    shown = [_draft_line(one) for one in statistics if one.rows and one.proposed]
-    return [f"  {'' if place else 'drafts':<11}  {text}" for place, text in enumerate(shown)]
+def _titled(title: str, texts: Iterable[str]) -> list[str]:
+    """Return one line per text, with the title before the first."""
+    return [f"  {'' if place else title:<11}  {text}" for place, text in enumerate(texts)]
 
 
 def _draft_line(one: DraftStatistics) -> str:
@@ -95,13 +89,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _numbers(title: str, numbers: dict[str, float]) -> list[str]:
-    """Return one line per number, with the title before the first."""
-    titles = [title, *[""] * (len(numbers) - 1)]
-    return [
-        f"  {shown:<11}  {name} {_count(value)}"
-        for shown, (name, value) in zip(titles, sorted(numbers.items()), strict=False)
-    ]
+def _numbers(numbers: dict[str, float]) -> list[str]:
+    return [f"{name} {_count(value)}" for name, value in sorted(numbers.items())]
 
 
 def _count(value: float) -> str:
