@@ -25,6 +25,7 @@ class Flag:
     key: str
     """The setting, as `section.name`."""
     summary: str
+    """Its text in `--help`."""
     metavar: str = ""
     """Name of its value; "a|b" lists the values."""
     value: Any = None

@@ -7,6 +7,7 @@ from services.commands.doctor.checks.environment import changes_results, must_be
 from services.commands.doctor.facts import Facts, Findings
 
 SKEW_S = 2.0
+"""Largest difference of two hosts' clocks in seconds that is no finding."""
 _FATAL = ("lockstep", "mlx", "mlx-lm")
 """Packages whose versions must be equal: ranks are refused, or compute other results."""
 

@@ -31,9 +31,11 @@ from shared.os.process_file import RoleProcess, find_processes
 from shared.transport.addresses import is_tcp
 
 PACKAGES = ("lockstep", "mlx", "mlx-lm", "pyzmq", "msgspec", "transformers")
+"""Packages whose versions are compared between hosts."""
 SHORT_S = 10.0
+"""Deadline of every other system command in seconds."""
 PROFILER_S = 60.0
-"""Deadline of system_profiler, which scans buses."""
+"""Deadline of system_profiler in seconds; it scans buses."""
 _ROLES = ("gateway", "scheduler", "store", "rank")
 
 Weights = list[WeightFile] | None

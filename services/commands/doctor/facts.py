@@ -86,6 +86,7 @@ class ThunderboltPort(Struct, frozen=True, kw_only=True):
     peer_uuid: str = ""
     """Domain of the controller at the other end, if that is a computer; else ""."""
     peer_name: str = ""
+    """Name of the computer at the other end, as it calls itself."""
     interface: str = ""
     """Its network interface, such as en5; "" if it has none."""
 
@@ -98,6 +99,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     system: str = ""
     """Version of the operating system, with its build."""
     chip: str = ""
+    """Name of the chip, such as "Apple M4 Max"; on Linux the kind of processor."""
     versions: dict[str, str] = {}
     """Package -> version; Python and Lockstep among them."""
     environment: dict[str, str] = {}
@@ -105,19 +107,25 @@ class Facts(Struct, frozen=True, kw_only=True):
     time_s: float = 0.0
     """The date as seconds since 1970."""
     public_key: str = ""
+    """Public key of this host; "" without a key pair."""
     allowed: dict[str, list[str]] = {}
     """Public keys that may connect here -> their roles."""
     listens_on_tcp: bool = False
     """Whether links between processes use TCP, and so need keys."""
     model: str = ""
+    """The configured model: a folder or a Hugging Face id."""
     model_digest: str = ""
     """Digest of the model's config and headers; "" if the model is not on this host."""
     ports: list[ThunderboltPort] = []
+    """Thunderbolt ports of a Mac."""
     rdma_devices: list[str] = []
+    """Names of the RDMA devices, such as rdma_en5."""
     backend: str = ""
+    """Configured backend of collectives: off, ring, jaccl or nccl."""
     ranks: int = 0
     """Number of ranks on this host."""
     roles: list[str] = []
+    """Roles that the host runs besides ranks: gateway, scheduler, store."""
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
@@ -125,6 +133,7 @@ class HostReport(Struct, frozen=True, kw_only=True):
 
     facts: Facts
     findings: list[Finding]
+    """One or more per check, in the order of the checks."""
 
 
 class Examination(Struct, frozen=True, kw_only=True):

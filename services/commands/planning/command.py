@@ -34,6 +34,7 @@ from shared.model.location import local_folder
 from shared.os.standard_streams import print_line
 
 EXIT_DOES_NOT_FIT = 1
+"""Exit code if the model, or the requested length and number of sequences, does not fit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from services.commands.planning.splits import (
 from shared.messages.rank_link import Sharding
 
 KV_BITS = (0, 8, 4)
+"""Possible bits per number of stored KV (0: not quantized), the preferred first."""
 
 _PREFERENCE = {"none": 0, "expert": 0, "tensor": 1, "pipeline": 2}
 _CONTEXT_MIN = 1_024
@@ -35,6 +36,7 @@ class ChosenSplit:
     memory: Sequence[RankMemory]
     """Memory of the ranks that it uses."""
     kv_bits: int
+    """Bits per number of stored KV, 4 or 8; 0: not quantized."""
     context_tokens: int
     """Length of sequences that fits: the requested one or, if that does not fit, a shorter one."""
 

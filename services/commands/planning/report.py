@@ -14,8 +14,11 @@ class RankShare(Struct, frozen=True, kw_only=True):
     divided_bytes: int
     """Its part of the divided weights."""
     kv_bytes_per_token: int
+    """KV of model and draft model for each token of a row."""
     kv_bytes_per_row: int
+    """KV for each row of any length: sliding windows and recurrent state."""
     usable_bytes: int
+    """Memory that the rank's device may use, weights included."""
     kv_budget_bytes: int
     """Memory for KV rows."""
     reserve_bytes: int
@@ -29,6 +32,7 @@ class SplitOption(Struct, frozen=True, kw_only=True):
 
     ranks: int
     sharding: str
+    """How the model is divided: none, tensor, expert or pipeline."""
     obstacle: str = ""
     """Reason why it is impossible; "": it is possible."""
     fits: bool = False
@@ -56,7 +60,9 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     ranks: int
     sharding: str
     kv_bits: int
+    """Bits per number of stored KV, 4 or 8; 0: not quantized."""
     context_tokens: int
+    """Length of sequences that fit: the requested one, or a shorter one that still fits."""
     sequences: int
     """How many sequences of this length run at once."""
     hosts: list[str]
@@ -75,16 +81,26 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     device: str
     weights_bytes: int
     draft_bytes: int
+    """Weights of the draft model; 0: none."""
     layers: int
+    """Number of layers."""
     context_tokens_max: int
+    """Longest context that the model allows."""
     asked_context_tokens: int
+    """Length that must fit."""
     asked_sequences: int
+    """Number of sequences of this length that must fit at once."""
     kv_bits: int
+    """Configured bits per number of stored KV; 0: not quantized."""
     kv_known: bool
     """False: headers do not show what some layers store, so KV is larger than planned."""
     memory: list[RankMemory]
+    """Memory of each rank that may be used."""
     options: list[SplitOption]
+    """All splits over 1 to N ranks, impossible ones included."""
     fits: list[SequenceFit]
     """Lengths and numbers of sequences under the recommended split; empty without one."""
     recommendation: Recommendation | None
+    """None: no split has room for the weights and 1,024 tokens."""
     notes: list[str]
+    """Explanations of the figures, one sentence each."""

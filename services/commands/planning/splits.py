@@ -49,6 +49,7 @@ class PlannedModel:
     checkpoint: Checkpoint
     kv: ModelKV
     draft: DraftMemory = DraftMemory()
+    """Memory of its draft model, if it has one."""
 
 
 def all_splits(

@@ -27,11 +27,16 @@ TEXT_TOKENS = 24
 """Length of compared completions, in tokens."""
 
 ABORT_TOKENS = 4_000
+"""Most tokens of the request whose client closes the connection: more than it can receive."""
 ABORT_EVENTS = 3
+"""Events of the stream that this client reads before it closes the connection."""
 ABORT_ROOM = 64
+"""Least room for this request in tokens; with less the check is skipped."""
 POLL_S = 0.05
+"""Seconds between two questions to the scheduler."""
 
 Check = Callable[[], TimedCheck]
+"""Makes one check and returns its result."""
 
 
 class VerifiedCluster:
@@ -69,7 +74,10 @@ class VerifiedCluster:
 
 
 class ClusterChecks:
-    """Checks of a cluster that end no process; later ones use results of earlier ones."""
+    """Checks of a cluster that end no process.
+
+    Later checks use the answers of earlier ones, and send the requests anew if those were not made.
+    """
 
     def __init__(self, cluster: VerifiedCluster) -> None:
         self._cluster = cluster

@@ -37,6 +37,7 @@ SCHEMA = "lockstep.verify/1"
 """Version of the JSON document; changes when a field changes its meaning."""
 
 KEY_VARIABLE = "LOCKSTEP_API_KEY"
+"""Environment variable with the API key, in place of `--api-key`."""
 
 _UNREACHED = (
     "See the FAIL line above; is everything started, and are --config, --host and --port those of "
@@ -52,10 +53,15 @@ class VerifyOptions:
     """Options of `lockstep verify`."""
 
     api_key: str = ""
+    """API key for all requests; "": that of the environment variable, if any."""
     restart: bool = False
+    """Whether to restart the ranks, and then check that a prefix is restored from SSD."""
     fast_synch: bool = False
+    """Whether to check the proof of Metal's fast synchronization."""
     shutdown: bool = False
+    """Whether to end `lockstep up` on this host as the last check."""
     as_json: bool = False
+    """Whether to print one JSON document instead of a line per check."""
 
 
 @click.command(cls=Command)

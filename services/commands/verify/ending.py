@@ -19,6 +19,7 @@ GIVE_UP_S = 60.0
 """Time limit of the wait for the supervisor's end; the check fails much earlier."""
 
 ROLES = ("gateway", "scheduler", "store", "rank")
+"""Names of the process files of all roles but the supervisor."""
 POLL_S = 0.02
 
 

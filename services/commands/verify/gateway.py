@@ -23,13 +23,17 @@ class HttpAnswer(Struct, frozen=True, kw_only=True):
     """Completion that the gateway has streamed to its end."""
 
     text: str
+    """The whole completion."""
     tokens: list[str]
     """The text of each token."""
     likeliest: list[dict[str, float]]
     """Per token: text of the likeliest tokens -> natural logarithm of their probabilities."""
     finish_reason: str
+    """Why it ended, as the gateway says: "stop" or "length" if nothing went wrong."""
     prompt_tokens: int
+    """Length of the prompt, as the gateway counts it."""
     completion_tokens: int
+    """Length of the completion, as the gateway counts it."""
     memory_tokens: int
     """Tokens of the prompt that were found in memory."""
     stored_tokens: int

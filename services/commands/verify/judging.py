@@ -26,6 +26,7 @@ ABORT_S, SHUTDOWN_S = 2.0, 5.0
 """Longest times until an aborted request has ended, and until everything has ended."""
 
 ENDS = ("stop", "length")
+"""Values of finish_reason of a request that ended as it should."""
 
 _LOG_REMEDY = "Look for warnings of the scheduler and the ranks in the logs."
 _RANK_REMEDY = (

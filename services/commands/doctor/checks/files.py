@@ -17,6 +17,7 @@ from shared.transport import keys
 
 GIB = 2**30
 ROOM_MIN = 10 * GIB
+"""Free bytes wanted on the disk of stored blocks, if no limit of their bytes is set."""
 FILES_SPARE = 256
 """Open files in addition to those of clients."""
 

@@ -9,6 +9,7 @@ WIRED_PART = 0.15
 WIRED_BYTES = 4 * GIB
 """macOS itself wires less than the larger of the two."""
 FREE_PART_MIN = 0.2
+"""Least share of free memory that is no finding."""
 
 
 def check_system(found: Findings, said: CommandOutcome) -> str:

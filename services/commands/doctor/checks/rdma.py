@@ -11,7 +11,9 @@ from services.commands.doctor.reading.macos import Interface, version_numbers
 from services.commands.doctor.system_commands import CommandOutcome
 
 THUNDERBOLT_5_GBPS = 80
+"""Speed of a Thunderbolt 5 link; only such links have RDMA."""
 SYSTEM_MIN = (26, 2)
+"""First version of macOS with RDMA over Thunderbolt."""
 
 _ENABLE = (
     "shut down, start with the power button held until the startup options show, choose Options, "

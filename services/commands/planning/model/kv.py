@@ -27,6 +27,7 @@ class KVPart:
     """Array that one layer stores per token: its keys, its values, or compressed KV."""
 
     heads: int
+    """Number of heads of the whole model, before any division."""
     dim: int
     """Numbers per head."""
     divides: bool = True
@@ -76,6 +77,7 @@ class ModelKV:
     """KV and recurrent state that each layer of a model stores."""
 
     layers: list[LayerKV]
+    """In order of the model's layers."""
     float_bytes: int
     """Bytes of one number of KV that is not quantized."""
 
