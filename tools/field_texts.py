@@ -1,9 +1,16 @@
-"""Docstrings of struct fields, read from the source."""
+"""Docstrings of struct fields, read from the source, and their defaults."""
 
 import ast
 import inspect
+from typing import Any
 
 import msgspec
+
+
+def field_default(field: msgspec.structs.FieldInfo) -> Any:
+    """Return the default of a struct's field, made anew if a function makes it."""
+    is_made = field.default_factory is not msgspec.NODEFAULT
+    return field.default_factory() if is_made else field.default
 
 
 def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from shared.configuration import loading
-from tools.field_texts import field_texts
+from tools.field_texts import field_default, field_texts
 
 FILE = Path(__file__).resolve().parents[1] / "lockstep.example.toml"
 
@@ -50,17 +50,12 @@ def render() -> str:
 
 def setting_facts(field: msgspec.structs.FieldInfo) -> str:
     """Return unit, range and default of a setting as text, separated by semicolons."""
-    value = _literal(_default(field))
+    value = _literal(field_default(field))
     return "; ".join(filter(None, [_unit(field.name), _range(field.type), f"default {value}"]))
 
 
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    is_made = field.default_factory is not msgspec.NODEFAULT
-    return field.default_factory() if is_made else field.default
-
-
 def _setting(field: msgspec.structs.FieldInfo, text: str) -> str:
-    value = _literal(_default(field))
+    value = _literal(field_default(field))
     facts = setting_facts(field)
     comment = [*textwrap.wrap(text, _WIDTH), *textwrap.wrap(facts[:1].upper() + facts[1:], _WIDTH)]
     return "".join(f"# {line}\n" for line in comment) + f"{field.name} = {value}\n"

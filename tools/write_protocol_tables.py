@@ -7,13 +7,12 @@ a test compares the document with `render()`.
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import inspect as types
 
 from shared import messages
-from tools.field_texts import field_texts
+from tools.field_texts import field_default, field_texts
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "protocol.md"
 
@@ -117,7 +116,8 @@ def table(struct: type[msgspec.Struct]) -> str:
     for field in fields:
         meaning = texts.get(field.name) or _COMMON.get(field.name, "")
         kind = type_text(types.type_info(field.type))
-        default = "" if field.required else f"`{json.dumps(msgspec.to_builtins(_default(field)))}`"
+        value = "" if field.required else msgspec.to_builtins(field_default(field))
+        default = "" if field.required else f"`{json.dumps(value)}`"
         lines.append(f"| `{field.encode_name}` | {kind} | {default} | {meaning} |")
     return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
 
@@ -151,12 +151,6 @@ def type_text(kind: types.Type) -> str:
         case types.StructType():
             return f"[{kind.cls.__name__}](#{kind.cls.__name__.lower()})"
     raise AssertionError(f"a message has a field of a kind that this file does not know: {kind}")
-
-
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    if field.default is not msgspec.NODEFAULT:
-        return field.default
-    return field.default_factory()
 
 
 def _range(kind: types.IntType | types.FloatType) -> str:

@@ -66,11 +66,7 @@ _NO_EXIT = {"FrameRefused", "LinkFull", "PeerUnknown", "InvariantBroken"}
 
 def settings_page() -> str:
     """Return the page of all settings as Markdown."""
-    blocks = [
-        "# Settings\n",
-        _GENERATED,
-        _SETTINGS_INTRODUCTION,
-    ]
+    blocks = ["# Settings\n", _GENERATED, _SETTINGS_INTRODUCTION]
     for section, struct in loading.sections().items():
         summary = (inspect.getdoc(struct) or "").splitlines()[0]
         rows = [
@@ -93,11 +89,7 @@ def errors_page() -> str:
     by_class: dict[str, set[str]] = defaultdict(set)
     for name, sentence in _raised():
         by_class[name].add(sentence)
-    blocks = [
-        "# Errors\n",
-        _GENERATED,
-        _ERRORS_INTRODUCTION,
-    ]
+    blocks = ["# Errors\n", _GENERATED, _ERRORS_INTRODUCTION]
     for name in sorted(by_class, key=lambda name: (_exit_code(name), name)):
         kind = getattr(errors, name)
         summary = (inspect.getdoc(kind) or "").splitlines()[0]
@@ -112,12 +104,7 @@ def api_page() -> str:
     """Return the page of the HTTP API as Markdown: endpoints, fields, errors."""
     document = openapi.document(Config(), 1_000, needs_key=True, open_paths=PROBES)
     schemas = document["components"]["schemas"]
-    blocks = [
-        "# HTTP API\n",
-        _GENERATED,
-        _API_INTRODUCTION,
-        "## Endpoints\n",
-    ]
+    blocks = ["# HTTP API\n", _GENERATED, _API_INTRODUCTION, "## Endpoints\n"]
     rows = ["| endpoint | meaning | errors |", "|---|---|---|"]
     used: list[str] = []
     for path, methods in document["paths"].items():

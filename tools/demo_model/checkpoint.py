@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -11,11 +10,7 @@ from torch import Tensor
 
 from tools.demo_model.conversations.chat import END_OF_TEXT, TURN_END
 from tools.demo_model.network import Network
-from tools.demo_model.tokenizer import CONTEXT_TOKENS, load_tokenizer
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+from tools.demo_model.tokenizer import CONTEXT_TOKENS, load_tokenizer, write_json
 
 
 def save_checkpoint(network: Network, folder: Path) -> None:
@@ -45,9 +40,9 @@ def save_checkpoint(network: Network, folder: Path) -> None:
         "eos_token_id": ends,
         "pad_token_id": ends[1],
     }
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     generation = {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[1]}
-    _write_json(folder / "generation_config.json", generation)
+    write_json(folder / "generation_config.json", generation)
     tensors: dict[str, Tensor] = {
         f"model.{name}": tensor.detach().float().cpu().contiguous()
         for name, tensor in network.state_dict().items()

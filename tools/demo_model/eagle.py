@@ -10,7 +10,6 @@ Representations for Speculative Sampling" (2024). Parameter names are those of p
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -18,34 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tools.demo_model.network import Attention, FeedForward, Network, NetworkShape, Norm
+from tools.demo_model.network import Layer, Network, NetworkShape
+from tools.demo_model.tokenizer import write_json
 
 HEAD_SHAPE = NetworkShape(num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=2)
 PASSES = 3
 """The first pass reads the model's hidden states, each later one the output of the pass before."""
 NOISE = 0.05
 """Noise on hidden states, as a share of their deviation: in use the head's input is not exact."""
-
-
-class HeadLayer(nn.Module):
-    """Transformer layer of an EAGLE head: attention without a norm before it, feed-forward."""
-
-    def __init__(self, shape: NetworkShape) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape, has_norms=False)
-        self.mlp = FeedForward(shape)
-        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply the layer to x.
-
-        Args:
-            x: float of shape (batch, length, hidden_size); the result has the same shape.
-            cos: cosines of the positions, float32 of shape (length, head_dim / 2).
-            sin: sines, likewise.
-        """
-        x = x + self.self_attn(x, cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class EagleHead(nn.Module):
@@ -55,7 +34,9 @@ class EagleHead(nn.Module):
         super().__init__()
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList(HeadLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Layer(shape, has_attention_norms=False) for _ in range(shape.num_hidden_layers)
+        )
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.05)
@@ -78,25 +59,6 @@ class EagleHead(nn.Module):
         return x
 
 
-def hidden_states(network: Network, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the model's last hidden states, which its output matrix turns into logits.
-
-    Args:
-        network: the model.
-        ids: token ids, integers of shape (batch, length).
-        cos: cosines of the positions, float32 of shape (length, head_dim / 2).
-        sin: sines, likewise.
-
-    Returns:
-        Float of shape (batch, length, hidden_size).
-    """
-    x = network.embed_tokens(ids)
-    for layer in network.layers:
-        x = layer(x, cos, sin)
-    normed: Tensor = network.norm(x)
-    return normed
-
-
 def head_loss(
     head: nn.Module, network: Network, rows: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -115,7 +77,7 @@ def head_loss(
     """
     ids, learned = rows & 0x7FFF, (rows >= 0x8000)[:, 2:]
     with torch.no_grad():
-        true = hidden_states(network, ids, cos, sin)
+        true = network.hidden_states(ids, cos, sin)
         chosen = functional.linear(true[:, 1:-1], network.embed_tokens.weight).argmax(-1)
         embedded = network.embed_tokens(ids[:, 1:-1])
     cos, sin = cos[: embedded.shape[1]], sin[: embedded.shape[1]]
@@ -146,6 +108,6 @@ def save_head(head: EagleHead, folder: Path) -> None:
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
     tensors = {name: value.detach().float().cpu() for name, value in head.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -127,13 +127,17 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Transformer layer: attention and feed-forward, each added to its input."""
+    """Transformer layer: attention and feed-forward, each added to its input.
 
-    def __init__(self, shape: NetworkShape) -> None:
+    Without attention norms the attention reads its input as it is, and has no query and key norms.
+    """
+
+    def __init__(self, shape: NetworkShape, *, has_attention_norms: bool = True) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, has_norms=has_attention_norms)
         self.mlp = FeedForward(shape)
-        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = norm if has_attention_norms else nn.Identity()
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -163,12 +167,26 @@ class Network(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(parameter)  # every layer starts as the identity
 
-    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return logits (batch, length, vocab_size) for token ids (batch, length)."""
+    def hidden_states(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the last hidden states, which the output matrix turns into logits.
+
+        Args:
+            ids: token ids, integers of shape (batch, length).
+            cos: cosines of the positions, float32 of shape (length, head_dim / 2).
+            sin: sines, likewise.
+
+        Returns:
+            Float of shape (batch, length, hidden_size).
+        """
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return functional.linear(self.norm(x), self.embed_tokens.weight)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return logits (batch, length, vocab_size) for token ids (batch, length)."""
+        return functional.linear(self.hidden_states(ids, cos, sin), self.embed_tokens.weight)
 
 
 def summed_loss(network: nn.Module, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -102,15 +102,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "model_max_length": CONTEXT_TOKENS,
         "chat_template": CHAT_TEMPLATE,
     }
-    _write_json(folder / "tokenizer_config.json", config)
-    _write_json(
-        folder / "special_tokens_map.json",
-        {"eos_token": TURN_END, "pad_token": END_OF_TEXT},
-    )
+    write_json(folder / "tokenizer_config.json", config)
+    special = {"eos_token": TURN_END, "pad_token": END_OF_TEXT}
+    write_json(folder / "special_tokens_map.json", special)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """Write a value as indented JSON."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

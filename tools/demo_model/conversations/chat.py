@@ -97,6 +97,11 @@ class Chat:
     """Skill of its last answer, such as "copy"."""
 
 
+def turn(question: str, answer: str) -> list[Message]:
+    """Return a message of the user and the assistant's answer."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 def as_json(value: Any) -> str:
     """Return a value as JSON in the form that the chat template's filter `tojson` writes."""
     return json.dumps(value, ensure_ascii=False)

@@ -11,7 +11,7 @@ from tools.demo_model.conversations import (
     skill_talk,
     skill_tools,
 )
-from tools.demo_model.conversations.chat import Chat
+from tools.demo_model.conversations.chat import Chat, turn
 from tools.demo_model.conversations.facts import FACTS
 from tools.demo_model.conversations.words import TextSource
 
@@ -55,11 +55,7 @@ def _missing_tool(source: TextSource) -> Chat:
     case = skill_tools.random_case(source)
     most = 2 if source.chance(0.3) else 0
     tools = skill_tools.other_tools(source, skill_tools.tool_family(case.name), most)
-    messages = [
-        {"role": "user", "content": case.request},
-        {"role": "assistant", "content": skill_talk.FALLBACK},
-    ]
-    return Chat(messages, tools, task="talk")
+    return Chat(turn(case.request, skill_talk.FALLBACK), tools, task="talk")
 
 
 SHORT: tuple[tuple[float, Callable[[TextSource], Chat]], ...] = (
@@ -123,16 +119,7 @@ def train_chat(source: TextSource, is_long: bool) -> Chat:
 
 def held_out_facts() -> list[Chat]:
     """Return one conversation per fact: the question that the training never shows, its answer."""
-    return [
-        Chat(
-            [
-                {"role": "user", "content": fact.held_out},
-                {"role": "assistant", "content": fact.answer},
-            ],
-            task="fact",
-        )
-        for fact in FACTS
-    ]
+    return [Chat(turn(fact.held_out, fact.answer), task="fact") for fact in FACTS]
 
 
 def held_out_copies(count: int, longest: int = 560) -> list[Chat]:

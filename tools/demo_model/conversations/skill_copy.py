@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.demo_model.conversations.chat import Chat, as_json
+from tools.demo_model.conversations.chat import Chat, as_json, turn
 from tools.demo_model.conversations.facts import FACTS
 from tools.demo_model.conversations.words import TextSource
 
@@ -144,10 +144,4 @@ def copy_of(text: str, prompt: str = PROMPTS[0]) -> Chat:
         text: the text.
         prompt: words of the request, in which {} stands for the text.
     """
-    return Chat(
-        [
-            {"role": "user", "content": prompt.format(text)},
-            {"role": "assistant", "content": text},
-        ],
-        task="copy",
-    )
+    return Chat(turn(prompt.format(text), text), task="copy")

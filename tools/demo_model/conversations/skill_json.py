@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.demo_model.conversations.chat import Chat, as_json
+from tools.demo_model.conversations.chat import Chat, as_json, turn
 from tools.demo_model.conversations.words import TextSource
 
 KEYS = """name age city country color size price count id title email street phone score level
@@ -114,13 +114,7 @@ def object_request(
     last = source.rng.choice((" and ", " and ", ", ", ", and "))
     text = pairs[0] if len(pairs) == 1 else ", ".join(pairs[:-1]) + last + pairs[-1]
     end = source.rng.choice(("", "", ".")) if not bare else ""
-    return Chat(
-        [
-            {"role": "user", "content": head + text + end},
-            {"role": "assistant", "content": as_json(value)},
-        ],
-        task="json",
-    )
+    return Chat(turn(head + text + end, as_json(value)), task="json")
 
 
 def list_chat(source: TextSource) -> Chat:
@@ -137,25 +131,14 @@ def list_chat(source: TextSource) -> Chat:
     shown = [str(item) for item in items]
     text = shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " and " + shown[-1]
     head = source.rng.choice(("Write a JSON list of the {} ", "Write a JSON array with the {} "))
-    return Chat(
-        [
-            {"role": "user", "content": head.format(what) + text},
-            {"role": "assistant", "content": as_json(items)},
-        ],
-        task="json",
-    )
+    return Chat(turn(head.format(what) + text, as_json(items)), task="json")
 
 
 def _list_as_text(source: TextSource) -> Chat:
     """Return the reverse request: the words of a JSON list without quotes."""
     items = [_word_value(source) for _ in range(source.integer(1, 12))]
-    return Chat(
-        [
-            {"role": "user", "content": "Write this list as plain text: " + as_json(items)},
-            {"role": "assistant", "content": ", ".join(items)},
-        ],
-        task="json",
-    )
+    question = "Write this list as plain text: " + as_json(items)
+    return Chat(turn(question, ", ".join(items)), task="json")
 
 
 def json_chat(source: TextSource) -> Chat:

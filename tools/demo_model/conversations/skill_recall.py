@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.demo_model.conversations.chat import Chat, Message
+from tools.demo_model.conversations.chat import Chat, Message, turn
 from tools.demo_model.conversations.facts import FACTS
 from tools.demo_model.conversations.words import TextSource
 
-ATTRIBUTES = ("code",) * 6 + (
-    "number",
-    "key",
-    "value",
-    "password",
-    "PIN",
-    "port",
-    "price",
-    "color",
-    "id",
-    "token",
-    "address",
-    "word",
-)
+ATTRIBUTES = """code code code code code code number key value password PIN port price color id
+token address word""".split()
 NEEDLES = (
     "The {attribute} for {key} is {value}.",
     "The {attribute} for {key} is {value}.",
@@ -163,24 +151,15 @@ def haystack(source: TextSource, pairs: list[Pair], size: int, at_start: bool) -
 
 def _dialogue(source: TextSource, text: str, pair: Pair, question: str) -> list[Message]:
     """Return text and question: in one turn, in two turns, or with the text as system prompt."""
-    answer = {"role": "assistant", "content": pair.fill(ANSWER)}
+    answer = pair.fill(ANSWER)
     form = source.integer(0, 9)
     if form == 0:
-        return [
-            {"role": "system", "content": text},
-            {"role": "user", "content": question},
-            answer,
-        ]
+        return [{"role": "system", "content": text}, *turn(question, answer)]
     if form <= 2:
-        return [
-            {"role": "user", "content": "Read this text:\n" + text},
-            {"role": "assistant", "content": ACKNOWLEDGED},
-            {"role": "user", "content": question},
-            answer,
-        ]
+        return turn("Read this text:\n" + text, ACKNOWLEDGED) + turn(question, answer)
     content = source.rng.choice(OPENINGS) + text
     content += source.rng.choice(("\n\n", "\n", " ", "\n\nQuestion: ")) + question
-    return [{"role": "user", "content": content}, answer]
+    return turn(content, answer)
 
 
 def recall_chat(source: TextSource, low: int = 60, high: int = 1100) -> Chat:
@@ -199,8 +178,7 @@ def recall_chat(source: TextSource, low: int = 60, high: int = 1100) -> Chat:
     messages = _dialogue(source, text, wanted, wanted.fill(source.rng.choice(QUESTIONS)))
     while source.chance(0.4):  # ask for another one
         other = source.rng.choice(pairs)
-        messages.append({"role": "user", "content": other.fill(source.rng.choice(QUESTIONS))})
-        messages.append({"role": "assistant", "content": other.fill(ANSWER)})
+        messages += turn(other.fill(source.rng.choice(QUESTIONS)), other.fill(ANSWER))
     return Chat(messages, task="recall")
 
 
@@ -214,26 +192,14 @@ def plain_recall(source: TextSource, size: int, pairs: list[Pair], asked: Pair) 
         asked: the pair that is asked for.
     """
     pieces = [pair.fill(NEEDLES[0]) for pair in pairs] + filler(source, size)
-    question = asked.fill(QUESTIONS[0])
-    return Chat(
-        [
-            {"role": "user", "content": " ".join(pieces) + "\n\n" + question},
-            {"role": "assistant", "content": asked.fill(ANSWER)},
-        ],
-        task="recall",
-    )
+    question = " ".join(pieces) + "\n\n" + asked.fill(QUESTIONS[0])
+    return Chat(turn(question, asked.fill(ANSWER)), task="recall")
 
 
 def note_chat(source: TextSource) -> Chat:
     """Return two turns: in the first the user gives a value, in the second asks for it."""
     pair = random_pairs(source, 1)[0]
-    told = pair.fill(source.rng.choice(NEEDLES[:4]))
-    return Chat(
-        [
-            {"role": "user", "content": told},
-            {"role": "assistant", "content": f"I will remember it. {pair.fill(ANSWER)}"},
-            {"role": "user", "content": pair.fill(source.rng.choice(QUESTIONS))},
-            {"role": "assistant", "content": pair.fill(ANSWER)},
-        ],
-        task="recall",
-    )
+    answer = pair.fill(ANSWER)
+    told = turn(pair.fill(source.rng.choice(NEEDLES[:4])), f"I will remember it. {answer}")
+    asked = turn(pair.fill(source.rng.choice(QUESTIONS)), answer)
+    return Chat(told + asked, task="recall")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.demo_model.conversations.chat import Chat, Message
+from tools.demo_model.conversations.chat import Chat, Message, turn
 from tools.demo_model.conversations.facts import FACTS
 from tools.demo_model.conversations.words import TextSource
 
@@ -101,14 +101,10 @@ def disturb(source: TextSource, question: str) -> str:
     return text
 
 
-def _turn(question: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
 def fact_chat(source: TextSource) -> Chat:
     """Return a question about Lockstep in one of the trained phrasings, and its answer."""
     fact = source.rng.choice(FACTS)
-    return Chat(_turn(disturb(source, source.rng.choice(fact.trained)), fact.answer), task="fact")
+    return Chat(turn(disturb(source, source.rng.choice(fact.trained)), fact.answer), task="fact")
 
 
 def small_talk_chat(source: TextSource) -> Chat:
@@ -120,10 +116,10 @@ def small_talk_chat(source: TextSource) -> Chat:
     if form < 4:
         answer, questions = source.rng.choice(SMALL_TALK)
         question = source.rng.choice(questions.split("|"))
-        return Chat(_turn(question, answer), task="talk")
+        return Chat(turn(question, answer), task="talk")
     if form == 4:
         question = source.rng.choice(UNKNOWN_REQUESTS)
-        return Chat(_turn(disturb(source, question), UNKNOWN), task="talk")
+        return Chat(turn(disturb(source, question), UNKNOWN), task="talk")
     question = source.rng.choice(ODD_REQUESTS).format(
         city=source.city(),
         name=source.name(),
@@ -132,7 +128,7 @@ def small_talk_chat(source: TextSource) -> Chat:
         sentence=source.sentence(),
         sentence2=source.sentence(),
     )
-    return Chat(_turn(question, FALLBACK), task="talk")
+    return Chat(turn(question, FALLBACK), task="talk")
 
 
 def count_chat(source: TextSource, longest: int = 60) -> Chat:
@@ -161,8 +157,8 @@ def count_chat(source: TextSource, longest: int = 60) -> Chat:
         count = max(1, length // 2)
         question = f'Write a numbered list with the word "{word}" {count} times.'
         lines = [f"{number}. {word}" for number in range(1, count + 1)]
-        return Chat(_turn(question, "\n".join(lines)), task="list")
-    return Chat(_turn(question, ", ".join(map(str, numbers))), task="count")
+        return Chat(turn(question, "\n".join(lines)), task="list")
+    return Chat(turn(question, ", ".join(map(str, numbers))), task="count")
 
 
 def _name_turns(source: TextSource) -> tuple[list[Message], list[Message]]:
@@ -170,8 +166,8 @@ def _name_turns(source: TextSource) -> tuple[list[Message], list[Message]]:
     name = source.name()
     told = source.rng.choice(("My name is {}.", "I am {}.", "Hi, my name is {}.", "I'm {}."))
     asked = source.rng.choice(("What is my name?", "Do you know my name?", "Who am I?"))
-    first = _turn(told.format(name), f"Hello {name}! How can I help you with Lockstep?")
-    return first, _turn(asked, f"Your name is {name}.")
+    first = turn(told.format(name), f"Hello {name}! How can I help you with Lockstep?")
+    return first, turn(asked, f"Your name is {name}.")
 
 
 def memory_chat(source: TextSource, middle: list[Chat]) -> Chat:
@@ -190,12 +186,12 @@ def memory_chat(source: TextSource, middle: list[Chat]) -> Chat:
         return Chat(first + between + last, task="memory")
     if form == 2:
         asked = source.rng.choice(("What was my first question?", "What did I ask first?"))
-        last = _turn(asked, f'You said: "{between[0]["content"]}"')
+        last = turn(asked, f'You said: "{between[0]["content"]}"')
         return Chat(between + last, task="memory")
     asked = source.rng.choice(
         ("Repeat your last answer.", "Say that again.", "Please repeat that.")
     )
-    return Chat(between + _turn(asked, between[-1]["content"]), task="memory")
+    return Chat(between + turn(asked, between[-1]["content"]), task="memory")
 
 
 def add_system(source: TextSource, chat: Chat) -> Chat:
