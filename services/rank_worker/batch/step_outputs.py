@@ -136,7 +136,7 @@ class ForwardOutputs:
         """Return the logits of all forwards, with the rows in a given order.
 
         Args:
-            sequence_ids: the sequence of each row; each occurs as often as it has rows, which keep
+            sequence_ids: the sequence of each row. The rows of one sequence are adjacent and keep
                 their order.
 
         Returns:
@@ -145,9 +145,7 @@ class ForwardOutputs:
         logits = self.logits[0] if len(self.logits) == 1 else mx.concatenate(self.logits)
         if sequence_ids == self.sequence_ids:
             return logits
-        rows_of: dict[int, list[int]] = {}
-        for row, sequence_id in enumerate(self.sequence_ids):
-            rows_of.setdefault(sequence_id, []).append(row)
-        remaining = {sequence_id: iter(rows) for sequence_id, rows in rows_of.items()}
-        rows = [next(remaining[sequence_id]) for sequence_id in sequence_ids]
+        places = {sequence_id: place for place, sequence_id in enumerate(sequence_ids)}
+        # The sort is stable: the rows of one sequence keep their order.
+        rows = sorted(range(len(self.sequence_ids)), key=lambda row: places[self.sequence_ids[row]])
         return logits[mx.array(rows, dtype=mx.int32)]

@@ -54,18 +54,13 @@ class StepDrafts:
         Returns:
             int32 [rows, longest].
         """
-        longest = max(
-            self.count(sequence_id) for sequence_id in sequence_ids if sequence_id is not None
-        )
-        rows = []
-        for sequence_id in sequence_ids:
-            indices = (
-                []
-                if sequence_id is None
-                else list(self.index_range(sequence_id, self.count(sequence_id)))
-            )
-            rows.append(indices + [0] * (longest - len(indices)))
-        return self.ids[mx.array(rows, dtype=mx.int32)]
+        rows = [
+            [] if one is None else list(self.index_range(one, self.count(one)))
+            for one in sequence_ids
+        ]
+        longest = max(map(len, rows))
+        padded = [row + [0] * (longest - len(row)) for row in rows]
+        return self.ids[mx.array(padded, dtype=mx.int32)]
 
     def read_ids(self) -> list[int]:
         """Return all draft ids on the host. Waits for the device where the ranks propose them."""

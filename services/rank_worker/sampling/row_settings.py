@@ -55,8 +55,8 @@ class RowSelection:
     def __init__(self, indices: Sequence[int], total: int) -> None:
         """Select `indices`, ascending, out of `total` rows."""
         self.indices = list(indices)
-        self._all = len(self.indices) == total
-        self._array = None if self._all else mx.array(self.indices, dtype=mx.int32)
+        selects_all = len(self.indices) == total
+        self._array = None if selects_all else mx.array(self.indices, dtype=mx.int32)
 
     @classmethod
     def where(cls, flags: Sequence[bool]) -> "RowSelection":

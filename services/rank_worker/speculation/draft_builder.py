@@ -42,7 +42,9 @@ class DraftBuilder:
 
     def next_rows(self) -> list[int]:
         """Return which sequences get another draft: indices in the constructor's `sequences`."""
-        draft_index = len(self._drafts_by_index)
+        return self._rows_with(len(self._drafts_by_index))
+
+    def _rows_with(self, draft_index: int) -> list[int]:
         return [index for index, count in enumerate(self._counts) if count > draft_index]
 
     def sample_next(self, logits: mx.array, sampler: Sampler) -> None:
@@ -88,12 +90,10 @@ class DraftBuilder:
         rows: list[int] = []
         tokens: list[mx.array] = []
         for draft_index, drafts in enumerate(self._drafts_by_index):
-            rows_before = [index for index, count in enumerate(self._counts) if count > draft_index]
-            row_numbers = {index: number for number, index in enumerate(rows_before)}
+            rows_before = self._rows_with(draft_index)
+            numbers = [rows_before.index(index) for index in next_rows]
             rows += range(len(next_rows))
-            tokens.append(
-                drafts[mx.array([row_numbers[index] for index in next_rows], dtype=mx.int32)]
-            )
+            tokens.append(drafts[mx.array(numbers, dtype=mx.int32)])
         return UncountedTokens(rows, mx.concatenate(tokens)) if rows else None
 
 

@@ -58,15 +58,13 @@ def check_same_tokenizer(
                 f"{max(draft_texts)}",
             )
         return
-    names = [
-        name
-        for name in OTHER_TOKENIZER_FILES
-        if (model_folder / name).exists() or (draft_folder / name).exists()
-    ]
-    for name in names:
-        if _read_bytes(model_folder / name) != _read_bytes(draft_folder / name):
+    has_files = False
+    for name in OTHER_TOKENIZER_FILES:
+        content = _read_bytes(model_folder / name)
+        if content != _read_bytes(draft_folder / name):
             raise _tokenizer_error(draft_folder, f"{name} differs")
-    if not names:
+        has_files = has_files or content is not None
+    if not has_files:
         raise _tokenizer_error(draft_folder, f"not both folders hold a {TOKENIZER_FILE} to compare")
 
 
