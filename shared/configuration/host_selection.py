@@ -7,7 +7,7 @@ from typing import Any
 from shared.configuration import host_share, inventory
 from shared.configuration.host_share import HostShare
 from shared.configuration.inventory import HostEntry, Inventory
-from shared.configuration.loading import API_KEYS_VARIABLE, environment_name, load_config, sections
+from shared.configuration.loading import API_KEYS_VARIABLE, load_config, overriding_variables
 from shared.errors import ConfigError, UsageError
 
 _HOST = "gateway.host"
@@ -79,7 +79,7 @@ def check_no_overrides(
             f"{what} cannot be used with --inventory, which contains all settings, so that they "
             "are the same on every host."
         )
-    if variable := _override(environment):
+    for variable in overriding_variables(environment):
         raise ConfigError(
             f"The environment variable {variable} cannot be used with --inventory, which contains "
             "all settings: unset it."
@@ -102,12 +102,3 @@ def check_rank_is_here(share: HostShare, rank: int) -> None:
             f"Rank {rank} does not belong to the host {share.name}, whose ranks are "
             f"{', '.join(map(str, here)) or 'none'}."
         )
-
-
-def _override(environment: Mapping[str, str]) -> str:
-    """Return a variable that overrides a setting, "" without one."""
-    for section, struct in sections().items():
-        for key in struct.__struct_fields__:
-            if environment_name(section, key) in environment:
-                return environment_name(section, key)
-    return ""

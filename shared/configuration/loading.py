@@ -131,6 +131,16 @@ def environment_name(section: str, key: str) -> str:
     return f"LOCKSTEP_{section}_{key}".upper()
 
 
+def overriding_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment that override settings: name -> "section.key"."""
+    return {
+        name: f"{section}.{key}"
+        for section, struct in sections().items()
+        for key in struct.__struct_fields__
+        if (name := environment_name(section, key)) in environment
+    }
+
+
 def sections() -> dict[str, type[Struct]]:
     """Return section name -> struct with its settings, in the order of Config."""
     return {field.name: field.type for field in msgspec.structs.fields(Config)}
@@ -197,17 +207,12 @@ def _follow_hostfile(tree: dict[str, Any], *, is_size_set: bool) -> None:
 
 
 def _environment_keys(environment: Mapping[str, str]) -> dict[str, str | list[str]]:
-    known = {
-        environment_name(section, field.name): (f"{section}.{field.name}", field)
-        for section, struct in sections().items()
-        for field in msgspec.structs.fields(struct)
-    }
+    keys = overriding_variables(environment)
     found: dict[str, str | list[str]] = {}
     prefixes = tuple(f"LOCKSTEP_{section}_".upper() for section in sections())
     for name, value in environment.items():
-        if name in known:
-            key, field = known[name]
-            is_list = field.default_factory is list
+        if key := keys.get(name):
+            is_list = get_origin(_setting_type(key)) is list
             found[key] = [part for part in value.split(",") if part] if is_list else value
         elif name.startswith(prefixes):
             raise ConfigError(f"The environment variable {name} is not a setting.")
@@ -229,7 +234,9 @@ def _sentence(error: str) -> str:
     if "unknown field" in text:
         name = text.rsplit("`", 2)[-2]
         return f"Unknown setting {f'{key}.{name}' if key else name}."
-    if choices := ", ".join(map(str, _choices(key))):
+    kind = _setting_type(key)
+    if get_origin(kind) is Literal:
+        choices = ", ".join(map(str, get_args(kind)))
         wrong = text.removeprefix("Invalid enum value ")
         if wrong != text:
             return f"Setting {key}: {wrong} is not one of {choices}."
@@ -237,10 +244,9 @@ def _sentence(error: str) -> str:
     return f"Setting {key or 'file'}: {text[:1].lower() + text[1:]}."
 
 
-def _choices(key: str) -> tuple[Any, ...]:
-    """Return the allowed values of a setting, () unless they are a fixed set."""
+def _setting_type(key: str) -> Any:
+    """Return the type of a setting; None if there is no such setting."""
     section, _, name = key.partition(".")
     struct = sections().get(section)
-    fields = {field.name: field.type for field in msgspec.structs.fields(struct)} if struct else {}
-    kind = fields.get(name)
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    fields = msgspec.structs.fields(struct) if struct else ()
+    return next((field.type for field in fields if field.name == name), None)

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from shared.configuration import inventory
 from shared.configuration.host_share import HostShare
 from shared.configuration.inventory import HostEntry
-from shared.configuration.loading import API_KEYS_VARIABLE, environment_name, sections
+from shared.configuration.loading import API_KEYS_VARIABLE, overriding_variables
 from shared.errors import ConfigError, UsageError
 
 LOG_DIR = "/var/log/lockstep"
@@ -95,13 +95,11 @@ def check_environment(environment: Mapping[str, str]) -> None:
             f"{API_KEYS_VARIABLE} is set: jobs hold no secrets, so they would lack it. Set "
             "gateway.api_keys_file, make keys with `lockstep api-key new`, and unset the variable."
         )
-    for section, struct in sections().items():
-        for key in struct.__struct_fields__:
-            if environment_name(section, key) in environment:
-                raise ConfigError(
-                    f"{environment_name(section, key)} is set here, but jobs would lack it: "
-                    f"write {section}.{key} into the file, and unset the variable."
-                )
+    for variable, key in overriding_variables(environment).items():
+        raise ConfigError(
+            f"{variable} is set here, but jobs would lack it: write {key} into the file, and unset "
+            "the variable."
+        )
 
 
 def check_installation(place: Installation, share: HostShare) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shared.configuration.loading import environment_name, sections
+from shared.configuration.loading import overriding_variables
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 
@@ -52,11 +52,7 @@ def without_overrides(environment: dict[str, str]) -> dict[str, str]:
     The file contains their values already. In a child they would take precedence over it, and so
     over the supervisor's flags.
     """
-    overrides = {
-        environment_name(section, field.name)
-        for section, struct in sections().items()
-        for field in msgspec.structs.fields(struct)
-    }
+    overrides = overriding_variables(environment)
     return {name: value for name, value in environment.items() if name not in overrides}
 
 
