@@ -15,6 +15,8 @@ from shared.identifiers import PeerId
 from shared.log import Log
 from shared.transport import keys
 
+_log = Log("link")
+
 ALLOWED_CHECK_INTERVAL_S = 0.5
 """Seconds between checks of the list. A change counts when seen twice, since editors write in
 steps."""
@@ -29,10 +31,9 @@ REFUSALS_LOGGED_MAX = 20
 class AllowList:
     """The peers in the file `allowed`, read again when it changes."""
 
-    def __init__(self, folder: Path, log: Log) -> None:
+    def __init__(self, folder: Path) -> None:
         """Read the file. Raises ConfigError as `keys.read_allowed`."""
         self._folder = folder
-        self._log = log
         self._loaded = self._seen = keys.signature(folder)
         self.peers = keys.read_allowed(folder)
         """All allowed peers, by public key."""
@@ -60,11 +61,11 @@ class AllowList:
                 raise ConfigError(f"{self._folder / keys.ALLOWED_FILE} is gone.")
             self.peers = keys.read_allowed(self._folder)
         except ConfigError as error:
-            self._log.error(
+            _log.error(
                 "allowed_keys_unreadable", cause=str(error), meanwhile="the previous list is used"
             )
             return False
-        self._log.info("allowed_keys_read", peers=len(self.peers))
+        _log.info("allowed_keys_read", peers=len(self.peers))
         return True
 
 
@@ -74,9 +75,8 @@ class RefusalLog:
     The interval is REFUSAL_LOG_INTERVAL_S. Strangers thus cannot fill the log.
     """
 
-    def __init__(self, clock: Clock, log: Log) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._log = log
         self._logged_at_s: dict[str, float] = {}
         self._not_logged = 0
 
@@ -100,17 +100,15 @@ class RefusalLog:
             return
         self._logged_at_s[public_key] = now_s
         if self._not_logged:
-            self._log.warning("keys_refused", others=self._not_logged)
+            _log.warning("keys_refused", others=self._not_logged)
             self._not_logged = 0
-        self._log.warning("key_refused", public_key=public_key, **fields)
+        _log.warning("key_refused", public_key=public_key, **fields)
 
 
 class AccessControl:
     """Decides for one listener which keys may connect, and as which peers they may speak."""
 
-    def __init__(
-        self, folder: Path, roles: Iterable[str], address: str, clock: Clock, log: Log
-    ) -> None:
+    def __init__(self, folder: Path, roles: Iterable[str], address: str, clock: Clock) -> None:
         """Read the list of allowed peers.
 
         Args:
@@ -118,7 +116,6 @@ class AccessControl:
             roles: roles of which a peer must have one to speak at this listener.
             address: the listener's address, for the log.
             clock: source of time.
-            log: gets refusals and changes of the list.
 
         Raises:
             ConfigError: when the list cannot be used.
@@ -129,12 +126,14 @@ class AccessControl:
         assert self._roles <= keys.DIALLING_ROLES.keys(), self._roles
         self._address = address
         self._clock = clock
-        self._allowed = AllowList(folder, log)
-        self._refusal_log = RefusalLog(clock, log)
-        self._session_keys: dict[PeerId, str] = {}
+        self._allowed = AllowList(folder)
+        self._refusal_log = RefusalLog(clock)
+        self.session_keys: dict[PeerId, str] = {}
+        """Peer with a session -> the key with which the session began. `admits` refuses a peer's
+        frames with other keys. The listener adds and removes the entries."""
         if not any(peer.roles & self._roles for peer in self._allowed.peers.values()):
             remedy = f"`lockstep keys allow` {self._role_option()}"
-            log.warning("no_peer_allowed", link=address, remedy=remedy)
+            _log.warning("no_peer_allowed", link=address, remedy=remedy)
 
     def admits_key(self, public_key: str, peer_address: str) -> bool:
         """Decide whether a handshake succeeds; count and log a refusal.
@@ -164,7 +163,7 @@ class AccessControl:
             peer: routing identity under which the connection sends, such as `rank-3-1f00d5eed`.
             public_key: the key that the connection has proven.
         """
-        session_key = self._session_keys.get(peer)
+        session_key = self.session_keys.get(peer)
         if session_key == public_key:
             return True
         if session_key is not None:
@@ -177,14 +176,6 @@ class AccessControl:
         self._refuse(public_key, why=why, announces=keys.role_of(peer) or "no role")
         return False
 
-    def begin(self, peer: PeerId, public_key: str) -> None:
-        """Bind a peer's session to its key: until `end`, `admits` refuses other keys."""
-        self._session_keys[peer] = public_key
-
-    def end(self, peer: PeerId) -> None:
-        """Record that a peer's session has ended, so that another key may use its identity."""
-        self._session_keys.pop(peer, None)
-
     def revoked(self) -> list[PeerId]:
         """Read the list again if it has changed; return the peers whose sessions must end now.
 
@@ -192,7 +183,7 @@ class AccessControl:
         """
         if not self._allowed.has_changed(self._clock.now()):
             return []
-        return [peer for peer, key in self._session_keys.items() if not self._is_allowed(peer, key)]
+        return [peer for peer, key in self.session_keys.items() if not self._is_allowed(peer, key)]
 
     def _is_allowed(self, peer: PeerId, public_key: str) -> bool:
         allowed = self._allowed.peers.get(public_key)

@@ -81,9 +81,7 @@ def role_of(identity: bytes) -> str | None:
     `rank-3-1f00d5eed`.
     """
     match = _IDENTITY.fullmatch(identity)
-    if match is None:
-        return None
-    role = match[1].decode()
+    role = match[1].decode() if match else ""
     return role if role in DIALLING_ROLES else None
 
 

@@ -94,7 +94,7 @@ class Listener(_Link[M]):
         """
         clock = clock or SystemClock()
         own = sockets.keys_for(address, keys_dir, is_dialled=False)
-        self._access = AccessControl(own.folder, roles, address, clock, _LOG) if own else None
+        self._access = AccessControl(own.folder, roles, address, clock) if own else None
         super().__init__(sockets.listen(address, own, self._access), receives, clock)
         self._sessions: dict[PeerId, Session] = {}
         self._ended_now: set[PeerId] = set()  # peers whose session the current `poll` has ended
@@ -132,7 +132,7 @@ class Listener(_Link[M]):
             elif self._access.admits(peer, key):
                 self._handle_frame(peer, parts[1:], now_s, events)
                 if peer in self._sessions:
-                    self._access.begin(peer, key)
+                    self._access.session_keys[peer] = key
             elif peer in self._sessions:
                 # Its own connection is gone, and frames for it would reach the other key.
                 self._end_session(peer, "another key uses its identity", events)
@@ -160,7 +160,7 @@ class Listener(_Link[M]):
         session = self._sessions.pop(peer, None)
         if session is not None:
             if self._access is not None:
-                self._access.end(peer)
+                self._access.session_keys.pop(peer, None)
             goodbye = session.control_frame(delivery.GOODBYE, self._clock.now())
             self.socket.send([peer, *framing.pack(goodbye)])
 
@@ -234,7 +234,7 @@ class Listener(_Link[M]):
         del self._sessions[peer]
         self._ended_now.add(peer)
         if self._access is not None:
-            self._access.end(peer)
+            self._access.session_keys.pop(peer, None)
         events.append(Lost(peer, cause))
 
 
@@ -272,9 +272,7 @@ class Dialer(_Link[M]):
         self.peer = PeerId(address.encode())
         self._session: Session | None = None
         self._hello_at_s = 0.0
-        self._reconnect_policy = ReconnectPolicy(
-            address, own.public if own else "none", clock, _LOG
-        )
+        self._reconnect_policy = ReconnectPolicy(address, own.public if own else "none", clock)
 
     def fileno(self) -> int:
         """Return a descriptor, readable when `poll(0)` may have events (edge-triggered)."""

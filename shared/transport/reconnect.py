@@ -2,7 +2,6 @@
 
 from shared import limits
 from shared.clock import Clock
-from shared.log import Log
 from shared.transport.authentication import RefusalLog
 
 AFTER_REFUSAL_S = 1.0
@@ -20,14 +19,13 @@ hangs up."""
 class ReconnectPolicy:
     """Decides when one dialer reconnects, and logs its failed handshakes."""
 
-    def __init__(self, address: str, own_key: str, clock: Clock, log: Log) -> None:
+    def __init__(self, address: str, own_key: str, clock: Clock) -> None:
         """Start without a session.
 
         Args:
             address: the listener's address, for the log.
             own_key: this host's public key, or "none", for the log.
             clock: source of time.
-            log: gets the warnings.
         """
         self.failures = 0
         """Number of failed handshakes since the start."""
@@ -36,7 +34,7 @@ class ReconnectPolicy:
         self._address = address
         self._own_key = own_key
         self._clock = clock
-        self._refusal_log = RefusalLog(clock, log)
+        self._refusal_log = RefusalLog(clock)
         self._due_at_s = 0.0
         self._hang_ups = 0
         self.session_lost()

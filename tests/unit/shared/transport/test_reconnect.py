@@ -3,7 +3,6 @@
 import pytest
 
 from shared.clock import ManualClock
-from shared.log import Log
 from shared.transport.reconnect import AFTER_REFUSAL_S, WITHOUT_SESSION_S, ReconnectPolicy
 
 REFUSED = [("this host's key is not allowed there", True)]
@@ -11,7 +10,7 @@ CLOSED = [("the listener has another key", False)]
 
 
 def _policy(clock: ManualClock) -> ReconnectPolicy:
-    return ReconnectPolicy("tcp://192.0.2.1:5555", "a public key", clock, Log("link"))
+    return ReconnectPolicy("tcp://192.0.2.1:5555", "a public key", clock)
 
 
 def test_dialer_retries_refused_handshake_once_after_one_second() -> None:

@@ -13,7 +13,6 @@ from services.commands.keys import host_keys
 from shared import limits
 from shared.clock import ManualClock
 from shared.errors import ConfigError
-from shared.log import Log
 from shared.messages import AbortRequest, QueryStatus, ToGateway, ToScheduler
 from shared.messages import RequestFailed as Failed
 from shared.transport import codec
@@ -339,7 +338,7 @@ def test_refused_key_is_logged_at_most_once_a_minute(caplog: pytest.LogCaptureFi
     """Each key is logged once a minute, and at most 20 keys are; the number of others follows
     later."""
     clock = ManualClock()
-    refusal_log = RefusalLog(clock, Log("link"))
+    refusal_log = RefusalLog(clock)
     for _ in range(3):
         for number in range(REFUSALS_LOGGED_MAX + 5):
             refusal_log.log_refusal(f"key {number}")

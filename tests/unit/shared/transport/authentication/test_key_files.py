@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigError
-from shared.log import Log
 from shared.transport import keys, sockets
 from shared.transport.addresses import check_address
 from shared.transport.authentication import AllowList
@@ -174,7 +173,7 @@ def test_allowed_list_writable_by_others_is_refused(folder: Path) -> None:
 
 def test_current_allowed_peers_stay_when_list_file_is_incomplete(folder: Path) -> None:
     """An editor may empty the file before it writes; the current peers stay allowed meanwhile."""
-    allowed = AllowList(folder, Log("test"))
+    allowed = AllowList(folder)
     text = (folder / "allowed").read_text()
     before = allowed.peers
 
