@@ -81,36 +81,22 @@ def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get(VARIABLE) == "1"
 
 
-def record_proof(path: Path, build: str) -> None:
-    """Add a build to the file: a world has computed correctly there with fast synchronization.
+def record_proof(path: Path, build: str, *, is_proven: bool = True) -> None:
+    """Record whether fast synchronization is proven to compute correctly on a build.
 
     Args:
         path: the file, see `proof_file`.
         build: result of `platform_build`.
+        is_proven: a world has computed correctly on it: add it to the file. False: remove it.
 
     Raises:
         ConfigError: when the folder cannot be written.
     """
-    _replace_entry(path, build, [build])
-
-
-def revoke_proof(path: Path, build: str) -> None:
-    """Remove a build from the file, so that fast synchronization counts as unproven on it.
-
-    Args:
-        path: the file, see `proof_file`.
-        build: result of `platform_build`.
-
-    Raises:
-        ConfigError: when the folder cannot be written.
-    """
-    _replace_entry(path, build, [])
-
-
-def _replace_entry(path: Path, build: str, new_entry: list[str]) -> None:
     with private_files.locked(path.parent):
-        others = [one for one in _read_builds(path) if one != build]
-        kept = [*others, *new_entry][-BUILDS_MAX:]
+        builds = [one for one in _read_builds(path) if one != build]
+        if is_proven:
+            builds.append(build)
+        kept = builds[-BUILDS_MAX:]
         private_files.replace(path, msgspec.json.encode({"proven": kept}).decode() + "\n")
 
 

@@ -90,7 +90,7 @@ def find_processes(folder: Path, role: str) -> list[RoleProcess]:
     """
     pattern = re.compile(rf"({re.escape(role)}(?:-\d+)?(?:\.\d+)?){re.escape(SUFFIX)}")
     found = []
-    for path in _files(folder):
+    for path in folder.glob(f"*{SUFFIX}"):
         match = pattern.fullmatch(path.name)
         pid = _holder(path) if match else None
         if match and pid:
@@ -100,16 +100,9 @@ def find_processes(folder: Path, role: str) -> list[RoleProcess]:
 
 def delete_stale_files(folder: Path) -> None:
     """Delete files in the run folder that no process locks: their processes have ended."""
-    for path in _files(folder):
+    for path in list(folder.glob(f"*{SUFFIX}")):
         with contextlib.suppress(OSError):
             _remove_if_stale(path)
-
-
-def _files(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if path.name.endswith(SUFFIX)]
-    except OSError:
-        return []
 
 
 def _link(temporary: Path, path: Path) -> bool:

@@ -53,7 +53,7 @@ class FastSynchProof:
         )
         self._is_withheld = False
         """A recorded proof was removed while a canary runs."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @contextlib.contextmanager
     def withheld(self) -> Iterator[None]:
@@ -63,16 +63,12 @@ class FastSynchProof:
         nothing about synchronization.
         """
         with self._lock:
-            state = fast_synch.proof_state(self._path, self._build)
-            self._is_withheld = state == "proven"
-            if self._is_withheld:
-                self._revoke()
+            if fast_synch.proof_state(self._path, self._build) == "proven":
+                self._revoke(is_withheld=True)
         try:
             yield
         except CanaryFailed:
-            with self._lock:
-                self._is_withheld = False
-                self._revoke()
+            self._revoke(is_withheld=False)
             raise
         finally:
             self._record_again()
@@ -86,12 +82,10 @@ class FastSynchProof:
         Args:
             order: the scheduler's order, with the cause of the world's end.
         """
-        if order.cause != "canary":
+        if order.cause == "canary":
+            self._revoke(is_withheld=False)
+        else:
             self._record_again()
-            return
-        with self._lock:
-            self._is_withheld = False
-            self._revoke()
 
     def recorder(self, findings: Sequence[CanaryFinding]) -> Callable[[], None] | None:
         """Return a function that records the proof; to be called after this rank's first step.
@@ -117,17 +111,16 @@ class FastSynchProof:
                 self._is_withheld = False
                 _record(self._path, self._build)
 
-    def _revoke(self) -> None:
-        if not self._build:
-            return
-        try:
-            fast_synch.revoke_proof(self._path, self._build)
-        except ConfigError as error:
-            _log.error(
-                "fast_synch_proof_not_revoked",
-                detail=str(error),
-                remedy=f"delete {self._path} if the canary fails",
-            )
+    def _revoke(self, *, is_withheld: bool) -> None:
+        with self._lock:
+            self._is_withheld = is_withheld
+            if not self._build:
+                return
+            try:
+                fast_synch.record_proof(self._path, self._build, is_proven=False)
+            except ConfigError as error:
+                remedy = f"delete {self._path} if the canary fails"
+                _log.error("fast_synch_proof_not_revoked", detail=str(error), remedy=remedy)
 
 
 def _record(path: Path, build: str) -> None:

@@ -1,11 +1,10 @@
 """The device that MLX computes on: its description, free memory and wired memory."""
 
-import os
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import msgspec
+import psutil
 
 from services.rank_worker.device.description import Device, DeviceKind
 
@@ -26,7 +25,7 @@ def describe_device() -> Device:
     name = str(facts.get("device_name", facts.get("architecture", "")))
     kind = device_kind()
     if kind == "cpu":
-        return Device(kind=kind, name=name, memory_bytes=_available_bytes())
+        return Device(kind=kind, name=name, memory_bytes=psutil.virtual_memory().available)
     if kind == "metal":
         size = facts.get("max_recommended_working_set_size", facts.get("memory_size", 0))
         return Device(kind=kind, name=name, memory_bytes=int(size))
@@ -41,7 +40,7 @@ def free_bytes(device: Device, ranks_on_host: int) -> int:
         ranks_on_host: number of ranks on this host, which share its memory equally on CPUs.
     """
     if device.kind == "cpu":
-        return _available_bytes() // max(1, ranks_on_host)
+        return int(psutil.virtual_memory().available) // max(1, ranks_on_host)
     if device.kind == "cuda":
         # Free memory of the GPU, plus buffers that MLX keeps for reuse.
         return int(mx.device_info().get("free_memory", 0)) + mx.get_cache_memory()
@@ -56,16 +55,6 @@ def wire_memory(device: Device) -> None:
     """
     if device.kind == "metal" and device.memory_bytes:
         mx.set_wired_limit(device.memory_bytes)
-
-
-def _available_bytes() -> int:
-    """Return the memory that this process could get without swapping."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1_024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from services.rank_worker.device import gpu_choice
 from services.rank_worker.device.description import Device
 from shared.configuration.settings import Config
@@ -162,12 +164,9 @@ def world_environment(order: JoinWorld, run_dir: Path) -> Iterator[None]:
 def _is_alive(pid: str) -> bool:
     """Tell whether a process runs. Another world may use the same folder."""
     try:
-        os.kill(int(pid), 0)
-    except (ValueError, OverflowError, ProcessLookupError):
+        return bool(psutil.pid_exists(int(pid)))
+    except (ValueError, OverflowError):
         return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _remove(folder: Path) -> None:

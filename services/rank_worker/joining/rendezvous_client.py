@@ -20,8 +20,8 @@ FINAL_REPLY_S = 0.3
 _RETRY_S = 0.1
 
 
-class RendezvousClient:
-    """Connects to one peer, in a thread, until all ranks that the peer expects have reached it.
+class RendezvousClient(threading.Thread):
+    """A thread that connects to one peer, until all ranks that the peer expects have reached it.
 
     It tries again and again until the deadline.
     """
@@ -35,6 +35,7 @@ class RendezvousClient:
             greeting: the line to send first.
             deadline_s: end of all attempts, in seconds of `time.monotonic`.
         """
+        super().__init__(name=f"rendezvous-{peer}", daemon=True)
         self.peer = peer
         self.address = address
         self.cause = "no answer"
@@ -43,11 +44,6 @@ class RendezvousClient:
         """The peer has answered as a rank of this world."""
         self._greeting = greeting
         self._deadline_s = deadline_s
-        self._thread = threading.Thread(target=self._run, name=f"rendezvous-{peer}", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread that connects."""
-        self._thread.start()
 
     def wait(self) -> None:
         """Wait until the rendezvous is complete or has failed, about until the deadline.
@@ -55,9 +51,10 @@ class RendezvousClient:
         Then `cause` is "" or says why it failed.
         """
         # A name server that does not answer may block the thread for longer.
-        self._thread.join(max(0.0, self._left_s()) + 2 * FINAL_REPLY_S)
+        self.join(max(0.0, self._left_s()) + 2 * FINAL_REPLY_S)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Connect again and again until the rendezvous is complete or the deadline has passed."""
         while self._left_s() > 0.0:
             self.cause, is_final = self._try()
             if is_final:
