@@ -6,6 +6,7 @@ uses as many cables per pair as every pair has. Other matrices fail deep inside 
 rejected here.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -25,16 +26,17 @@ RING_CABLES_MAX = 4
 """Most cables between two neighbours in a ring, MLX's `RING_MAX_CONNS`."""
 
 
-def parse(text: str, name: str = "world.jaccl_devices") -> Matrix:
-    """Return the matrix of RDMA devices, by rank and peer, in a file for `MLX_IBV_DEVICES`.
+def parse(text: str) -> Matrix:
+    """Return the matrix of RDMA devices, by rank and peer, in the file of world.jaccl_devices.
 
     Args:
-        text: JSON. Each entry is null, a device, or a list of devices (one per cable).
-        name: the file or setting with the matrix, for errors.
+        text: JSON, as in a file for `MLX_IBV_DEVICES`. Each entry is null, a device, or a list of
+            devices (one per cable).
 
     Raises:
         ConfigError: when it is not a square matrix of such entries with null on its diagonal.
     """
+    name = "world.jaccl_devices"
     try:
         rows = json.loads(text)
     except ValueError as error:
@@ -90,12 +92,8 @@ def topology(matrix: Matrix, name: str = "world.jaccl_devices", *, ring: bool = 
     size = len(matrix)
     if size < 2:
         raise ConfigError(f"{name} is for {size} rank, but jaccl needs 2 or more.")
-    missing = [
-        (rank, peer)
-        for rank in range(size)
-        for peer in range(size)
-        if rank != peer and not matrix[rank][peer]
-    ]
+    pairs = itertools.permutations(range(size), 2)
+    missing = [(rank, peer) for rank, peer in pairs if not matrix[rank][peer]]
     if not missing and not ring:
         if size > MESH_RANKS_MAX:
             raise ConfigError(

@@ -57,10 +57,6 @@ class Hostfile:
         """Number of ranks."""
         return len(self.addresses)
 
-    def has_addresses(self) -> bool:
-        """Tell whether every rank has an address, which a ring requires."""
-        return all(self.addresses)
-
     def coordinator(self, port: int = STARTING_PORT) -> str:
         """Return the host:port at which rank 0 of jaccl waits for the other ranks.
 

@@ -72,7 +72,7 @@ def ring_addresses(
     Raises:
         ConfigError: when an address is missing or other machines cannot reach it.
     """
-    if hosts is not None and hosts.has_addresses():
+    if hosts is not None and all(hosts.addresses):
         return [list(row) for row in hosts.addresses]
     if len(data_addresses) != size or not all(":" in item for item in data_addresses):
         raise ConfigError(
@@ -185,11 +185,8 @@ def check_addresses(config: Config, hostfile_text: str, devices_text: str) -> li
                     f"{hosts.machines[rank]}: {backend} needs it; "
                     "`mlx.distributed_config --backend ring` writes them."
                 )
-    return (
-        []
-        if hosts is None
-        else [_ignored_sentence(name) for name in hosts.variables if not _is_passed_on(name)]
-    )
+    variables = {} if hosts is None else hosts.variables
+    return [_ignored_sentence(name) for name in variables if not _is_passed_on(name)]
 
 
 def _is_passed_on(name: str) -> bool:

@@ -145,11 +145,5 @@ def _read_weight_file(path: Path) -> WeightFile:
 
 def _payload_bytes(header: bytes) -> int:
     tensors = json.loads(header)
-    return max(
-        (
-            int(facts["data_offsets"][1])
-            for name, facts in tensors.items()
-            if name != "__metadata__"
-        ),
-        default=0,
-    )
+    tensors.pop("__metadata__", None)
+    return max((int(facts["data_offsets"][1]) for facts in tensors.values()), default=0)

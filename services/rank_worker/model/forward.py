@@ -46,6 +46,7 @@ class Forward:
             ConfigError: when this shard's head cannot be computed so, but the whole model's can.
         """
         self._model = model
+        self._logits: Callable[..., mx.array] = model
         self._select: SelectPositions | None = None
         """Reduces the hidden states that the head receives; None: the head receives all."""
         self._given: mx.array | None = None
@@ -84,10 +85,9 @@ class Forward:
         Returns:
             [rows, count, dim] in the model's dtype.
         """
-        embedding = self._embedding()
+        embedding: Callable[..., mx.array] | None = self._embedding()
         assert embedding is not None
-        embedded: mx.array = embedding(tokens)
-        return embedded
+        return embedding(tokens)
 
     def head(self, hidden: mx.array) -> mx.array:
         """Compute logits from hidden states, without running the model's layers.
@@ -100,10 +100,9 @@ class Forward:
         """
         self._given = hidden
         try:
-            logits: mx.array = self._model(mx.zeros(hidden.shape[:2], dtype=mx.int32))
+            return self._logits(mx.zeros(hidden.shape[:2], dtype=mx.int32))
         finally:
             self._given = None
-        return logits
 
     def fill_caches(self, tokens: mx.array, caches: list[Any]) -> None:
         """Build a forward that only writes KV; its logits are never computed.
@@ -112,7 +111,7 @@ class Forward:
             tokens: int32 [rows, count].
             caches: one per layer, which get the KV of these tokens.
         """
-        self._model(tokens, cache=caches)
+        self._logits(tokens, cache=caches)
 
     def last_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Build a forward over a prompt's last chunk, with the logits of its last token only.
@@ -124,11 +123,9 @@ class Forward:
         Returns:
             Logits [1, vocab] of the last position.
         """
-        count = tokens.shape[1]
-        if self.can_select and count > 1:
+        if self.can_select and tokens.shape[1] > 1:
             return self._selected(tokens, caches, _last)[:, 0]
-        logits: mx.array = self._model(tokens, cache=caches)
-        return logits[:, -1]
+        return self._logits(tokens, cache=caches)[:, -1]
 
     def row_end_logits(self, tokens: mx.array, caches: list[Any], ends: mx.array) -> mx.array:
         """Build a forward over right-padded rows, with the logits of each row's last real token.
@@ -157,8 +154,7 @@ class Forward:
         Returns:
             Logits [rows, count, vocab].
         """
-        logits: mx.array = self._model(tokens, cache=caches)
-        return logits
+        return self._logits(tokens, cache=caches)
 
     def selected_logits(
         self, tokens: mx.array, caches: list[Any], wanted: list[int] | None
@@ -197,10 +193,9 @@ class Forward:
         """Build a forward: int32 [rows, count] -> logits of the selected positions."""
         self._select = select
         try:
-            logits: mx.array = self._model(tokens, cache=caches)
+            return self._logits(tokens, cache=caches)
         finally:
             self._select = None
-        return logits
 
     def _try_to_select(self, inner: nn.Module) -> bool:
         """Make the result of `inner` reducible; tell whether the model's logits shrink with it.
@@ -221,7 +216,7 @@ class Forward:
         self.keeps_hidden = True
         try:
             narrow = self._selected(tokens, make_prompt_cache(self._model), _last).shape
-            full = self._model(tokens, cache=make_prompt_cache(self._model)).shape
+            full = self._logits(tokens, cache=make_prompt_cache(self._model)).shape
         except (TypeError, ValueError, AttributeError, IndexError):
             narrow = full = ()
         hidden, self.hidden, self.keeps_hidden = self.hidden, None, False

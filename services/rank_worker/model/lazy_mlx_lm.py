@@ -21,7 +21,7 @@ class _Placeholder(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"register": staticmethod(_nothing)})
+        return type(name, (), {"register": staticmethod(lambda *_, **__: None)})
 
 
 def import_mlx_lm() -> None:
@@ -42,7 +42,3 @@ def import_mlx_lm() -> None:
     finally:
         for name in _NAMES:
             del sys.modules[name]
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """Accept any arguments and do nothing."""

@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -54,8 +54,21 @@ def read_arrays(weights: Sequence[WeightOrigin], reader: WeightReader) -> list[m
         ConfigError: when a file cannot be read or was changed.
         RuntimeError: when MLX has no memory.
     """
-    file = _VirtualFile(weights, reader)
-    fetch, file_ref = file.fetch, weakref.ref(file)
+    errors: list[ConfigError] = []
+
+    def fetch(number: int, target: memoryview) -> None:
+        # Errors are kept for the caller, because MLX's threads cannot raise them.
+        if errors:
+            return
+        try:
+            reader.read(weights[number].array, target)
+        except ConfigError as error:
+            errors.append(error)
+        except Exception as error:  # noqa: BLE001 - the caller is C++
+            errors.append(ConfigError(f"The weights cannot be read: {error!r}."))
+
+    file = _VirtualFile(weights, fetch)
+    file_ref = weakref.ref(file)
     opened: Any = file
     try:
         # MLX reads a file object at once, not lazily.
@@ -63,8 +76,8 @@ def read_arrays(weights: Sequence[WeightOrigin], reader: WeightReader) -> list[m
     finally:
         del file, opened
         _wait_for_release(file_ref)
-    if fetch.error is not None:
-        raise fetch.error
+    if errors:
+        raise errors[0]
     return [found[str(number)] for number in range(len(weights))]
 
 
@@ -78,31 +91,14 @@ def _wait_for_release(file_ref: weakref.ref[Any]) -> None:
         time.sleep(0.0002)
 
 
-class _Fetch:
-    """Reads weights by number. Keeps the first error, because MLX's threads cannot raise it."""
-
-    def __init__(self, weights: Sequence[WeightOrigin], reader: WeightReader) -> None:
-        self._weights = weights
-        self._reader = reader
-        self.error: ConfigError | None = None
-
-    def __call__(self, number: int, target: memoryview) -> None:
-        if self.error is not None:
-            return
-        try:
-            self._reader.read(self._weights[number].array, target)
-        except ConfigError as error:
-            self.error = error
-        except Exception as error:  # noqa: BLE001 - the caller is C++
-            self.error = ConfigError(f"The weights cannot be read: {error!r}.")
-
-
 class _VirtualFile:
     """The interface of an open file as MLX uses it. Each reading thread has its own position."""
 
     closed = False
 
-    def __init__(self, weights: Sequence[WeightOrigin], reader: WeightReader) -> None:
+    def __init__(
+        self, weights: Sequence[WeightOrigin], fetch: Callable[[int, memoryview], None]
+    ) -> None:
         ends = list(itertools.accumulate((one.stored_bytes for one in weights), initial=0))
         tensors = {
             str(number): {
@@ -117,7 +113,7 @@ class _VirtualFile:
         self._size = len(self._header) + ends[-1]
         self._numbers = {len(self._header) + start: n for n, start in enumerate(ends[:-1])}
         self._position = threading.local()
-        self.fetch = _Fetch(weights, reader)
+        self._fetch = fetch
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move this thread's position."""
@@ -136,6 +132,6 @@ class _VirtualFile:
         if at < len(self._header):
             target[:] = self._header[at : at + count]
         else:
-            self.fetch(self._numbers[at], target)
+            self._fetch(self._numbers[at], target)
         self.seek(at + count)
         return count

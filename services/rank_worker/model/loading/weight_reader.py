@@ -154,12 +154,11 @@ class WeightReader:
         if known is None:
             header = np.empty(len(file.header), np.uint8)
             _read_exactly(stream, 8, header)
-            is_same = stat.st_size == file.size_bytes and header.tobytes() == file.header
+            if stat.st_size != file.size_bytes or header.tobytes() != file.header:
+                raise _changed(file.path)
             with self._lock:
                 known = self._identities.setdefault(index, identity)
-        else:
-            is_same = True
-        if known != identity or not is_same:
+        if known != identity:
             raise _changed(file.path)
 
 

@@ -24,8 +24,7 @@ _log = Log("rank_worker.loading")
 
 GROUP_BYTES = 32 * 1024 * 1024
 """Upper limit for weights that are evaluated together, except for single larger ones. The next
-group
-is read while one is cast, so casting needs memory for two groups."""
+group is read while one is cast, so casting needs memory for two groups."""
 
 _LAYER_PREFIX = re.compile(r"^.*?\.\d+\.")
 

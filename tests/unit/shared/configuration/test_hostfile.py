@@ -66,7 +66,7 @@ def test_jaccl_hostfile_is_valid_when_only_rank_0_has_address() -> None:
 
     parsed = _parse(hosts)
 
-    assert not parsed.has_addresses()
+    assert not all(parsed.addresses)
     assert parsed.coordinator() == "10.0.0.1:32323"
     assert _parse([{"ssh": "a"}, {"ssh": "b"}]).coordinator() == ""
 
