@@ -266,12 +266,9 @@ def _runs(blocks: Sequence[KeptBlock]) -> list[list[KeptBlock]]:
     """Group adjacent blocks of one row and equal length, keeping their order."""
     runs: list[list[KeptBlock]] = []
     for block in blocks:
-        last = runs[-1][-1] if runs else None
-        if (
-            last is not None
-            and (last.sequence_id, last.length) == (block.sequence_id, block.length)
-            and last.start + last.length == block.start
-        ):
+        last = runs[-1][-1] if runs else block
+        expected = (last.sequence_id, last.length, last.start + last.length)
+        if (block.sequence_id, block.length, block.start) == expected:
             runs[-1].append(block)
         else:
             runs.append([block])

@@ -151,8 +151,7 @@ class SpillQueue:
             _log.warning("spill_failed", file=file.name, cause=file.error)
             if file.is_disk_error:
                 self.context.send_to_store(SpillFailed(detail=file.error[:4_000]))
-            if not file.is_abandoned:
-                self._report_lost(file.hashes)
+            self._abandon(file)
             return
         if not file.is_abandoned and file.folder == folder:
             commit = CommitBlocks(
@@ -194,10 +193,7 @@ class SpillQueue:
 
     def lose_queue(self) -> None:
         """Report all queued blocks lost, because the store is off."""
-        lost = [queued.item.hash for queued in self._queue]
-        self._queue.clear()
-        self._queued_bytes = 0
-        self._report_lost(lost)
+        self._report_lost([self._pop().item.hash for _ in range(len(self._queue))])
 
     def lose_session(self) -> None:
         """Report all blocks lost that the store has not taken over, and delete their files.
