@@ -13,7 +13,6 @@ class InFlightStep:
     """A step whose plan was sent and whose receipts are not complete."""
 
     planned: PlannedStep
-    sent_at_s: float
     receipts: dict[int, StepFinished] = dataclasses.field(default_factory=dict)
     """By rank."""
 
@@ -50,7 +49,7 @@ class InFlightSteps:
         """
         if not self._steps:
             self._progress_at_s = now_s
-        self._steps.append(InFlightStep(planned, now_s))
+        self._steps.append(InFlightStep(planned))
         self.next_step_id = StepId(self.next_step_id + 1)
 
     def has_receipt(self, rank: int, receipt: StepFinished) -> bool:

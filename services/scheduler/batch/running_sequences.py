@@ -90,7 +90,11 @@ class RunningSequences:
         return longest
 
     def take_departed(self) -> list[tuple[Sequence, int]]:
-        """Return and clear `departed`."""
+        """Return and clear the sequences that have left since the last plan.
+
+        Returns:
+            Each sequence, and how many known tokens its row holds.
+        """
         left, self.departed = self.departed, []
         return left
 

@@ -94,14 +94,7 @@ class SpeculationPlanner:
 
     def is_idle(self, running: Iterable[Sequence]) -> bool:
         """Tell whether no running sequence takes drafts, so that plans need no choice of drafts."""
-        if not self.can_roll_back:
-            return True
-        return all(
-            one.draft_state is None
-            if one.is_draft_state_chosen
-            else self._draft_state_of(one) is None
-            for one in running
-        )
+        return not self.can_roll_back or all(self._draft_state_of(one) is None for one in running)
 
     def add_decode(self, plan: PlanBuilder, sequence: Sequence) -> None:
         """Count a sequence's decode and the drafts chosen for it as planned.

@@ -177,12 +177,11 @@ class Admission:
     def _reset(self, blocks: SequenceBlocks) -> None:
         block_format, chain = self._state.block_format, blocks.chain
         root = root_hash(block_format.namespace, blocks.request.cache_salt)
-        if chain is None or chain.root != root:
+        if chain.root != root:
             chain = Chain(root, block_format.block_tokens, blocks.tokens)
         blocks.reset(self._state.epoch, chain)
 
     def _match(self, blocks: SequenceBlocks) -> Match:
-        assert blocks.chain is not None
         blocks.chain.extend()
         return find_match(
             self._state.index,
@@ -193,7 +192,6 @@ class Admission:
 
     def _find_awaited(self, blocks: SequenceBlocks, match: Match) -> bytes | None:
         """Return the entry to wait for: the last one that is computed or restored now."""
-        assert blocks.chain is not None
         block_format = self._state.block_format
         first, usable_tokens = match.whole_blocks, len(blocks.tokens) - 1
         if block_format.needs_checkpoints:
@@ -206,7 +204,6 @@ class Admission:
 
     def _plan_keeping(self, blocks: SequenceBlocks, match: Match, tokens: int) -> None:
         """Set which blocks the row will complete and where prefill stops for snapshots."""
-        assert blocks.chain is not None
         block_format, hashes = self._state.block_format, blocks.chain.hashes
         size = block_format.block_tokens
         blocks.reset_row()

@@ -1,7 +1,7 @@
 """The cache's shared state. Owns index, references, memory bound, block orders and counters.
 
-Every other part of the cache changes them through `CacheState` only. They describe the ranks as
-they are once all sent plans and the plan being built are applied.
+All parts of the cache share it. It describes the ranks as they are once all sent plans and the plan
+being built are applied.
 """
 
 import dataclasses

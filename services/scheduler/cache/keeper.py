@@ -33,7 +33,6 @@ class Keeper:
                 contains them after all sent plans.
             ends: the next plan drops the row.
         """
-        assert blocks.chain is not None
         block_format = self._state.block_format
         blocks.chain.extend()
         whole_blocks = computed // block_format.block_tokens
@@ -54,7 +53,6 @@ class Keeper:
     def _keep_whole(self, blocks: SequenceBlocks, whole_blocks: int, *, ends: bool) -> list[Node]:
         """Keep whole blocks; return the leading ones that are resident then."""
         chain, path, index = blocks.chain, blocks.resident_path, self._state.index
-        assert chain is not None
         block_format = self._state.block_format
         block_bytes = block_format.block_bytes(block_format.block_tokens)
         # All blocks before a resident one are resident.

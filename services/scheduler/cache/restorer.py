@@ -246,7 +246,6 @@ class Restorer:
     def _find_restorable(self, blocks: SequenceBlocks, match: Match) -> list[Node]:
         """Return the blocks after a match that may be stored, up to the first that is not."""
         chain, index = blocks.chain, self._state.index
-        assert chain is not None
         block_format = self._state.block_format
         usable_tokens = len(blocks.tokens) - 1
         first, parent = match.whole_blocks, index.root(chain.root)

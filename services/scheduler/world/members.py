@@ -60,13 +60,10 @@ def assign_ranks(idle: Iterable[RankProcess], size: int) -> list[RankProcess] | 
             chosen[member.hello.rank] = member
         elif member.hello.rank < 0:
             free.append(member)
-    substitutes = iter(free)
-    for rank in range(size):
-        if rank not in chosen:
-            substitute = next(substitutes, None)
-            if substitute is None:
-                return None
-            chosen[rank] = substitute
+    missing = [rank for rank in range(size) if rank not in chosen]
+    if len(free) < len(missing):
+        return None
+    chosen.update(zip(missing, free, strict=False))
     return [chosen[rank] for rank in range(size)]
 
 

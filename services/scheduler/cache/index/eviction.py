@@ -27,7 +27,7 @@ def choose_victims(
     is_enough = search.collect(index, size_bytes, system=False) or (
         system and search.collect(index, size_bytes, system=True)
     )
-    return search.found if is_enough else None
+    return list(search.victims) if is_enough else None
 
 
 def least_valuable_stored(index: BlockIndex, count: int) -> list[Entry]:
@@ -49,10 +49,10 @@ class _VictimSearch:
     """A search for victims among ordinary blocks, then among those of system prompts."""
 
     def __init__(self, *, force: bool) -> None:
-        self.found: list[Entry] = []
+        self.victims: dict[Entry, None] = {}
+        """In eviction order."""
         self._force = force
         self._freed_bytes = 0
-        self._victims: set[Entry] = set()
         self._evicted_children: dict[Node, int] = {}
 
     def collect(self, index: BlockIndex, size_bytes: int, *, system: bool) -> bool:
@@ -62,9 +62,8 @@ class _VictimSearch:
                 return True
             if self._stays(entry):
                 continue
-            self.found.append(entry)
+            self.victims[entry] = None
             self._freed_bytes += entry.size_bytes
-            self._victims.add(entry)
             parent = entry.node.parent
             if not entry.is_checkpoint and parent is not None:
                 self._evicted_children[parent] = self._evicted_children.get(parent, 0) + 1
@@ -81,4 +80,4 @@ class _VictimSearch:
         if node.resident_children != self._evicted_children.get(node, 0):
             return True
         checkpoint = node.checkpoint
-        return checkpoint is not None and checkpoint.is_resident and checkpoint not in self._victims
+        return checkpoint is not None and checkpoint.is_resident and checkpoint not in self.victims

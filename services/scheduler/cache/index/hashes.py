@@ -89,17 +89,10 @@ class Chain:
         size = self.block_tokens
         for number in range(len(self.hashes), len(self._tokens) // size):
             packed = pack(self._tokens[number * size : (number + 1) * size])
-            self.hashes.append(block_hash(self.hash_before(number), packed))
+            before = self.hashes[-1] if self.hashes else self.root
+            self.hashes.append(block_hash(before, packed))
             self.packed.append(packed)
         return len(self.hashes)
-
-    def hash_before(self, number: int) -> bytes:
-        """Return the hash of the block before a block; for the first block the root hash.
-
-        Args:
-            number: index of the block in the sequence, from 0.
-        """
-        return self.hashes[number - 1] if number else self.root
 
 
 def _hash(data: bytes) -> bytes:

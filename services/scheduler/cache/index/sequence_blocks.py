@@ -20,8 +20,9 @@ class SequenceBlocks:
     tokens: list[int]
     """The sequence's own list, which only grows."""
     request: SubmitRequest
-    chain: Chain | None = None
-    """Kept while the namespace stays the same."""
+    chain: Chain = dataclasses.field(init=False)
+    """Hashes of its whole blocks, kept while the namespace stays the same; none before its first
+    lookup."""
     cached: CachedPrefix | None = None
     """The report of its first admission."""
 
@@ -62,6 +63,10 @@ class SequenceBlocks:
     """The snapshot was taken while decoding."""
     decode_checkpoint: Entry | None = None
     """Its latest checkpoint that was taken while decoding."""
+
+    def __post_init__(self) -> None:
+        """Start without hashes, since the namespace is not known."""
+        self.chain = Chain(b"", 1, self.tokens)
 
     def reset(self, epoch: int, chain: Chain) -> None:
         """Reset the record of a sequence that starts to wait: nothing of earlier admissions stays.

@@ -60,15 +60,6 @@ class GramIndex:
         """The first end that is not indexed."""
         self._tables: list[_Table] = []
         """Newest first."""
-        self.buckets_read = 0
-        """Hash table buckets read so far, a measure of work."""
-
-    @property
-    def bytes_held(self) -> int:
-        """Memory of all tables in bytes."""
-        return sum(
-            4 * (len(table.buckets) + table.earlier.buffer_info()[1]) for table in self._tables
-        )
 
     @property
     def tokens_unindexed(self) -> int:
@@ -84,7 +75,6 @@ class GramIndex:
         stretch = tokens[begin - size : stop - 1]
         table = self._table_with_room(begin)
         buckets, mask = table.buckets, table.mask
-        buckets_read = stop - begin
         shifted = [stretch[shift:] for shift in range(size)]
         for end, gram in enumerate(zip(*shifted, strict=False), begin):
             if table.is_full:
@@ -95,12 +85,10 @@ class GramIndex:
             while held and tuple(tokens[held - size : held]) != gram:
                 bucket = (bucket + 1) & mask
                 held = buckets[bucket]
-                buckets_read += 1
             if not held:
                 table.distinct += 1
             buckets[bucket] = end
             table.earlier.append(held)
-        self.buckets_read += buckets_read
         self._next = stop
         return stop - begin
 
@@ -119,11 +107,9 @@ class GramIndex:
             buckets, mask = table.buckets, table.mask
             bucket = hashed & mask
             found = buckets[bucket]
-            self.buckets_read += 1
             while found and tokens[found - size : found] != gram:
                 bucket = (bucket + 1) & mask
                 found = buckets[bucket]
-                self.buckets_read += 1
             while found:
                 if found < end:
                     yield found

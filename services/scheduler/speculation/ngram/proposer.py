@@ -40,17 +40,7 @@ class NgramProposer:
             tokens: the sequence's own list, which only grows.
             record_outcome: called for each new token that a match had predicted.
         """
-        self.compared = 0
-        """Tokens compared so far, a measure of work."""
         self._record_outcome = record_outcome
-        self.reset(tokens)
-
-    def reset(self, tokens: list[int]) -> None:
-        """Start again with another text, without an index.
-
-        Args:
-            tokens: the other sequence's own list, which only grows.
-        """
         self._tokens = tokens
         self._indexes = [GramIndex(tokens, size) for size, _ in _GRAMS]
         self._known = 0
@@ -59,21 +49,6 @@ class NgramProposer:
         """Index of the token that followed the match; 0: there is no match."""
         self.matched = 0
         """Length of the current match in tokens, at most MATCHED_MAX; 0: there is no match."""
-
-    @property
-    def bytes_held(self) -> int:
-        """Memory of the indexes in bytes."""
-        return sum(index.bytes_held for index in self._indexes)
-
-    @property
-    def tokens_unindexed(self) -> int:
-        """Tokens of the text that are not indexed, so drafts are not copied from there yet."""
-        return max(index.tokens_unindexed for index in self._indexes)
-
-    @property
-    def buckets_read(self) -> int:
-        """Hash table buckets of the indexes read so far, a measure of work."""
-        return sum(index.buckets_read for index in self._indexes)
 
     def extend(self, budget: int) -> int:
         """Take in tokens added to the list: continue or replace the match, and index more text.
@@ -150,12 +125,10 @@ class NgramProposer:
     def _common_suffix(self, source: int, end: int, beaten: int) -> int:
         """Return how many tokens before both ends are equal; 0 if not more than `beaten`."""
         tokens = self._tokens
-        self.compared += 1
         if source <= beaten or tokens[source - beaten - 1] != tokens[end - beaten - 1]:
             return 0
         most = min(MATCHED_MAX, source)
         matched = 0
         while matched < most and tokens[source - matched - 1] == tokens[end - matched - 1]:
             matched += 1
-        self.compared += matched
         return matched if matched > beaten else 0
