@@ -1,127 +1,110 @@
-"""Table of all benchmarks with their options, defaults and measuring functions."""
-
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import click
+"""Table of all benchmarks with their options, parameters and measuring functions."""
 
 from services.commands.bench.cache import benchmark as cache
-from services.commands.bench.flags import MODEL_OPTIONS, SETTINGS_OPTION, BenchmarkOptions
+from services.commands.bench.cache.testbed import CachePlan
+from services.commands.bench.flags import MODEL_OPTIONS, SETTINGS_OPTION
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.parts import gateway, splits, steps
+from services.commands.bench.plans import Benchmark
 from services.commands.bench.serving import overhead, overload, peers, ranks
 from services.commands.bench.speculation import benchmark as speculation
 from services.commands.bench.speculation import text_check
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Benchmark:
-    """One subcommand of `lockstep bench`: its options, their defaults and its function."""
-
-    summary: str
-    """Measured quantity, which the help text shows after the word "Measure"."""
-    repeats: int
-    """Default of `--repeats`."""
-    options: list[click.Parameter]
-    """Its own options, in the order of `--help`, after those of every benchmark."""
-    measure: Callable[[BenchmarkOptions], tuple[Report, list[str]]]
-    """Returns the report and the metrics that its tables show."""
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Option -> value when it is not given, without `--quick`."""
-    quick_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Option -> value when it is not given, with `--quick`."""
-    quick_limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Option -> largest value with `--quick`, also when the option is given."""
-    preset: str = "tiny"
-    """Random weights that are used when neither a model nor a preset is given."""
+def _measure_speculation(plan: speculation.SpeculationPlan, report: Report) -> None:
+    if plan.check:
+        text_check.measure(plan, report, plan.check)
+    else:
+        speculation.measure(plan, report)
 
 
-def _measure_speculation(options: BenchmarkOptions) -> tuple[Report, list[str]]:
-    plan = speculation.make_plan(options)
-    if options.arguments.check:
-        return text_check.measure(plan, options.arguments.check), text_check.COLUMNS
-    return speculation.measure(plan), speculation.COLUMNS
-
-
-BENCHMARKS = {
-    "overhead": Benchmark(
-        summary=overhead.SUMMARY,
+_TABLE = [
+    Benchmark(
+        name="overhead",
+        summary="the whole stack over HTTP against mlx_lm's BatchGenerator",
         repeats=5,
         options=[*MODEL_OPTIONS, *overhead.OPTIONS, SETTINGS_OPTION],
-        measure=lambda options: (
-            overhead.measure(overhead.make_plan(options)),
-            overhead.COLUMNS,
-        ),
-        defaults=overhead.DEFAULTS,
-        quick_defaults=overhead.QUICK_DEFAULTS,
+        plan=overhead.OverheadPlan,
+        measure=overhead.measure,
+        columns=overhead.COLUMNS,
     ),
-    "peers": Benchmark(
-        summary=peers.SUMMARY,
+    Benchmark(
+        name="peers",
+        summary="the whole stack against mlx_lm.server and, where installed, vllm-mlx",
         repeats=5,
         options=[*MODEL_OPTIONS, *overhead.OPTIONS, SETTINGS_OPTION, peers.VLLM_MLX_OPTION],
-        measure=lambda options: (
-            peers.measure(overhead.make_plan(options), options.arguments.vllm_mlx),
-            peers.COLUMNS,
-        ),
-        defaults=overhead.DEFAULTS,
-        quick_defaults=overhead.QUICK_DEFAULTS,
+        plan=peers.PeersPlan,
+        measure=peers.measure,
+        columns=peers.COLUMNS,
     ),
-    "steps": Benchmark(
-        summary=steps.SUMMARY,
+    Benchmark(
+        name="steps",
+        summary="idle time between steps that the scheduler causes, with a rank that sleeps",
         repeats=5,
         options=steps.OPTIONS,
-        measure=lambda options: (steps.measure(steps.make_plan(options)), steps.COLUMNS),
-        quick_limits={"steps": 200},
+        plan=steps.StepsPlan,
+        measure=steps.measure,
+        columns=steps.COLUMNS,
     ),
-    "gateway": Benchmark(
-        summary=gateway.SUMMARY,
+    Benchmark(
+        name="gateway",
+        summary="streamed tokens per second that one gateway writes",
         repeats=5,
         options=[*MODEL_OPTIONS, *gateway.OPTIONS],
-        measure=lambda options: (gateway.measure(gateway.make_plan(options)), gateway.COLUMNS),
-        quick_limits={"tokens": 50_000},
+        plan=gateway.GatewayPlan,
+        measure=gateway.measure,
+        columns=gateway.COLUMNS,
     ),
-    "cache": Benchmark(
-        summary=cache.SUMMARY,
+    Benchmark(
+        name="cache",
+        summary="time that reused prefixes save in memory, on SSD and after a restart, and their "
+        "cost",
         repeats=3,
         options=[*MODEL_OPTIONS, *cache.OPTIONS, SETTINGS_OPTION],
-        measure=lambda options: (cache.measure(cache.make_plan(options)), cache.COLUMNS),
-        defaults=cache.DEFAULTS,
-        quick_defaults=cache.QUICK_DEFAULTS,
+        plan=CachePlan,
+        measure=cache.measure,
+        columns=cache.COLUMNS,
         preset="long",
     ),
-    "ranks": Benchmark(
-        summary=ranks.SUMMARY,
+    Benchmark(
+        name="ranks",
+        summary="first tokens, tokens/s, time in collectives and memory of a world of ranks",
         repeats=3,
         options=[*MODEL_OPTIONS, *ranks.OPTIONS, SETTINGS_OPTION],
-        measure=lambda options: (
-            ranks.measure(
-                before=ranks.read_earlier_run(options.arguments.compare),
-                plan=ranks.make_plan(options),
-            ),
-            ranks.COLUMNS,
-        ),
+        plan=ranks.RanksPlan,
+        measure=ranks.measure,
+        columns=ranks.COLUMNS,
     ),
-    "overload": Benchmark(
-        summary=overload.SUMMARY,
+    Benchmark(
+        name="overload",
+        summary="goodput and time to refusal when far more requests arrive than can be served",
         repeats=3,
         options=[*MODEL_OPTIONS, *overload.OPTIONS, SETTINGS_OPTION],
-        measure=lambda options: (overload.measure(overload.make_plan(options)), overload.COLUMNS),
+        plan=overload.OverloadPlan,
+        measure=overload.measure,
+        columns=overload.COLUMNS,
     ),
-    "splits": Benchmark(
-        summary=splits.SUMMARY,
+    Benchmark(
+        name="splits",
+        summary="one rank against tensor, expert and pipeline splits: time per step and where it "
+        "goes",
         repeats=3,
         options=[*MODEL_OPTIONS, *splits.OPTIONS],
-        measure=lambda options: (splits.measure(splits.make_plan(options)), splits.COLUMNS),
+        plan=splits.SplitsPlan,
+        measure=splits.measure,
+        columns=splits.COLUMNS,
         preset="tiny-moe",
     ),
-    "speculation": Benchmark(
-        summary=speculation.SUMMARY,
+    Benchmark(
+        name="speculation",
+        summary="tokens/s with and without drafts, on text that repeats itself and on text that "
+        "does not",
         repeats=5,
         options=[*speculation.OPTIONS, SETTINGS_OPTION],
+        plan=speculation.SpeculationPlan,
         measure=_measure_speculation,
-        defaults=speculation.DEFAULTS,
-        quick_defaults=speculation.DEFAULTS,
-        quick_limits={"rounds": 2},
+        columns=speculation.COLUMNS,
     ),
-}
+]
+BENCHMARKS = {benchmark.name: benchmark for benchmark in _TABLE}
+"""Name -> benchmark, in the order of `--help`."""

@@ -1,52 +1,57 @@
 """Options that several benchmarks share. Owns their types; each benchmark has its own options."""
 
-import dataclasses
-import sys
 from collections.abc import Collection
-from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from services.commands.bench import random_model
-from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
 from shared.errors import UsageError
-from shared.model.location import local_folder
+
+QUICK_REPEATS = 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BenchmarkOptions:
-    """Input of one benchmark run: its parsed options, the folder for logs and a default model."""
+class BenchmarkOption(click.Option):
+    """Option that may have another default and a largest value when `--quick` is given."""
 
-    arguments: SimpleNamespace
-    """Value of every option, by name."""
-    logs: Path
-    """Folder for the logs of child processes."""
-    preset: str
-    """Random weights that are used when neither a model nor a preset is given."""
+    def __init__(
+        self,
+        name: str,
+        summary: str,
+        default: Any = None,
+        *,
+        quick: Any = None,
+        quick_max: float | None = None,
+        **attributes: Any,
+    ) -> None:
+        """Define the option; its help is the summary and the default.
 
-    @property
-    def model(self) -> Path:
-        """Return the folder of the model; make a preset's model on its first use.
-
-        Raises:
-            UsageError: when the folder does not exist.
-            UnavailableError: when the preset's model cannot be made.
+        Args:
+            name: the option, with dashes.
+            summary: its help, without a full stop.
+            default: value when it is not given; None: no default.
+            quick: value when only `--quick` is given; None: `default`.
+            quick_max: largest value with `--quick`, also when the option is given; None: no limit.
+            attributes: further arguments of click.Option.
         """
-        if self.arguments.model:
-            return find_folder(self.arguments.model)
-        preset = getattr(self.arguments, "preset", None) or self.preset
-        return _find_or_make_preset(preset, self.logs)
+        shown = "" if default is None else f" (default {default})"
+        super().__init__([name], default=default, help=f"{summary}{shown}.", **attributes)
+        self.quick = quick
+        self.quick_max = quick_max
 
-    @property
-    def settings(self) -> dict[str, str]:
-        """Return variable LOCKSTEP_SECTION_KEY -> value for each `--set SECTION.KEY=VALUE`.
+    def get_default(self, ctx: click.Context, call: bool = True) -> Any:
+        """Return the default, which depends on `--quick`; the argument `call` is click's."""
+        if self.quick is not None and ctx.params.get("quick"):
+            return self.quick
+        return super().get_default(ctx, call)
 
-        Raises:
-            UsageError: when a setting is not written as SECTION.KEY=VALUE.
-        """
-        return dict(_setting(text) for text in self.arguments.set)
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """Return the value as click converts it, but with `--quick` `quick_max` at most."""
+        converted = super().process_value(ctx, value)
+        if self.quick_max is None or not ctx.params.get("quick"):
+            return converted
+        return min(converted, self.quick_max)
 
 
 def positive_int(text: str) -> int:
@@ -88,45 +93,41 @@ def positive_milliseconds(text: str) -> list[float]:
     return values
 
 
-def number_option(name: str, summary: str, default: int | None = None) -> click.Option:
-    """Return an option whose value is an integer of 1 or more; its help names the default.
+def number_option(
+    name: str, summary: str, default: int | None = None, **quick: int
+) -> BenchmarkOption:
+    """Return an option whose value is an integer of 1 or more.
 
     Args:
         name: the option, with dashes.
         summary: its help, without a full stop.
         default: its value when it is not given.
+        quick: `quick` and `quick_max` of BenchmarkOption.
     """
-    return click.Option(
-        [name], type=positive_int, default=default, metavar="N", help=_help(summary, default)
-    )
+    return BenchmarkOption(name, summary, default, type=positive_int, metavar="N", **quick)
 
 
 def numbers_option(
-    name: str, summary: str, default: str | None = None, *, shown_default: str | None = None
-) -> click.Option:
+    name: str, summary: str, default: str, quick: str | None = None
+) -> BenchmarkOption:
     """Return an option whose value is a list of comma-separated integers of 1 or more.
 
     Args:
         name: the option, with dashes.
         summary: its help, without a full stop.
         default: its default, as on a command line.
-        shown_default: default that the help names and that the benchmark fills in itself.
+        quick: its default with `--quick`, as on a command line; None: `default`.
     """
-    return click.Option(
-        [name],
-        type=positive_ints,
-        default=default,
-        metavar="N,...",
-        help=_help(f"{summary}, comma-separated", default or shown_default),
-    )
+    listed = f"{summary}, comma-separated"
+    return BenchmarkOption(name, listed, default, quick=quick, type=positive_ints, metavar="N,...")
 
 
-def names_option(name: str, names: Collection[str], summary: str) -> click.Option:
+def names_option(name: str, names: Collection[str], summary: str) -> BenchmarkOption:
     """Return an option whose value is a list of comma-separated names, which shells complete.
 
     Args:
         name: the option, with dashes.
-        names: all names that the list may contain; the help shows them as the default.
+        names: all names that the list may contain, which are also the default.
         summary: its help, without a full stop.
     """
 
@@ -140,11 +141,12 @@ def names_option(name: str, names: Collection[str], summary: str) -> click.Optio
         before, comma, last = incomplete.rpartition(",")
         return [CompletionItem(before + comma + one) for one in names if one.startswith(last)]
 
-    return click.Option(
-        [name],
+    return BenchmarkOption(
+        name,
+        f"{summary}, comma-separated",
+        ",".join(names),
         type=parse,
         metavar="NAME,...",
-        help=_help(f"{summary}, comma-separated", ",".join(names)),
         shell_complete=complete,
     )
 
@@ -159,9 +161,13 @@ def common_options(repeats: int) -> list[click.Parameter]:
         click.Option(
             ["--json", "as_json"], is_flag=True, help="Print one JSON document, not tables."
         ),
-        number_option("--repeats", "Measurements of each case", repeats),
+        number_option("--repeats", "Measurements of each case", repeats, quick_max=QUICK_REPEATS),
+        # Eager, because the values of other options depend on it.
         click.Option(
-            ["--quick"], is_flag=True, help="Run fewer cases and repeats, as a smoke test."
+            ["--quick"],
+            is_flag=True,
+            is_eager=True,
+            help="Run fewer cases and repeats, as a smoke test.",
         ),
         number_option(
             "--tries", "Measure a repeat up to N times while other processes use the CPU", 1
@@ -188,43 +194,9 @@ MODEL_OPTIONS: list[click.Parameter] = [
 ]
 """Options that choose a model or the size of random weights; they exclude each other."""
 
-SETTINGS_OPTION = click.Option(
-    ["--set"],
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Change a setting of the stack, for example scheduler.decode_stall_ms=50.",
-)
-
-
-def find_folder(model: str) -> Path:
-    """Return the absolute path of a model's folder on this machine.
-
-    Args:
-        model: a folder, or "demo".
-
-    Raises:
-        UsageError: when the folder does not exist.
-    """
-    folder = local_folder(model)
-    if folder is None:
-        raise UsageError(f"{model} is not a folder: benchmarks need the model's files locally.")
-    return folder.resolve()
-
-
-def _find_or_make_preset(preset: str, logs: Path) -> Path:
-    folder = random_model.preset_folder(preset)
-    if not folder.is_dir():
-        print_progress(f"making a model with random weights in {folder}")
-        # A process of its own, so that MLX frees its device memory before the measurement.
-        command = [sys.executable, "-m", "services.commands.bench.random_model", str(folder)]
-        maker = MeasuredProcess("the model maker", [*command, preset], logs / "model.log")
-        if maker.process.wait() != 0:
-            raise maker.failure("failed")
-        maker.stop()
-    return folder
-
 
 def _setting(text: str) -> tuple[str, str]:
+    """Return the environment variable of a setting and its value."""
     key, separator, value = text.partition("=")
     section, dot, name = key.partition(".")
     if not (separator and dot and section and name):
@@ -232,5 +204,12 @@ def _setting(text: str) -> tuple[str, str]:
     return f"LOCKSTEP_{section}_{name}".upper(), value
 
 
-def _help(summary: str, default: object) -> str:
-    return f"{summary}." if default is None else f"{summary} (default {default})."
+SETTINGS_OPTION = click.Option(
+    ["--set", "settings"],
+    multiple=True,
+    type=_setting,
+    callback=lambda _ctx, _option, pairs: dict(pairs),
+    metavar="SECTION.KEY=VALUE",
+    help="Change a setting of the stack, for example scheduler.decode_stall_ms=50.",
+)
+"""Becomes the variables of the stack's environment, LOCKSTEP_SECTION_KEY -> value."""

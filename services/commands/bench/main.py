@@ -34,22 +34,19 @@ import functools
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
 
-from services.commands.bench.benchmarks import BENCHMARKS, Benchmark
-from services.commands.bench.flags import BenchmarkOptions, common_options
-from services.commands.bench.measuring.report import to_json, to_text
+from services.commands.bench.benchmarks import BENCHMARKS
+from services.commands.bench.flags import common_options
+from services.commands.bench.measuring import machine, noise
+from services.commands.bench.measuring.report import Report, to_json, to_text
+from services.commands.bench.plans import Benchmark, make_plan
 from services.commands.cli.click_support import Command, Group
 from shared import limits
-from shared.errors import UsageError
 from shared.os.standard_streams import print_line
-
-QUICK_REPEATS = 2
 
 
 @click.group(cls=Group)
@@ -68,37 +65,19 @@ def run(benchmark: Benchmark, /, **given: Any) -> int:
         UsageError: when the options do not fit together.
         UnavailableError: when a measured process fails.
     """
-    arguments = with_defaults(benchmark, given)
     # Unwinds the stack, so that all child processes are stopped.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-logs-") as temporary:
-        logs = Path(arguments.logs or temporary)
+        logs = Path(given["logs"] or temporary)
         logs.mkdir(parents=True, exist_ok=True)
-        report, columns = benchmark.measure(BenchmarkOptions(arguments, logs, benchmark.preset))
-    print_line(to_json(report) if arguments.as_json else to_text(report, columns))
+        plan = make_plan(benchmark, given, logs)
+        report = Report(
+            benchmark=benchmark.name, machine=machine.describe(), columns=benchmark.columns
+        )
+        benchmark.measure(plan, report)
+    noise.add_noise_note(report)
+    print_line(to_json(report) if given["as_json"] else to_text(report))
     return limits.EXIT_OK
-
-
-def with_defaults(benchmark: Benchmark, given: Mapping[str, Any]) -> SimpleNamespace:
-    """Return option values with the defaults filled in and the limits of `--quick` applied.
-
-    Args:
-        benchmark: its entry in the table of benchmarks.
-        given: option name -> value as parsed.
-
-    Raises:
-        UsageError: when both --model and --preset are given.
-    """
-    arguments = SimpleNamespace(**given)
-    if given.get("model") and given.get("preset"):
-        raise UsageError("--model is not allowed together with --preset: both choose the weights.")
-    defaults = benchmark.quick_defaults if arguments.quick else benchmark.defaults
-    for name, value in defaults.items():
-        setattr(arguments, name, getattr(arguments, name) or value)
-    if arguments.quick:
-        for name, most in {"repeats": QUICK_REPEATS, **benchmark.quick_limits}.items():
-            setattr(arguments, name, min(getattr(arguments, name), most))
-    return arguments
 
 
 def _exit_on_signal(number: int, _frame: object) -> None:
@@ -107,10 +86,10 @@ def _exit_on_signal(number: int, _frame: object) -> None:
     sys.exit(128 + number)
 
 
-for _name, _benchmark in BENCHMARKS.items():
+for _benchmark in BENCHMARKS.values():
     bench.add_command(
         Command(
-            _name,
+            _benchmark.name,
             params=[*common_options(_benchmark.repeats), *_benchmark.options],
             callback=functools.partial(run, _benchmark),
             help=f"Measure {_benchmark.summary}.",

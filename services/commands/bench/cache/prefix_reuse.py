@@ -5,15 +5,13 @@ Before blocks are read from SSD, their files are removed from the page cache whe
 that, unless `--warm` is given.
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import closing
 
 from services.commands.bench.cache.testbed import CacheTestbed, restore_rate
-from services.commands.bench.load.load_processes import COMPLETIONS, request_body
-from services.commands.bench.measuring import disk, noise
-from services.commands.bench.measuring.processes import print_progress
+from services.commands.bench.measuring import disk
+from services.commands.bench.measuring.noise import measure_case
+from services.commands.bench.measuring.processes import MeasuredServer, print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
-from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.peers import MLX_LM
 from shared.errors import UnavailableError
 
@@ -48,26 +46,17 @@ def measure(testbed: CacheTestbed, report: Report) -> None:
         UnavailableError: when a server does not start or answer.
     """
     for length in testbed.plan.prefixes:
-        case = Case(conditions={PART: NAME, "tokens": length})
-        with _prefix_stack(testbed, length) as stack:
-            for number in range(repeats_for(testbed.plan.repeats, length)):
-                print_progress(f"prefix of {length} tokens, repeat {number + 1}")
-                found, foreign = noise.measure_with_retries(stack.measure, testbed.plan.tries)
-                for contender, metrics in found.items():
-                    case.series_of(contender).add(metrics | {noise.FOREIGN_CORES: foreign})
+        print_progress(f"prefix of {length} tokens, warming up")
+        with closing(_PrefixStack(testbed, length)) as stack:
+            case = measure_case(
+                testbed.plan,
+                report,
+                {PART: NAME, "tokens": length},
+                stack.measure,
+                repeats=testbed.plan.repeats_for(length, LONG_TOKENS),
+            )
         add_ratios(case)
-        report.cases.append(case)
         report.notes += miss_notes(case, length)
-
-
-def repeats_for(repeats: int, length: int) -> int:
-    """Return the number of repeats for a prefix length; long prefixes get a third of them.
-
-    Args:
-        repeats: number of repeats that the command line asks for.
-        length: tokens of the prefix; above LONG_TOKENS it is long.
-    """
-    return repeats if length <= LONG_TOKENS else max(1, repeats // 3)
 
 
 def add_ratios(case: Case) -> None:
@@ -80,13 +69,13 @@ def add_ratios(case: Case) -> None:
     Args:
         case: the repeats of all contenders; receives the ratios.
     """
-    for contender in (MEMORY, SSD, RESTARTED):
-        case.add_ratio("ttft_ms", contender, COLD)
-    case.add_ratio("ttft_ms", PEER_AGAIN, PEER_COLD)
-    for contender, peer in ((COLD, PEER_COLD), (MEMORY, PEER_AGAIN)):
-        case.add_ratio("ttft_ms", contender, peer)
+    for contender, reference in (
+        (MEMORY, COLD), (SSD, COLD), (RESTARTED, COLD), (PEER_AGAIN, PEER_COLD),
+        (COLD, PEER_COLD), (MEMORY, PEER_AGAIN),
+    ):  # fmt: skip
+        case.add_ratios(contender, reference, "ttft_ms")
     for contender in (SSD, RESTARTED):
-        case.add_ratio("read_mb_per_s", contender, PLAIN_READ)
+        case.add_ratios(contender, PLAIN_READ, "read_mb_per_s")
 
 
 def miss_notes(case: Case, length: int) -> list[str]:
@@ -103,7 +92,7 @@ def miss_notes(case: Case, length: int) -> list[str]:
         (MEMORY, "memory_tokens"), (SSD, "ssd_tokens"), (RESTARTED, "ssd_tokens"),
         (PEER_AGAIN, "memory_tokens"),
     ):  # fmt: skip
-        values = case.series_of(contender).metrics.get(metric, [])
+        values = case.values(contender, metric)
         missed = sum(value < FOUND_SHARE * length for value in values)
         if missed or not values:
             notes.append(
@@ -117,65 +106,56 @@ class _PrefixStack:
     """A stack whose memory holds little more than one prefix of this length."""
 
     def __init__(self, testbed: CacheTestbed, length: int) -> None:
+        """Measure the size of blocks, and restart the stack with memory for 1.2 prefixes."""
         self._testbed = testbed
         self._length = length
-        self._blocks = testbed.folder / f"{NAME}-{length}"
+        self._name = f"{NAME}-{length}"
+        self._blocks = testbed.folder / self._name
         self._blocks.mkdir()
         count = int(RESIDENT_PREFIXES * length / FILLER_TOKENS) + 1
         self._fillers = [testbed.prompts.text_prompt(FILLER_TOKENS) for _ in range(count)]
         self._settings: dict[str, str] = {}
-        self._stack: Stack | None = None
-
-    def prepare(self) -> None:
-        """Measure the size of blocks, and restart the stack with memory for 1.2 prefixes."""
-        self._start()
-        self._evict_from_memory()
-        stored = disk.wait_until_unchanged(self._blocks)
-        if not stored:
-            raise UnavailableError("No blocks were stored: this model's KV cannot be kept.")
-        tokens = FILLER_TOKENS * len(self._fillers)
-        resident = resident_bytes(stored, tokens, self._length, self._testbed.plan.ranks)
-        self._settings = {"resident_bytes_max": str(resident)}
-        self._restart()
+        self._stack = testbed.start(self._name, self._blocks)
+        try:
+            self._evict_from_memory()
+            stored = disk.wait_until_unchanged(self._blocks)
+            if not stored:
+                raise UnavailableError("No blocks were stored: this model's KV cannot be kept.")
+            tokens = FILLER_TOKENS * count
+            resident = resident_bytes(stored, tokens, length, testbed.plan.ranks)
+            self._settings = {"resident_bytes_max": str(resident)}
+            self._restart()
+        except BaseException:
+            self.close()
+            raise
 
     def measure(self) -> dict[str, Metrics]:
         """Measure a new prefix with every contender."""
         prefix = self._testbed.prompts.text_prompt(self._length)
-        found = {COLD: self._request(prefix), MEMORY: self._request(prefix)}
+        cold, again = (self._request(self._stack, prefix) for _ in range(2))
+        found = {COLD: cold, MEMORY: again}
         disk.wait_until_unchanged(self._blocks)
         self._evict_from_memory()
         disk.wait_until_unchanged(self._blocks)
-        self._drop_page_cache()
         found[SSD] = self._request_restoring(prefix)
         disk.wait_until_unchanged(self._blocks)
         self._restart()
-        self._drop_page_cache()
         found[RESTARTED] = self._request_restoring(prefix)
         self._drop_page_cache()
         found[PLAIN_READ] = {"read_mb_per_s": disk.measure_read_rate(self._blocks) / 1e6}
-        peer = self._testbed.peer
-        peer.child.resume()
-        try:
-            found |= {name: self._request_peer(prefix) for name in (PEER_COLD, PEER_AGAIN)}
-        finally:
-            peer.child.pause()
+        with self._testbed.running_peer() as peer:
+            found |= {name: self._request(peer, prefix) for name in (PEER_COLD, PEER_AGAIN)}
         return found
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Stop the stack."""
-        if self._stack is not None:
-            self._stack.stop()
-            self._stack = None
-
-    def _start(self) -> None:
-        name = f"{NAME}-{self._length}"
-        self._stack = self._testbed.start(name, self._blocks, **self._settings)
+        self._stack.stop()
 
     def _restart(self) -> None:
-        self.stop()
-        self._start()
+        self._stack.stop()
+        self._stack = self._testbed.start(self._name, self._blocks, **self._settings)
         # The first request of a process is slower than later ones.
-        self._request(self._testbed.prompts.text_prompt(END_TOKENS))
+        self._request(self._stack, self._testbed.prompts.text_prompt(END_TOKENS))
 
     def _drop_page_cache(self) -> None:
         if not self._testbed.plan.is_warm:
@@ -183,22 +163,29 @@ class _PrefixStack:
 
     def _evict_from_memory(self) -> None:
         for text in self._fillers:
-            self._request(text)
-
-    def _request(self, prefix: str) -> Metrics:
-        assert self._stack is not None
-        return _request_metrics(self._testbed, self._stack.port, self._stack.name, prefix)
+            self._request(self._stack, text)
 
     def _request_restoring(self, prefix: str) -> Metrics:
-        assert self._stack is not None
+        self._drop_page_cache()
         before = self._stack.counters()
-        metrics = self._request(prefix)
+        metrics = self._request(self._stack, prefix)
         rate = restore_rate(before, self._stack.counters())
         return metrics | {"read_mb_per_s": None if rate is None else rate / 1e6}
 
-    def _request_peer(self, prefix: str) -> Metrics:
-        peer = self._testbed.peer
-        return _request_metrics(self._testbed, peer.port, peer.model, prefix)
+    def _request(self, server: MeasuredServer, prefix: str) -> Metrics:
+        """Send the prefix with a new end; return the client's metrics."""
+        text = prefix + self._testbed.prompts.text_prompt(END_TOKENS)
+        answer = self._testbed.client.complete(server, [[text]], NEW_TOKENS)
+        ttft_ms = answer["metrics"]["ttft_p50_ms"]
+        tiers = answer["tiers"]
+        # Peers report cached tokens without a tier; they only have memory.
+        memory = tiers["memory_tokens"] or answer["metrics"]["cached_tokens"] - tiers["ssd_tokens"]
+        return {
+            "ttft_ms": ttft_ms,
+            "prefill_tokens_per_s": answer["prompt_tokens"][0] / ttft_ms * 1_000,
+            "memory_tokens": memory,
+            "ssd_tokens": tiers["ssd_tokens"],
+        }
 
 
 def resident_bytes(stored_bytes: int, tokens: int, length: int, ranks: int) -> int:
@@ -213,30 +200,3 @@ def resident_bytes(stored_bytes: int, tokens: int, length: int, ranks: int) -> i
         ranks: world size.
     """
     return int(stored_bytes / tokens / ranks * length * RESIDENT_PREFIXES)
-
-
-@contextlib.contextmanager
-def _prefix_stack(testbed: CacheTestbed, length: int) -> Iterator[_PrefixStack]:
-    stack = _PrefixStack(testbed, length)
-    try:
-        print_progress(f"prefix of {length} tokens, warming up")
-        stack.prepare()
-        yield stack
-    finally:
-        stack.stop()
-
-
-def _request_metrics(testbed: CacheTestbed, port: int, model: str, prefix: str) -> Metrics:
-    """Send the prefix with a new end; return the client's metrics."""
-    text = prefix + testbed.prompts.text_prompt(END_TOKENS)
-    answer = testbed.request(port, COMPLETIONS, [request_body(model, NEW_TOKENS, prompt=text)])
-    ttft_ms = answer["metrics"]["ttft_p50_ms"]
-    tiers = answer["tiers"]
-    # Peers report cached tokens without a tier; they only have memory.
-    memory = tiers["memory_tokens"] or answer["metrics"]["cached_tokens"] - tiers["ssd_tokens"]
-    return {
-        "ttft_ms": ttft_ms,
-        "prefill_tokens_per_s": answer["prompt_tokens"][0] / ttft_ms * 1_000,
-        "memory_tokens": memory,
-        "ssd_tokens": tiers["ssd_tokens"],
-    }

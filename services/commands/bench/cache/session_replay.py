@@ -3,7 +3,6 @@
 Owns the turns and their metrics; the conversation comes from `transcript`.
 """
 
-import contextlib
 import dataclasses
 import itertools
 
@@ -12,7 +11,7 @@ from services.commands.bench.cache.transcript import Message, Transcript, make_t
 from services.commands.bench.load.load_processes import CHAT, request_body
 from services.commands.bench.measuring import noise
 from services.commands.bench.measuring.numbers import percentile
-from services.commands.bench.measuring.processes import print_progress
+from services.commands.bench.measuring.processes import MeasuredServer, print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.overhead import STACK
@@ -54,14 +53,9 @@ def measure(testbed: CacheTestbed, report: Report) -> None:
     """
     plan = testbed.plan
     case = Case(conditions={PART: NAME, "tokens": plan.tokens, "turns": plan.turns})
-    blocks = testbed.folder / NAME
-    with contextlib.ExitStack() as cleanup:
-        stacks = {}
-        for name, enabled in ((STACK, "true"), (WITHOUT_CACHE, "false")):
-            (blocks / enabled).mkdir(parents=True)
-            stack = testbed.start(f"{NAME}-{enabled}", blocks / enabled, enabled=enabled)
-            stacks[name] = cleanup.enter_context(stack)
-        seeds = itertools.count()
+    seeds = itertools.count()
+    enabled = {STACK: "true", WITHOUT_CACHE: "false"}
+    with testbed.contenders(NAME, testbed.folder / NAME, "enabled", enabled) as stacks:
 
         def replay(
             turns: int = plan.turns, tokens: int = plan.tokens
@@ -71,27 +65,14 @@ def measure(testbed: CacheTestbed, report: Report) -> None:
 
         # Warm-up.
         replay(turns=2, tokens=512)
-        for _ in range(repeats_for(plan.repeats, plan.tokens)):
+        for _ in range(plan.repeats_for(plan.tokens, LONG_TOKENS)):
             found, foreign = noise.measure_with_retries(replay, plan.tries)
             for contender, turns in found.items():
-                case.series_of(contender).add(
-                    session_metrics(turns) | {noise.FOREIGN_CORES: foreign}
-                )
+                case.add(contender, session_metrics(turns) | {noise.FOREIGN_CORES: foreign})
             report.notes += prompt_length_notes(found)
-    for other in (name for name in (WITHOUT_CACHE, MLX_LM) if name in case.series):
-        for metric in ("ttft_p50_ms", "ttft_p95_ms", "total_s"):
-            case.add_ratio(metric, STACK, other)
+    for other in (WITHOUT_CACHE, MLX_LM):
+        case.add_ratios(STACK, other, "ttft_p50_ms", "ttft_p95_ms", "total_s")
     report.cases.append(case)
-
-
-def repeats_for(repeats: int, tokens: int) -> int:
-    """Return the number of replays; long sessions get a third of them.
-
-    Args:
-        repeats: number of repeats that the command line asks for.
-        tokens: tokens of the session's last request; above LONG_TOKENS it is long.
-    """
-    return repeats if tokens <= LONG_TOKENS else max(1, repeats // 3)
 
 
 def session_metrics(turns: list[TurnResult]) -> dict[str, float]:
@@ -140,10 +121,11 @@ def _replay(
     for number in range(session.turns):
         messages = session.request(number)
         for name, stack in stacks.items():
-            found[name].append(_run_turn(testbed, stack.port, stack.name, messages))
+            found[name].append(_run_turn(testbed, stack, messages))
         if MLX_LM in found:
             try:
-                found[MLX_LM].append(_run_peer_turn(testbed, messages))
+                with testbed.running_peer() as peer:
+                    found[MLX_LM].append(_run_turn(testbed, peer, messages))
             except UnavailableError as error:
                 del found[MLX_LM]
                 report.notes.append(f"{MLX_LM} failed at turn {number + 1}, left out: {error}")
@@ -152,17 +134,9 @@ def _replay(
     return found
 
 
-def _run_peer_turn(testbed: CacheTestbed, messages: list[Message]) -> TurnResult:
-    peer = testbed.peer
-    peer.child.resume()
-    try:
-        return _run_turn(testbed, peer.port, peer.model, messages)
-    finally:
-        peer.child.pause()
-
-
-def _run_turn(testbed: CacheTestbed, port: int, model: str, messages: list[Message]) -> TurnResult:
-    answer = testbed.request(port, CHAT, [request_body(model, NEW_TOKENS, messages=messages)])
+def _run_turn(testbed: CacheTestbed, server: MeasuredServer, messages: list[Message]) -> TurnResult:
+    body = request_body(server.model, NEW_TOKENS, messages=messages)
+    answer = testbed.client.load(server, CHAT, [[body]])
     metrics = answer["metrics"]
     if "ttft_p50_ms" not in metrics:
         raise UnavailableError("The answer of a turn contains no text.")

@@ -1,24 +1,20 @@
-"""Plan and running processes of the cache benchmark. Sends requests; does not choose them."""
+"""Plan and running processes of the cache benchmark. Starts stacks; sends no requests."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from msgspec import Struct
-
-from services.commands.bench.load.load_processes import closed_loop_order, require_success
+from services.commands.bench.load.load_processes import LoadClient
 from services.commands.bench.load.prompts import PromptGenerator
-from services.commands.bench.measuring.processes import MeasuredProcess
+from services.commands.bench.measuring.plan import StackPlan
 from services.commands.bench.measuring.stack import Stack
 from services.commands.bench.serving.peers import PeerServer
 
 
-class CachePlan(Struct, frozen=True, kw_only=True):
+class CachePlan(StackPlan, frozen=True, kw_only=True):
     """Parameters of one run of `lockstep bench cache`, from its command line."""
 
-    model: Path
-    ranks: int
     parts: list[str]
     prefixes: list[int]
     """Lengths of shared prefixes in tokens."""
@@ -26,16 +22,19 @@ class CachePlan(Struct, frozen=True, kw_only=True):
     """Requests of the replayed session."""
     tokens: int
     """Tokens of the session's last request."""
-    repeats: int
-    log_folder: Path
     directory: Path | None = None
     """Folder in which the temporary folders of stored blocks are made; None: the system's."""
-    tries: int = 1
-    """Largest number of measurements per repeat while other processes use the machine."""
     is_warm: bool = False
     """Keep stored blocks in the page cache, so that restores and plain reads use memory."""
-    settings: dict[str, str] = {}
-    """LOCKSTEP_… variables for every stack."""
+
+    def repeats_for(self, tokens: int, long_tokens: int) -> int:
+        """Return the number of repeats of a case; long cases get a third of them.
+
+        Args:
+            tokens: tokens of the case.
+            long_tokens: largest number of tokens of a case that is not long.
+        """
+        return self.repeats if tokens <= long_tokens else max(1, self.repeats // 3)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class CacheTestbed:
 
     plan: CachePlan
     prompts: PromptGenerator
-    client: MeasuredProcess
+    client: LoadClient
     peer: PeerServer
     folder: Path
     """Folder of stored blocks, removed at the end."""
@@ -68,19 +67,38 @@ class CacheTestbed:
             {**self.plan.settings, "LOCKSTEP_CACHE_DIRECTORY": str(blocks), **cache},
         )
 
-    def request(self, port: int, path: str, bodies: list[dict[str, Any]]) -> dict[str, Any]:
-        """Send each body from a client of its own, all at once; return the load client's answer.
+    @contextlib.contextmanager
+    def running_peer(self) -> Iterator[PeerServer]:
+        """Let the peer run until the end of the context; it is paused otherwise."""
+        self.peer.resume()
+        try:
+            yield self.peer
+        finally:
+            self.peer.pause()
+
+    @contextlib.contextmanager
+    def contenders(
+        self, name: str, folder: Path, setting: str, values: Mapping[str, str]
+    ) -> Iterator[dict[str, Stack]]:
+        """Start a stack per contender, in order; stop them at the end.
 
         Args:
-            port: the server's port on this machine.
-            path: path of the endpoint.
-            bodies: JSON bodies of the requests.
+            name: part of the logs' file names.
+            folder: gets a folder per stack for its stored blocks.
+            setting: key of the section `cache` in which the contenders differ.
+            values: contender -> value of the setting.
 
         Raises:
-            UnavailableError: when a request fails.
+            UnavailableError: when a stack does not become ready.
         """
-        order = closed_loop_order(port, path, [[body] for body in bodies])
-        return require_success(self.client.request(order))
+        with contextlib.ExitStack() as cleanup:
+            stacks = {}
+            for contender, value in values.items():
+                blocks = folder / value
+                blocks.mkdir(parents=True)
+                stack = self.start(f"{name}-{value}", blocks, **{setting: value})
+                stacks[contender] = cleanup.enter_context(stack)
+            yield stacks
 
 
 def restore_rate(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:

@@ -10,7 +10,6 @@ order, such as
 and is answered by the milliseconds of one step and of its parts (see `_measure`).
 """
 
-import json
 import os
 import statistics
 import sys
@@ -25,6 +24,7 @@ from services.commands.bench.fake_ranks import standalone_rank
 # isort: split
 import mlx.core as mx
 
+from services.commands.bench.measuring.orders import answer_orders, write_answer
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.device.hardware import device_kind
@@ -56,18 +56,8 @@ def main(backend: Backend, model: str, sharding: Sharding) -> None:
     lifeline.exit_with_parent()
     world = standalone_rank.join(backend)
     timer = _StepTimer(world, model, sharding)
-    _answer(timer.describe())
-    for line in sys.stdin:
-        order = json.loads(line)
-        if order["phase"] == "decode":
-            _answer(timer.decode(order["batch"], order["steps"]))
-        else:
-            _answer(timer.prefill(order["tokens"]))
-
-
-def _answer(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    write_answer(timer.describe())
+    answer_orders(timer.measure)
 
 
 class _StepTimer:
@@ -96,6 +86,10 @@ class _StepTimer:
         """Return `weights_mib`, the size of this rank's weights in MiB, and the name `device`."""
         return {"weights_mib": self._shard_bytes / 2**20, "device": str(mx.default_device())}
 
+    def measure(self, phase: str, **order: int) -> dict[str, float]:
+        """Return the result of `decode` or `prefill`, as the order's phase says."""
+        return self.decode(**order) if phase == "decode" else self.prefill(**order)
+
     def decode(self, batch: int, steps: int) -> dict[str, float]:
         """Return the milliseconds of one decode step and its parts, with the keys of `_measure`.
 
@@ -108,15 +102,15 @@ class _StepTimer:
         def run() -> float:
             sequences = list(range(1, batch + 1))
             for one in sequences:
-                self._finish(self._admit(one, PROMPT_TOKENS))
+                self._executor.finish(self._admit(one, PROMPT_TOKENS))
             for _ in range(WARM_STEPS):
-                self._finish(self._launch(decodes=sequences))
+                self._executor.finish(self._launch(decodes=sequences))
             began_s = time.perf_counter()
             # One step is launched ahead, as in the rank worker.
             flight = [self._launch(decodes=sequences)]
 
             def finish_before() -> None:
-                self._finish(flight.pop(0))
+                self._executor.finish(flight.pop(0))
 
             for _ in range(steps - 1):
                 flight.append(self._launch(finish_before, decodes=sequences))
@@ -141,7 +135,7 @@ class _StepTimer:
             times_s = []
             for _ in range(PREFILLS):
                 began_s = time.perf_counter()
-                self._finish(self._admit(1, tokens))
+                self._executor.finish(self._admit(1, tokens))
                 times_s.append(time.perf_counter() - began_s)
                 self._drop([1])
             return statistics.median(times_s) * 1e3
@@ -197,7 +191,7 @@ class _StepTimer:
 
     def _drop(self, sequences: list[int]) -> None:
         rows, self._rows = self._rows, (0, 0)
-        self._finish(self._launch(dropped=sequences))
+        self._executor.finish(self._launch(dropped=sequences))
         self._rows = rows
 
     def _launch(
@@ -217,9 +211,6 @@ class _StepTimer:
             ),
             finish_before,
         )
-
-    def _finish(self, launched: LaunchedStep) -> None:
-        self._executor.finish(launched)
 
 
 @contextmanager

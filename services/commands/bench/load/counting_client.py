@@ -7,7 +7,6 @@ writes results as JSON lines.
     python -m services.commands.bench.load.counting_client PROGRESS_FILE
 """
 
-import json
 import mmap
 import os
 import selectors
@@ -16,10 +15,10 @@ import struct
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from services.commands.bench.load.closed_loop_client import encode_request
-from services.commands.bench.measuring.numbers import percentile
+from services.commands.bench.load.load_client import HOST, encode_request
+from services.commands.bench.measuring.orders import answer_orders
 
 _COUNT = struct.Struct("<Q")
 _READ_BYTES = 256 * 1024
@@ -73,7 +72,7 @@ class MarkCounter:
 
 class _Stream:
     def __init__(self, port: int, request: bytes, mark: bytes) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket = socket.create_connection((HOST, port))
         self.socket.sendall(request)
         self.socket.setblocking(False)
         self.tokens = MarkCounter(mark)
@@ -104,21 +103,19 @@ def count_streams(
         timeout_s: seconds after which streams that have not ended count as failed.
 
     Returns:
-        tokens and events: totals over all streams, the end marks not counted;
-        tokens_per_stream_min: tokens of the shortest stream; wall_s: seconds from the first token
-        to the last; failure: "" or the first reason for which the measurement is void.
+        tokens and events: totals over all streams, the end marks not counted; wall_s: seconds from
+        the first token to the last; failure: "" or the first reason for which the measurement is
+        void.
 
     Raises:
         OSError: when a connection fails.
     """
-    request = encode_request("127.0.0.1", port, path, body)
+    request = encode_request(port, path, body)
     progress.set(0)
     open_streams = [_Stream(port, request, mark.encode()) for _ in range(streams)]
     wall_s, failure = _read_until_ended(open_streams, progress, timeout_s)
-    counts = [float(stream.tokens.count) for stream in open_streams]
     return {
         "tokens": sum(stream.tokens.count for stream in open_streams),
-        "tokens_per_stream_min": percentile(counts, 0.0),
         # The end mark of a stream is an event without a token.
         "events": sum(stream.events.count for stream in open_streams) - streams,
         "wall_s": wall_s,
@@ -161,24 +158,19 @@ def _read_until_ended(
     return ended_s - began_s, failure
 
 
-def main(progress_file: str, orders: TextIO, answers: TextIO) -> None:
-    """Run one measurement for each line of `orders` and write its result to `answers`.
+def measure(progress: SharedCounter, order: dict[str, Any]) -> dict[str, Any]:
+    """Run one measurement; return the result of `count_streams` or, when it fails, "failure".
 
     Args:
-        progress_file: file of the shared counter of tokens.
-        orders: JSON lines, each an object with the arguments of `count_streams` but `progress`.
-        answers: receives per order one JSON line with the result of `count_streams`; after a failed
-            connection only "failure".
+        progress: receives the number of tokens that have arrived.
+        order: the other arguments of `count_streams`.
     """
-    progress = SharedCounter(Path(progress_file))
-    for line in orders:
-        order = json.loads(line)
-        try:
-            result = count_streams(progress=progress, **order)
-        except OSError as error:
-            result = {"failure": f"{type(error).__name__}: {error}"}
-        print(json.dumps(result), file=answers, flush=True)
+    try:
+        return count_streams(progress=progress, **order)
+    except OSError as error:
+        return {"failure": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.stdin, sys.stdout)
+    counter = SharedCounter(Path(sys.argv[1]))
+    answer_orders(lambda **order: measure(counter, order))

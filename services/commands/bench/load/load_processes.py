@@ -1,35 +1,77 @@
-"""Load clients as child processes. Owns their start, orders and bodies; sends no HTTP itself."""
+"""Load client as a child process. Owns its start, orders and bodies; sends no HTTP itself."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.commands.bench.measuring.processes import MeasuredProcess
+from services.commands.bench.measuring.processes import (
+    MeasuredProcess,
+    MeasuredServer,
+    bench_program,
+)
 from shared.errors import UnavailableError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REQUEST_TIMEOUT_S = 900.0
 
 
-def start_closed_loop_client(log_folder: Path) -> MeasuredProcess:
-    """Start the process whose clients each send a request only when their last one has ended."""
-    return MeasuredProcess(
-        "the load client",
-        [sys.executable, "-m", "services.commands.bench.load.closed_loop_client"],
-        log_folder / "client.log",
-        piped=True,
-    )
+class LoadClient(MeasuredProcess):
+    """The process that puts load on servers; its log is `client.log`."""
 
+    def __init__(self, log_folder: Path) -> None:
+        command = bench_program("load.load_client")
+        super().__init__("the load client", command, log_folder / "client.log", piped=True)
 
-def start_open_loop_client(log_folder: Path) -> MeasuredProcess:
-    """Start the process that sends requests at fixed times, whether earlier ones ended or not."""
-    return MeasuredProcess(
-        "the open-loop load client",
-        [sys.executable, "-m", "services.commands.bench.load.open_loop_client"],
-        log_folder / "arrivals.log",
-        piped=True,
-    )
+    def load(
+        self,
+        server: MeasuredServer,
+        path: str,
+        clients: Sequence[Sequence[Mapping[str, Any]]],
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Put one load on a server; return the result of `load_client.measure`.
+
+        Args:
+            server: the server.
+            path: path of the endpoint.
+            clients: per client the bodies that it sends one after the other.
+            options: further arguments of `load_client.measure`.
+
+        Raises:
+            UnavailableError: when any of the requests failed.
+        """
+        order = {
+            "port": server.port,
+            "path": path,
+            "clients": clients,
+            "timeout_s": REQUEST_TIMEOUT_S,
+            **options,
+        }
+        return require_success(self.request(order))
+
+    def complete(
+        self,
+        server: MeasuredServer,
+        work: Sequence[Sequence[list[int] | str]],
+        new_tokens: int,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Put one load of completions on a server; return the result of `load_client.measure`.
+
+        Args:
+            server: the server.
+            work: per client the prompts (token ids or text) that it sends one after the other.
+            new_tokens: completion length of every prompt.
+            options: further arguments of `load_client.measure`.
+
+        Raises:
+            UnavailableError: when any of the requests failed.
+        """
+        clients = [
+            [request_body(server.model, new_tokens, prompt=prompt) for prompt in prompts]
+            for prompts in work
+        ]
+        return self.load(server, COMPLETIONS, clients, **options)
 
 
 def request_body(model: str, new_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -50,33 +92,14 @@ def request_body(model: str, new_tokens: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-def closed_loop_order(
-    port: int, path: str, clients: Sequence[Sequence[Mapping[str, Any]]]
-) -> dict[str, Any]:
-    """Return the JSON object that orders one measurement from the closed-loop client.
-
-    Args:
-        port: the server's port on this machine.
-        path: path of the endpoint.
-        clients: per client the bodies that it sends one after the other.
-    """
-    return {
-        "host": "127.0.0.1",
-        "port": port,
-        "path": path,
-        "clients": clients,
-        "timeout_s": REQUEST_TIMEOUT_S,
-    }
-
-
 def require_success(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return a load client's answer unchanged if none of its requests failed.
+    """Return the load client's answer unchanged if none of its requests failed.
 
     Args:
-        answer: JSON object of the closed-loop or the open-loop client.
+        answer: result of `load_client.measure`.
 
     Raises:
-        UnavailableError: when any of its requests failed.
+        UnavailableError: when any of the requests failed.
     """
     if answer["problems"]:
         raise UnavailableError(f"Requests failed: {answer['problems'][0]}")

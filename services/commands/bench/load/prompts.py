@@ -40,6 +40,19 @@ class PromptGenerator:
         others = self._random.choices(self._words, k=length - 1)
         return [next(self._firsts), *(token for token, _ in others)]
 
+    def token_work(self, clients: int, rounds: int, length: int) -> list[list[list[int]]]:
+        """Return new prompts for a load.
+
+        Args:
+            clients: number of clients.
+            rounds: prompts of each client, which it sends one after the other.
+            length: tokens of each prompt.
+
+        Returns:
+            Per client its prompts (token ids).
+        """
+        return [[self.token_prompt(length) for _ in range(rounds)] for _ in range(clients)]
+
     def text_prompt(self, length: int) -> str:
         """Return a text that the tokenizer encodes to exactly `length` tokens.
 

@@ -36,14 +36,23 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """Return user plus system CPU time of a process since its start; None: it cannot be read."""
+def cpu_seconds(pid: int) -> float:
+    """Return user plus system CPU time of a process since its start; 0.0: it cannot be read."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:
-        return None
+        return 0.0
     seconds: float = times.user + times.system
     return seconds
+
+
+def resident_mib(pid: int) -> float:
+    """Return the resident memory of a process in MiB; 0.0: it cannot be read."""
+    try:
+        resident_bytes: int = psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0.0
+    return resident_bytes / 2**20
 
 
 def process_tree(pid: int) -> list[int]:
@@ -74,32 +83,6 @@ def role_pids(supervisor: int) -> dict[str, list[int]]:
         if role is not None:
             roles.setdefault(role, []).append(pid)
     return roles
-
-
-def role_cpu_seconds(roles: dict[str, list[int]]) -> dict[str, float]:
-    """Return role -> CPU seconds (user plus system) of its processes together, since their start.
-
-    Args:
-        roles: role -> process ids; a process that cannot be read counts 0.
-    """
-    return {role: sum(cpu_seconds(pid) or 0.0 for pid in pids) for role, pids in roles.items()}
-
-
-def role_resident_mib(roles: dict[str, list[int]]) -> dict[str, float]:
-    """Return role -> resident memory of its processes together, in MiB.
-
-    Args:
-        roles: role -> process ids; a process that cannot be read counts 0.
-    """
-    return {role: sum(map(_resident_bytes, pids)) / 2**20 for role, pids in roles.items()}
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        resident: int = psutil.Process(pid).memory_info().rss
-    except psutil.Error:
-        return 0
-    return resident
 
 
 def _processor() -> str:

@@ -52,21 +52,6 @@ def spread(values: Sequence[float]) -> Spread:
     )
 
 
-def pair_ratios(measured: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Return each measured value divided by the reference value of the same repeat.
-
-    Args:
-        measured: one value per repeat.
-        reference: one value per repeat, none of them 0.
-
-    Raises:
-        ValueError: when the numbers of repeats differ.
-    """
-    if len(measured) != len(reference):
-        raise ValueError(f"{len(measured)} repeats against {len(reference)}")
-    return [one / other for one, other in zip(measured, reference, strict=True)]
-
-
 def differences(values: Sequence[float]) -> list[float]:
     """Return each value, from the second on, minus the value before it."""
     return [after - before for before, after in itertools.pairwise(values)]

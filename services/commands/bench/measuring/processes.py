@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.text import Text
@@ -48,8 +48,21 @@ def print_progress(text: str) -> None:
     Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
 
+def bench_program(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of the benchmarks as a program.
+
+    Args:
+        module: its name after `services.commands.bench.`.
+        arguments: arguments of the program.
+    """
+    return [sys.executable, "-m", f"services.commands.bench.{module}", *arguments]
+
+
 class MeasuredProcess:
-    """A child process that exits with this process or on `stop`; its log goes to a file."""
+    """A child process that exits with this process or on `stop`; its log goes to a file.
+
+    As a context manager, it stops the process at its end.
+    """
 
     def __init__(
         self,
@@ -71,7 +84,8 @@ class MeasuredProcess:
         """
         self.name = name
         self.log = log
-        read_end, self._lifeline = os.pipe()
+        read_end, write_end = os.pipe()
+        self._lifeline = os.fdopen(write_end, "wb")
         variables = {**os.environ, lifeline.VARIABLE: str(read_end), **(environment or {})}
         if command[0] == sys.executable:
             # Lets our modules be imported from any folder. Other programs, such as a peer's own
@@ -90,11 +104,22 @@ class MeasuredProcess:
                 start_new_session=True,
             )
         os.close(read_end)
+        self.pid = self.process.pid
 
-    @property
-    def pid(self) -> int:
-        """Return the process id."""
-        return self.process.pid
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def require_running(self) -> None:
+        """Raise an error if the process has ended.
+
+        Raises:
+            UnavailableError: with its exit code and the end of its log.
+        """
+        if self.process.poll() is not None:
+            raise self.failure(f"ended with exit code {self.process.returncode}")
 
     def request(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Send an order and wait for its answer.
@@ -176,8 +201,25 @@ class MeasuredProcess:
             self.process.wait(timeout=5)
         if self.process.stdout is not None:
             self.process.stdout.close()
-        with contextlib.suppress(OSError):
-            os.close(self._lifeline)
+        self._lifeline.close()
+
+
+class MeasuredServer(MeasuredProcess):
+    """A server process; `port` is its port on 127.0.0.1, `model` its model's name in requests."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        port: int,
+        model: str,
+    ) -> None:
+        super().__init__(name, command, log, environment)
+        self.port = port
+        self.model = model
 
 
 def get_json(port: int, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
@@ -228,8 +270,7 @@ def wait_until_ready(
     """
     until_s = time.monotonic() + timeout_s
     while get_json(port, path)[0] != 200:
-        if child.process.poll() is not None:
-            raise child.failure(f"ended with exit code {child.process.returncode}")
+        child.require_running()
         if find_failure is not None and (reason := find_failure()):
             raise child.failure(f"will never be ready ({reason})")
         if time.monotonic() > until_s:

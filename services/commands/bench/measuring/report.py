@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from services.commands.bench.measuring.numbers import Spread, pair_ratios, spread
+from services.commands.bench.measuring.numbers import Spread, spread
 from shared.errors import UsageError
 
 PART = "part"
@@ -32,55 +32,51 @@ _TABLE_WIDTH = 10_000
 """Columns; wide enough that no row of a table is wrapped."""
 
 
-class Series(Struct, kw_only=True):
-    """All repeats of one contender's measurement under the conditions of one case.
+class Case(Struct, kw_only=True):
+    """One set of conditions, the contenders measured under it in turn, and their ratios.
 
     A contender is one of the programs or configurations that a benchmark compares.
     """
 
-    name: str
-    metrics: dict[str, list[float]] = {}
-    """Metric -> one value per repeat."""
-
-    def add(self, values: Mapping[str, float | None]) -> None:
-        """Append one repeat: one value to the list of each metric.
-
-        Args:
-            values: metric -> value; a metric with the value None gets no entry.
-        """
-        for metric, value in values.items():
-            if value is not None:
-                self.metrics.setdefault(metric, []).append(value)
-
-
-class Case(Struct, kw_only=True):
-    """One set of conditions, the contenders measured under it in turn, and their ratios."""
-
     conditions: dict[str, float | int | str]
     """Name -> value, such as {"prompt_tokens": 64, "clients": 16}; they label the table's row."""
-    series: dict[str, Series] = {}
-    """Contender -> its measurements."""
+    series: dict[str, dict[str, list[float]]] = {}
+    """Contender -> metric -> one value per repeat."""
     ratios: dict[str, list[float]] = {}
     """"<contender>/<reference> <metric>" -> one ratio per repeat."""
 
-    def series_of(self, name: str) -> Series:
-        """Return the series of a contender; create it if it does not exist."""
-        return self.series.setdefault(name, Series(name=name))
-
-    def add_ratio(self, metric: str, name: str, reference: str) -> None:
-        """Add a contender's metric divided by the reference's, repeat by repeat.
-
-        Adds nothing unless both have the same number of repeats and no divisor is zero.
+    def add(self, contender: str, values: Mapping[str, float | None]) -> None:
+        """Append one repeat of a contender: one value to the list of each metric.
 
         Args:
-            metric: name of the metric to divide.
-            name: contender whose values are the dividends.
-            reference: contender whose values are the divisors.
+            contender: its name.
+            values: metric -> value; a metric with the value None gets no entry.
         """
-        measured = self.series_of(name).metrics.get(metric, [])
-        against = self.series_of(reference).metrics.get(metric, [])
-        if measured and len(measured) == len(against) and all(against):
-            self.ratios[f"{name}/{reference} {metric}"] = pair_ratios(measured, against)
+        metrics = self.series.setdefault(contender, {})
+        for metric, value in values.items():
+            if value is not None:
+                metrics.setdefault(metric, []).append(value)
+
+    def values(self, contender: str, metric: str) -> list[float]:
+        """Return a contender's values of a metric, one per repeat; [] when it has none."""
+        return self.series.get(contender, {}).get(metric, [])
+
+    def add_ratios(self, contender: str, reference: str, *metrics: str) -> None:
+        """Add a contender's metrics divided by the reference's, repeat by repeat.
+
+        Leaves out a metric unless both have the same number of repeats and no divisor is zero.
+
+        Args:
+            contender: its values are the dividends.
+            reference: contender whose values are the divisors.
+            metrics: names of the metrics to divide.
+        """
+        for metric in metrics:
+            measured, against = self.values(contender, metric), self.values(reference, metric)
+            if measured and len(measured) == len(against) and all(against):
+                self.ratios[f"{contender}/{reference} {metric}"] = [
+                    one / other for one, other in zip(measured, against, strict=True)
+                ]
 
 
 class Report(Struct, kw_only=True):
@@ -88,7 +84,10 @@ class Report(Struct, kw_only=True):
 
     benchmark: str
     machine: dict[str, Any]
-    settings: dict[str, Any]
+    settings: dict[str, Any] = {}
+    """Parameters of the run, by name."""
+    columns: list[str] = []
+    """Metrics that the tables show, in order; empty: all metrics. Not part of the document."""
     cases: list[Case] = []
     notes: list[str] = []
     """Sentences below the tables, such as reasons to distrust a figure."""
@@ -104,17 +103,14 @@ def to_json(report: Report) -> str:
         "cases": [
             {
                 "conditions": case.conditions,
-                "series": {
-                    name: {metric: _spread(values) for metric, values in series.metrics.items()}
-                    for name, series in case.series.items()
-                },
-                "ratios": {name: _spread(values) for name, values in case.ratios.items()},
+                "series": {name: _spreads(metrics) for name, metrics in case.series.items()},
+                "ratios": _spreads(case.ratios),
             }
             for case in report.cases
         ],
         "notes": report.notes,
     }
-    return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
+    return orjson.dumps(document, default=msgspec.to_builtins, option=orjson.OPT_INDENT_2).decode()
 
 
 def from_json(text: str | bytes) -> Report:
@@ -132,19 +128,21 @@ def from_json(text: str | bytes) -> Report:
             machine=document["machine"],
             settings=document["settings"],
             notes=document["notes"],
-            cases=[_case(case) for case in document["cases"]],
+            cases=[
+                Case(
+                    conditions=case["conditions"],
+                    series={name: _values(each) for name, each in case["series"].items()},
+                    ratios=_values(case["ratios"]),
+                )
+                for case in document["cases"]
+            ],
         )
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"Not a document of lockstep bench --json: {error!r}.") from None
 
 
-def to_text(report: Report, columns: Sequence[str] = ()) -> str:
-    """Return the report as text for a terminal: machine, settings, tables and notes.
-
-    Args:
-        report: the report to print.
-        columns: metrics to show, in order; empty: all metrics of the report.
-    """
+def to_text(report: Report) -> str:
+    """Return the report as text for a terminal: machine, settings, tables and notes."""
     lines = [f"lockstep bench {report.benchmark}"]
     lines += [f"  {key}: {value}" for key, value in report.machine.items()]
     lines += [f"  {key}: {value}" for key, value in report.settings.items()]
@@ -153,7 +151,7 @@ def to_text(report: Report, columns: Sequence[str] = ()) -> str:
         lines += ["Nothing was measured.", ""]
     for _, part in itertools.groupby(report.cases, lambda case: case.conditions.get(PART)):
         cases = list(part)
-        lines += [*_measurements(cases, columns), ""]
+        lines += [*_measurements(cases, report.columns), ""]
         if ratios := _ratios(cases):
             lines += [*ratios, ""]
     lines.pop()
@@ -189,59 +187,39 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 
 
 def _measurements(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
-    measured = [metric for case in cases for one in case.series.values() for metric in one.metrics]
+    measured = [metric for case in cases for one in case.series.values() for metric in one]
     shown = [column for column in columns or dict.fromkeys(measured) if column in measured]
-    if not cases or not shown:
+    if not shown:
         return ["Nothing was measured."]
-    conditions = list(cases[0].conditions)
     rows = [
-        [
-            *(str(case.conditions.get(key, "")) for key in conditions),
-            name,
-            *(_cell(series.metrics.get(column)) for column in shown),
-        ]
+        [*map(str, case.conditions.values()), name, *(_cell(one.get(key)) for key in shown)]
         for case in cases
-        for name, series in case.series.items()
+        for name, one in case.series.items()
     ]
-    return markdown_table([*conditions, "contender", *shown], rows)
+    return markdown_table([*cases[0].conditions, "contender", *shown], rows)
 
 
 def _ratios(cases: Sequence[Case]) -> list[str]:
     names = list(dict.fromkeys(name for case in cases for name in case.ratios))
     if not names:
         return []
-    conditions = list(cases[0].conditions)
     rows = [
-        [
-            *(str(case.conditions.get(key, "")) for key in conditions),
-            *(_cell(case.ratios.get(name)) for name in names),
-        ]
+        [*map(str, case.conditions.values()), *(_cell(case.ratios.get(name)) for name in names)]
         for case in cases
     ]
-    return markdown_table([*conditions, *names], rows)
+    return markdown_table([*cases[0].conditions, *names], rows)
 
 
-def _case(document: Mapping[str, Any]) -> Case:
-    return Case(
-        conditions=document["conditions"],
-        series={
-            name: Series(
-                name=name,
-                metrics={metric: figures["values"] for metric, figures in metrics.items()},
-            )
-            for name, metrics in document["series"].items()
-        },
-        ratios={name: figures["values"] for name, figures in document["ratios"].items()},
-    )
+def _spreads(metrics: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
+    return {name: spread(values) for name, values in metrics.items()}
+
+
+def _values(figures: Mapping[str, Any]) -> dict[str, list[float]]:
+    return {name: figure["values"] for name, figure in figures.items()}
 
 
 def _cell(values: Sequence[float] | None) -> str:
     return format_spread(spread(values)) if values else "-"
-
-
-def _spread(values: Sequence[float]) -> dict[str, Any]:
-    result: dict[str, Any] = msgspec.to_builtins(spread(values))
-    return result
 
 
 def _digits(value: float) -> str:

@@ -1,22 +1,25 @@
 """A whole running Lockstep, started with `lockstep up` on a free port and its own run folder."""
 
+import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
 from services.commands.bench.measuring import machine
+from services.commands.bench.measuring.plan import StackPlan
 from services.commands.bench.measuring.processes import (
     LOCKSTEP_COMMAND,
-    MeasuredProcess,
+    MeasuredServer,
     free_port,
     get_json,
     wait_until_ready,
 )
+from services.commands.bench.measuring.report import Report
 from shared.errors import UnavailableError
 from shared.messages import DraftStatistics
 
@@ -25,11 +28,11 @@ _STATUS_AGE_S = 1.2
 """Longest age of the scheduler's counters at the gateway, which receives them once a second."""
 
 
-class Stack:
-    """All processes of one `lockstep up`; as a context manager, it stops them at its end."""
+class Stack(MeasuredServer):
+    """All processes of one `lockstep up`."""
 
     def __init__(
-        self, model: Path, ranks: int, log: Path, settings: dict[str, str] | None = None
+        self, model: Path, ranks: int, log: Path, settings: Mapping[str, str] | None = None
     ) -> None:
         """Start all processes and wait until the gateway is ready.
 
@@ -43,78 +46,41 @@ class Stack:
         Raises:
             UnavailableError: when the gateway does not become ready.
         """
-        self.port = free_port()
-        self.name = model.name
+        port = free_port()
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
-        self._child = MeasuredProcess(
-            "lockstep up",
-            [
-                *LOCKSTEP_COMMAND,
-                "up",
-                "--model",
-                str(model),
-                "--ranks",
-                str(ranks),
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(self.port),
-            ],
-            log,
-            environment(self._folder.name, self.name, settings or {}),
-        )
+        command = [
+            *[*LOCKSTEP_COMMAND, "up", "--model", str(model), "--ranks", str(ranks)],
+            *["--host", "127.0.0.1", "--port", str(port)],
+        ]
+        variables = environment(self._folder.name, model.name, settings or {})
+        super().__init__("lockstep up", command, log, variables, port=port, model=model.name)
         try:
-            find_failure = functools.partial(failure_reason, self.port)
-            wait_until_ready(self._child, self.port, "/readyz", 900.0, find_failure)
-            self._roles = machine.role_pids(self._child.pid)
+            find_failure = functools.partial(failure_reason, port)
+            wait_until_ready(self, port, "/readyz", 900.0, find_failure)
+            self._roles = machine.role_pids(self.pid)
         except BaseException:
             self.stop()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Stop all processes."""
-        self._child.stop(wait_s=40.0)
+    def stop(self, wait_s: float = 40.0) -> None:
+        """Stop all processes and remove their temporary folder, as MeasuredProcess does."""
+        super().stop(wait_s)
         self._folder.cleanup()
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return role -> CPU seconds (user plus system) of its processes since their start."""
-        return machine.role_cpu_seconds(self._roles)
+        return {role: sum(map(machine.cpu_seconds, pids)) for role, pids in self._roles.items()}
 
-    def resident_mib(self) -> dict[str, float]:
-        """Return role -> resident memory of its processes together, in MiB."""
-        return machine.role_resident_mib(self._roles)
+    def gateway_memory(self) -> dict[str, float]:
+        """Return gateway_mib, the gateway's resident memory in MiB; {} without a gateway."""
+        pids = self._roles.get("gateway", [])
+        return {"gateway_mib": sum(map(machine.resident_mib, pids))} if pids else {}
 
-    def counters(self) -> dict[str, float]:
-        """Return the scheduler's counters by name, after a wait that lets them become current.
+    def world(self) -> dict[str, Any]:
+        """Return the scheduler's part of the gateway's status, which is 1.2 s old at most.
 
-        The wait of 1.2 s is needed because the gateway receives them once a second.
-
-        Raises:
-            UnavailableError: when the gateway does not answer.
-        """
-        time.sleep(_STATUS_AGE_S)
-        return find_counters(self.status())
-
-    def drafts(self) -> list[DraftStatistics]:
-        """Return the counts of drafts since the scheduler's start, one entry per drafting method.
-
-        Waits 1.2 s first, because the gateway receives them once a second.
-
-        Raises:
-            UnavailableError: when the gateway does not answer.
-        """
-        time.sleep(_STATUS_AGE_S)
-        world = self.status().get("scheduler") or {}
-        return msgspec.convert(world.get("drafts", []), list[DraftStatistics])
-
-    def status(self) -> dict[str, Any]:
-        """Return the JSON body of the gateway's status endpoint, `/v1/lockstep/status`.
+        Returns:
+            The object "scheduler" of `/v1/lockstep/status`; {} when the gateway has none.
 
         Raises:
             UnavailableError: when the gateway does not answer 200.
@@ -122,7 +88,39 @@ class Stack:
         code, body = get_json(self.port, STATUS_PATH)
         if code != 200 or not isinstance(body, dict):
             raise UnavailableError(f"{STATUS_PATH} answered {code}.")
-        return body
+        return body.get("scheduler") or {}
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Return the ranks' objects in the status, in rank order; [] when it has none.
+
+        Raises:
+            UnavailableError: when the gateway does not answer 200.
+        """
+        return self.world().get("ranks") or []
+
+    def wait_for_status(self) -> None:
+        """Wait 1.2 s, so that the status covers all that happened before."""
+        time.sleep(_STATUS_AGE_S)
+
+    def counters(self) -> dict[str, float]:
+        """Return the scheduler's counters by name, after `wait_for_status`.
+
+        Raises:
+            UnavailableError: when the gateway does not answer 200.
+        """
+        self.wait_for_status()
+        return self.world().get("counters") or {}
+
+    def drafts(self) -> list[DraftStatistics]:
+        """Return the counts of drafts since the scheduler's start, one entry per drafting method.
+
+        Calls `wait_for_status` first.
+
+        Raises:
+            UnavailableError: when the gateway does not answer 200.
+        """
+        self.wait_for_status()
+        return msgspec.convert(self.world().get("drafts", []), list[DraftStatistics])
 
     def describe(self) -> dict[str, Any]:
         """Return facts about the ranks for a report.
@@ -134,8 +132,7 @@ class Stack:
         Raises:
             UnavailableError: when the gateway does not answer 200.
         """
-        world = self.status().get("scheduler") or {}
-        ranks = world.get("ranks") or [{}]
+        ranks = self.ranks() or [{}]
         return {
             "ranks": len(ranks),
             "rank_device": ranks[0].get("device", ""),
@@ -174,24 +171,22 @@ def failure_reason(port: int) -> str:
     return str(world.get("reason")) if isinstance(world, dict) and world.get("failure") else ""
 
 
-def find_counters(status: Any) -> dict[str, float]:
-    """Return the scheduler's counters that a status document contains.
+@contextlib.contextmanager
+def started_stack(plan: StackPlan, report: Report, **settings: str) -> Iterator[Stack]:
+    """Start the stack of a plan, describe its ranks in the report, and stop it at the end.
 
     Args:
-        status: parsed JSON of the status endpoint, or any part of it.
+        plan: model, ranks and settings of the stack, and the folder of its log.
+        report: receives the facts of `Stack.describe` about its machine.
+        settings: further LOCKSTEP_… variables; those of the plan override them.
 
-    Returns:
-        Counter -> value, from the first object named "counters" at any depth, or {}.
+    Raises:
+        UnavailableError: when the gateway does not become ready.
     """
-    if isinstance(status, dict):
-        counters = status.get("counters")
-        if isinstance(counters, dict):
-            return {key: float(value) for key, value in counters.items()}
-        for value in status.values():
-            found = find_counters(value)
-            if found:
-                return found
-    return {}
+    log = plan.log_folder / "lockstep.log"
+    with Stack(plan.model, plan.ranks, log, {**settings, **plan.settings}) as stack:
+        report.machine |= stack.describe()
+        yield stack
 
 
 def per_step_metrics(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
@@ -203,25 +198,15 @@ def per_step_metrics(before: dict[str, float], after: dict[str, float]) -> dict[
 
     Returns:
         "steps", the number of steps between the two readings, and `x_us_per_step` for every counter
-        `x_ms_total` or `x_seconds_total`; {} when there was no step.
+        `x_ms_total`; {} when there was no step.
     """
-    steps = next(
-        (
-            after[name] - before.get(name, 0.0)
-            for name in after
-            if name.removeprefix("lockstep_") in ("steps_total", "steps_finished_total")
-        ),
-        0.0,
-    )
+    increases = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    steps = increases.get("steps_total", 0.0)
     if steps <= 0:
         return {}
-    values = {"steps": steps}
-    for name, value in after.items():
-        increase = value - before.get(name, 0.0)
-        if name.endswith("_ms_total"):
-            short = name.removeprefix("lockstep_").removesuffix("_ms_total")
-            values[f"{short}_us_per_step"] = increase * 1_000 / steps
-        elif name.endswith("_seconds_total"):
-            short = name.removeprefix("lockstep_").removesuffix("_seconds_total")
-            values[f"{short}_us_per_step"] = increase * 1e6 / steps
-    return values
+    times_us = {
+        f"{name.removesuffix('_ms_total')}_us_per_step": milliseconds * 1_000 / steps
+        for name, milliseconds in increases.items()
+        if name.endswith("_ms_total")
+    }
+    return {"steps": steps, **times_us}

@@ -7,29 +7,32 @@ its own where the system supports that; this process and the clients share the o
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from msgspec import Struct
 
-from services.commands.bench.flags import BenchmarkOptions, number_option, numbers_option
+from services.commands.bench.flags import number_option, numbers_option
 from services.commands.bench.load.counting_client import SharedCounter
 from services.commands.bench.load.prompts import PromptGenerator
-from services.commands.bench.measuring import machine, noise
+from services.commands.bench.measuring import machine
+from services.commands.bench.measuring.noise import measure_case
+from services.commands.bench.measuring.plan import BenchmarkPlan
 from services.commands.bench.measuring.processes import (
     LOCKSTEP_COMMAND,
     MeasuredProcess,
+    bench_program,
     free_port,
     get_json,
-    print_progress,
 )
-from services.commands.bench.measuring.report import Case, Report
+from services.commands.bench.measuring.report import Report
 from shared.errors import LinkFull, UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -43,7 +46,6 @@ from shared.messages import (
 )
 from shared.transport.links import Listener, Received
 
-SUMMARY = "streamed tokens per second that one gateway writes"
 COLUMNS = [
     "tokens_per_s",
     "gateway_cpu_us_per_token",
@@ -54,7 +56,7 @@ COLUMNS = [
 GATEWAY = "gateway"
 
 
-class GatewayPlan(Struct, frozen=True, kw_only=True):
+class GatewayPlan(BenchmarkPlan, frozen=True, kw_only=True):
     """Parameters of one run of `lockstep bench gateway`, from its command line."""
 
     model: Path
@@ -63,37 +65,14 @@ class GatewayPlan(Struct, frozen=True, kw_only=True):
     """Steps that may be in flight between this process and the clients."""
     tokens: int
     """Tokens per repeat over all streams."""
-    repeats: int
-    log_folder: Path
-    tries: int = 1
-    """Largest number of measurements per repeat while other processes use the machine."""
 
 
 OPTIONS: list[click.Parameter] = [
     numbers_option("--streams", "Numbers of concurrent streams", "16,64"),
     numbers_option("--windows", "Numbers of steps in flight", "4,64"),
-    number_option("--tokens", "Tokens per repeat over all streams", 300_000),
+    number_option("--tokens", "Tokens per repeat over all streams", 300_000, quick_max=50_000),
 ]
 """Options of this benchmark."""
-
-
-def make_plan(options: BenchmarkOptions) -> GatewayPlan:
-    """Return the gateway benchmark's parameters from the options of its command line.
-
-    Raises:
-        UsageError: when the model does not exist.
-        UnavailableError: when the model of a preset cannot be made.
-    """
-    arguments = options.arguments
-    return GatewayPlan(
-        model=options.model,
-        streams=arguments.streams,
-        windows=arguments.windows,
-        tokens=arguments.tokens,
-        repeats=arguments.repeats,
-        log_folder=options.logs,
-        tries=arguments.tries,
-    )
 
 
 class FakeScheduler:
@@ -112,13 +91,11 @@ class FakeScheduler:
         """Close the link."""
         self._link.close(wait_s=0.5)
 
-    def serve(self, seconds: float) -> list[tuple[PeerId, SubmitRequest]]:
-        """Answer the gateway until a request arrives or `seconds` pass; return (peer, request)s."""
-        submitted: list[tuple[PeerId, SubmitRequest]] = []
+    def serve(self, seconds: float) -> None:
+        """Answer the gateway for some seconds, during which no request may arrive."""
         until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s and not submitted:
-            submitted += self._poll(0.02)
-        return submitted
+        while time.monotonic() < until_s:
+            self._poll(0.02)
 
     def feed(self, streams: int, tokens_each: int, window_steps: int, timeout_s: float) -> None:
         """Wait for requests, then send each step's tokens and at the end finish all requests.
@@ -185,8 +162,6 @@ class FakeScheduler:
                     accepted = RequestAccepted(request_id=request.request_id, queued_ahead=0)
                     self._link.send(peer, accepted)
                     submitted.append((peer, request))
-                case _:
-                    pass
         now_s = time.monotonic()
         if now_s - self._status_at_s > 0.5:
             self._status_at_s = now_s
@@ -195,34 +170,37 @@ class FakeScheduler:
         return submitted
 
 
-def measure(plan: GatewayPlan) -> Report:
+def measure(plan: GatewayPlan, report: Report) -> None:
     """Measure tokens/s of one gateway for each number of streams and of steps in flight.
 
     A step is in flight from the sending of its tokens until the clients have read them.
+
+    Args:
+        plan: the parameters of the benchmark.
+        report: gets one case per number of streams and of steps.
 
     Raises:
         UnavailableError: when the gateway does not start or loses tokens.
     """
     mark, words = PromptGenerator(plan.model).marked_words()
-    pinning = CorePinning()
-    report = Report(
-        benchmark="gateway",
-        machine=machine.describe(),
-        settings={
-            "model": plan.model.name,
-            "tokens": plan.tokens,
-            "repeats": plan.repeats,
-            "message": "all tokens of one step, one per stream",
-            "gateway_core": pinning.note,
-        },
-    )
-    with _started_testbed(plan, pinning, mark, words) as testbed:
-        for streams in plan.streams:
-            for window in plan.windows:
-                print_progress(f"{streams} streams, {window} steps in flight")
-                report.cases.append(_measure_case(plan, streams, window, testbed))
-    noise.add_noise_note(report)
-    return report
+    cores = _cores_to_share()
+    report.settings |= {
+        "model": plan.model.name,
+        "tokens": plan.tokens,
+        "repeats": plan.repeats,
+        "message": "all tokens of one step, one per stream",
+        "gateway_core": "its own" if cores else "shared",
+    }
+    with _started_testbed(plan, cores, mark, words) as testbed:
+        for streams, window in itertools.product(plan.streams, plan.windows):
+            stream = functools.partial(_stream_tokens, streams, window, testbed)
+            measure_case(
+                plan,
+                report,
+                {"streams": streams, "steps_under_way": window},
+                functools.partial(stream, max(100, plan.tokens // streams)),
+                warm_up=functools.partial(stream, max(100, plan.tokens // 5 // streams)),
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -239,100 +217,61 @@ class _Testbed:
 
 @contextlib.contextmanager
 def _started_testbed(
-    plan: GatewayPlan, pinning: "CorePinning", mark: str, words: list[int]
+    plan: GatewayPlan, cores: Sequence[int], mark: str, words: list[int]
 ) -> Iterator[_Testbed]:
+    """Start the gateway on the first of these cores, and the clients on the others."""
     with contextlib.ExitStack() as cleanup:
         name = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-bench-"))
         folder = Path(name)
         scheduler = FakeScheduler(f"ipc://{folder}/gateways.sock", folder / "progress", words)
         cleanup.callback(scheduler.close)
-        cleanup.callback(pinning.undo)
+        cleanup.callback(_run_on, cores)
         port = free_port()
-        pinning.to_first()
-        gateway = MeasuredProcess(
-            "the gateway",
-            [*LOCKSTEP_COMMAND, "gateway"],
-            plan.log_folder / "gateway.log",
-            {
-                "LOCKSTEP_PATHS_RUN_DIR": name,
-                "LOCKSTEP_MODEL_PATH": str(plan.model),
-                "LOCKSTEP_MODEL_SERVED_NAME": "bench",
-                "LOCKSTEP_GATEWAY_HOST": "127.0.0.1",
-                "LOCKSTEP_GATEWAY_PORT": str(port),
-                "HF_HUB_OFFLINE": "1",
-            },
-        )
-        cleanup.callback(gateway.stop)
-        pinning.to_others()
-        client = MeasuredProcess(
-            "the clients",
-            [
-                sys.executable,
-                "-m",
-                "services.commands.bench.load.counting_client",
-                str(folder / "progress"),
-            ],
-            plan.log_folder / "flood.log",
-            piped=True,
-        )
-        cleanup.callback(client.stop)
+        variables = {
+            "LOCKSTEP_PATHS_RUN_DIR": name,
+            "LOCKSTEP_MODEL_PATH": str(plan.model),
+            "LOCKSTEP_MODEL_SERVED_NAME": "bench",
+            "LOCKSTEP_GATEWAY_HOST": "127.0.0.1",
+            "LOCKSTEP_GATEWAY_PORT": str(port),
+            "HF_HUB_OFFLINE": "1",
+        }
+        _run_on(cores[:1])
+        command = [*LOCKSTEP_COMMAND, "gateway"]
+        log = plan.log_folder / "gateway.log"
+        gateway = cleanup.enter_context(MeasuredProcess("the gateway", command, log, variables))
+        _run_on(cores[1:])
+        command = bench_program("load.counting_client", str(folder / "progress"))
+        log = plan.log_folder / "flood.log"
+        client = cleanup.enter_context(MeasuredProcess("the clients", command, log, piped=True))
         _wait_until_ready(scheduler, gateway, port)
         yield _Testbed(scheduler, gateway, client, port, mark)
 
 
-class CorePinning:
-    """Runs the gateway on the first core and other processes on the other cores (Linux only)."""
+def _cores_to_share() -> list[int]:
+    """Return the cores of this process if there are several and it can choose, else []."""
+    if sys.platform != "linux" or machine.usable_cores() < 2:
+        return []
+    return sorted(os.sched_getaffinity(0))
 
-    def __init__(self) -> None:
-        self._cores: list[int] = []
-        if sys.platform == "linux":
-            self._cores = sorted(os.sched_getaffinity(0))
-        self.note = "its own" if len(self._cores) >= 2 else "shared"
 
-    def to_first(self) -> None:
-        """Pin this process, and so those that it starts next, to the first core."""
-        self._set(self._cores[:1])
-
-    def to_others(self) -> None:
-        """Pin this process, and so those that it starts next, to all cores but the first."""
-        self._set(self._cores[1:])
-
-    def undo(self) -> None:
-        """Let this process run on all cores again; processes that it started stay pinned."""
-        self._set(self._cores)
-
-    def _set(self, cores: list[int]) -> None:
-        if sys.platform == "linux" and len(self._cores) >= 2:
-            os.sched_setaffinity(0, cores)
+def _run_on(cores: Sequence[int]) -> None:
+    """Pin this process, and so those that it starts next, to these cores; []: change nothing."""
+    if sys.platform == "linux" and cores:
+        os.sched_setaffinity(0, cores)
 
 
 def _wait_until_ready(scheduler: FakeScheduler, gateway: MeasuredProcess, port: int) -> None:
     until_s = time.monotonic() + 60.0
     while get_json(port, "/readyz", timeout_s=1.0)[0] != 200:
         scheduler.serve(0.2)
-        if gateway.process.poll() is not None:
-            raise gateway.failure(f"ended with exit code {gateway.process.returncode}")
+        gateway.require_running()
         if time.monotonic() > until_s:
             raise gateway.failure("was not ready in time")
 
 
-def _measure_case(plan: GatewayPlan, streams: int, window: int, testbed: _Testbed) -> Case:
-    case = Case(conditions={"streams": streams, "steps_under_way": window})
-    _stream_tokens(streams, max(100, plan.tokens // 5 // streams), window, testbed)
-    for _ in range(plan.repeats):
-        tokens_each = max(100, plan.tokens // streams)
-
-        def measure_once(tokens_each: int = tokens_each) -> dict[str, float | None]:
-            return _stream_tokens(streams, tokens_each, window, testbed)
-
-        metrics, foreign = noise.measure_with_retries(measure_once, plan.tries)
-        case.series_of(GATEWAY).add(metrics | {noise.FOREIGN_CORES: foreign})
-    return case
-
-
 def _stream_tokens(
-    streams: int, tokens_each: int, window: int, testbed: _Testbed
-) -> dict[str, float | None]:
+    streams: int, window: int, testbed: _Testbed, tokens_each: int
+) -> dict[str, dict[str, float | None]]:
     body = {
         "model": "bench",
         "prompt": [1, 2, 3],
@@ -340,7 +279,7 @@ def _stream_tokens(
         "temperature": 0,
         "stream": True,
     }
-    cpu_s = machine.cpu_seconds(testbed.gateway.pid) or 0.0
+    cpu_s = machine.cpu_seconds(testbed.gateway.pid)
     testbed.client.send(
         {
             "port": testbed.port,
@@ -353,19 +292,20 @@ def _stream_tokens(
     )
     testbed.scheduler.feed(streams, tokens_each, window, timeout_s=120.0)
     answer = testbed.client.receive()
-    cpu_s = (machine.cpu_seconds(testbed.gateway.pid) or 0.0) - cpu_s
+    cpu_s = machine.cpu_seconds(testbed.gateway.pid) - cpu_s
     expected = tokens_each * streams
     if answer["failure"] or answer["tokens"] != expected:
         raise UnavailableError(
             f"{answer.get('tokens', 0)} of {expected} tokens arrived. {answer['failure']}"
         )
-    return {
+    metrics = {
         "tokens_per_s": expected / answer["wall_s"],
         "gateway_cpu_us_per_token": cpu_s * 1e6 / expected,
         "tokens_per_cpu_s": expected / cpu_s if cpu_s else None,
         "gateway_core_share": cpu_s / answer["wall_s"],
         "tokens_per_event": expected / answer["events"] if answer["events"] else None,
     }
+    return {GATEWAY: metrics}
 
 
 def _status() -> StatusReported:

@@ -7,28 +7,31 @@ same number and sizes, without computation between them) and waiting, which is t
 that ends in "_most" is the largest of all ranks; the JSON document contains every rank's.
 """
 
+import itertools
 import json
-import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
-from msgspec import Struct
 
 from services.commands.bench.fake_ranks.rank_processes import (
     RankProcesses,
     default_backend,
     rank_environments,
 )
-from services.commands.bench.flags import BenchmarkOptions, names_option, numbers_option
-from services.commands.bench.measuring import machine
-from services.commands.bench.measuring.processes import print_progress
+from services.commands.bench.flags import (
+    BenchmarkOption,
+    names_option,
+    number_option,
+    numbers_option,
+)
+from services.commands.bench.measuring.plan import BenchmarkPlan
+from services.commands.bench.measuring.processes import bench_program, print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
 from shared.errors import UnavailableError, UsageError
 
-SUMMARY = "one rank against tensor, expert and pipeline splits: time per step and where it goes"
 SPLITTINGS = ("one", "tensor", "expert", "pipeline")
 BACKENDS = ("auto", "ring", "nccl")
 COLUMNS = [
@@ -40,14 +43,12 @@ COLUMNS = [
     "collectives",
     "weights_mib_most",
 ]
-BATCHES, PREFILLS, STEPS = [1, 8, 32], [256, 2_048], 32
-QUICK_BATCHES, QUICK_PREFILLS, QUICK_STEPS = [1, 8], [256], 8
 PARTS = ("compute_ms", "collectives_ms", "waiting_ms")
 
-_PROGRAM = [sys.executable, "-m", "services.commands.bench.fake_ranks.split_rank"]
+_PROGRAM = bench_program("fake_ranks.split_rank")
 
 
-class SplitsPlan(Struct, frozen=True, kw_only=True):
+class SplitsPlan(BenchmarkPlan, frozen=True, kw_only=True):
     """Parameters of one run of `lockstep bench splits`, from its command line."""
 
     model: Path
@@ -61,81 +62,57 @@ class SplitsPlan(Struct, frozen=True, kw_only=True):
     """Lengths of prompts in tokens."""
     steps: int
     """Timed decode steps per repeat."""
-    repeats: int
-    log_folder: Path
+
+
+def _two_or_more(_ctx: click.Context, _option: click.Parameter, ranks: int) -> int:
+    if ranks < 2:
+        raise UsageError(f"--ranks {ranks}: give 2 or more.")
+    return ranks
 
 
 OPTIONS: list[click.Parameter] = [
-    click.Option(
-        ["--ranks"],
+    BenchmarkOption(
+        "--ranks",
+        "Ranks that share the model",
+        2,
         type=int,
-        default=2,
+        callback=_two_or_more,
         metavar="N",
-        help="Ranks that share the model (default 2).",
     ),
     click.Option(
         ["--backend"],
         type=click.Choice(BACKENDS),
         default="auto",
+        callback=lambda _ctx, _option, name: default_backend() if name == "auto" else name,
         help="Backend of the collectives; auto: nccl with a GPU per rank if MLX is built for CUDA, "
         "else ring (default auto).",
     ),
     names_option("--splittings", SPLITTINGS, "Splits to measure"),
-    numbers_option("--batches", "Numbers of rows that decode", shown_default="1,8,32"),
-    numbers_option("--prefills", "Prompt lengths in tokens", shown_default="256,2048"),
-    click.Option(
-        ["--steps"],
-        type=int,
-        metavar="N",
-        help=f"Decode steps per repeat (default {STEPS}).",
-    ),
+    numbers_option("--batches", "Numbers of rows that decode", "1,8,32", quick="1,8"),
+    numbers_option("--prefills", "Prompt lengths in tokens", "256,2048", quick="256"),
+    number_option("--steps", "Decode steps per repeat", 32, quick=8),
 ]
 """Options of this benchmark."""
 
 
-def make_plan(options: BenchmarkOptions) -> SplitsPlan:
-    """Return the splits benchmark's parameters from the options of its command line.
-
-    Raises:
-        UsageError: when --ranks is less than 2 or the model does not exist.
-        UnavailableError: when the model of a preset cannot be made.
-    """
-    arguments = options.arguments
-    if arguments.ranks < 2:
-        raise UsageError(f"--ranks {arguments.ranks}: give 2 or more.")
-    quick = arguments.quick
-    return SplitsPlan(
-        model=options.model,
-        ranks=arguments.ranks,
-        backend=default_backend() if arguments.backend == "auto" else arguments.backend,
-        splittings=arguments.splittings or list(SPLITTINGS),
-        batches=arguments.batches or (QUICK_BATCHES if quick else BATCHES),
-        prefills=arguments.prefills or (QUICK_PREFILLS if quick else PREFILLS),
-        steps=arguments.steps or (QUICK_STEPS if quick else STEPS),
-        repeats=arguments.repeats,
-        log_folder=options.logs,
-    )
-
-
-def measure(plan: SplitsPlan) -> Report:
+def measure(plan: SplitsPlan, report: Report) -> None:
     """Time decode steps and prefills of one rank and of each way to split the model over ranks.
 
-    A contender that does not start is left out and noted in the report.
+    Args:
+        plan: the parameters of the benchmark.
+        report: gets one case per batch and per length of prompts, and a note for each contender
+            that does not start and is left out.
 
     Raises:
         UnavailableError: when no contender starts.
     """
-    report = Report(
-        benchmark="splits",
-        machine=machine.describe(),
-        settings={
-            "model": plan.model.name,
-            "ranks": plan.ranks,
-            "backend": plan.backend,
-            "steps": plan.steps,
-            "repeats": plan.repeats,
-        },
-    )
+    report.settings |= {
+        "model": plan.model.name,
+        "ranks": plan.ranks,
+        "backend": plan.backend,
+        "steps": plan.steps,
+        "repeats": plan.repeats,
+    }
     for batch in plan.batches:
         report.cases.append(Case(conditions={PART: "decode", "batch": batch}))
     for tokens in plan.prefills:
@@ -145,15 +122,15 @@ def measure(plan: SplitsPlan) -> Report:
             with closing(_start_ranks(plan, name)) as world:
                 _measure_contender(plan, name, report, world)
         except UnavailableError as error:
-            report.notes.append(f"{name} was not measured: {_last_line(str(error))}")
+            # An error with a log ends with the log's last line.
+            last_line = str(error).strip().splitlines()[-1][:500]
+            report.notes.append(f"{name} was not measured: {last_line}")
     if not any(case.series for case in report.cases):
         raise UnavailableError(f"Nothing was measured. {' '.join(report.notes)}")
     for case in report.cases:
-        for name in list(case.series):
-            for reference in ("one", "tensor"):
-                if reference in case.series and name not in ("one", reference):
-                    case.add_ratio("tokens_per_s", name, reference)
-    return report
+        for name, reference in itertools.product(case.series, ("one", "tensor")):
+            if name not in ("one", reference):
+                case.add_ratios(name, reference, "tokens_per_s")
 
 
 def _start_ranks(plan: SplitsPlan, name: str) -> RankProcesses:
@@ -169,17 +146,13 @@ def _start_ranks(plan: SplitsPlan, name: str) -> RankProcesses:
 
 def _measure_contender(plan: SplitsPlan, name: str, report: Report, world: RankProcesses) -> None:
     for case in report.cases:
-        conditions = case.conditions
-        decodes = conditions[PART] == "decode"
-        order: dict[str, Any] = {"phase": conditions[PART]}
-        order |= (
-            {"batch": conditions["batch"], "steps": plan.steps}
-            if decodes
-            else {"tokens": conditions["tokens"]}
-        )
+        order = {**case.conditions, "phase": case.conditions[PART]}
+        del order[PART]
+        if order["phase"] == "decode":
+            order["steps"] = plan.steps
         for repeat in range(plan.repeats):
             print_progress(f"{name}: {json.dumps(order)}, {repeat + 1} of {plan.repeats}")
-            case.series_of(name).add(_metrics(order, world.request(order), world.descriptions))
+            case.add(name, _metrics(order, world.request(order), world.descriptions))
 
 
 def _metrics(
@@ -200,8 +173,3 @@ def _metrics(
         figures |= {f"{part}_rank_{rank}": one[part] for part in PARTS}
         figures[f"weights_mib_rank_{rank}"] = descriptions[rank]["weights_mib"]
     return figures
-
-
-def _last_line(text: str) -> str:
-    """Return the last line of an error's text, which is the last line of a log."""
-    return text.strip().splitlines()[-1][:500]

@@ -5,30 +5,34 @@ two plans in flight (run-ahead) and one with one (lock-step). This process plays
 """
 
 import contextlib
+import functools
 import itertools
-import sys
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from msgspec import Struct
 
 from services.commands.bench.fake_ranks.sleeping_rank import StepTimesFile
-from services.commands.bench.flags import BenchmarkOptions, number_option, positive_milliseconds
-from services.commands.bench.measuring import machine, noise
+from services.commands.bench.flags import (
+    BenchmarkOption,
+    number_option,
+    positive_milliseconds,
+)
+from services.commands.bench.measuring import machine
+from services.commands.bench.measuring.noise import measure_case
 from services.commands.bench.measuring.numbers import percentile
+from services.commands.bench.measuring.plan import BenchmarkPlan
 from services.commands.bench.measuring.processes import (
     LOCKSTEP_COMMAND,
     MeasuredProcess,
-    print_progress,
+    bench_program,
 )
-from services.commands.bench.measuring.report import Case, Report
+from services.commands.bench.measuring.report import Report
 from shared.errors import UnavailableError
 from shared.messages import (
-    RequestAccepted,
     RequestFailed,
     RequestFinished,
     RequestRejected,
@@ -36,11 +40,9 @@ from shared.messages import (
     StatusReported,
     SubmitRequest,
     ToGateway,
-    TokensGenerated,
 )
-from shared.transport.links import Connected, Dialer, Lost, Received
+from shared.transport.links import Dialer, Lost, Received
 
-SUMMARY = "idle time between steps that the scheduler causes, with a rank that sleeps"
 COLUMNS = [
     "exposed_us_p50",
     "exposed_us_p99",
@@ -54,7 +56,7 @@ _KEEP_ALIVE_S = 1.0
 """Time between two polls of a link whose scheduler is not measured now."""
 
 
-class StepsPlan(Struct, frozen=True, kw_only=True):
+class StepsPlan(BenchmarkPlan, frozen=True, kw_only=True):
     """Parameters of one run of `lockstep bench steps`, from its command line."""
 
     step_ms: list[float]
@@ -63,45 +65,27 @@ class StepsPlan(Struct, frozen=True, kw_only=True):
     """Sequences that decode at once."""
     steps: int
     """Steps per repeat."""
-    repeats: int
     spins: bool
     """Also measure a device that computes instead of sleeping, which never oversleeps."""
-    log_folder: Path
-    tries: int = 1
-    """Largest number of measurements per repeat while other processes use the machine."""
 
 
 OPTIONS: list[click.Parameter] = [
-    click.Option(
-        ["--step-ms"],
+    BenchmarkOption(
+        "--step-ms",
+        "Durations of a device's step in milliseconds, comma-separated",
+        "2,10",
         type=positive_milliseconds,
-        default="2,10",
         metavar="MS,...",
-        help="Durations of a device's step in milliseconds, comma-separated (default 2,10).",
     ),
     number_option("--sequences", "Sequences that decode", 16),
-    number_option("--steps", "Steps per repeat", 500),
+    number_option("--steps", "Steps per repeat", 500, quick_max=200),
     click.Option(
-        ["--spin"],
+        ["--spin", "spins"],
         is_flag=True,
         help="Also measure a device that computes instead of sleeping.",
     ),
 ]
 """Options of this benchmark."""
-
-
-def make_plan(options: BenchmarkOptions) -> StepsPlan:
-    """Return the steps benchmark's parameters from the options of its command line."""
-    arguments = options.arguments
-    return StepsPlan(
-        step_ms=arguments.step_ms,
-        sequences=arguments.sequences,
-        steps=arguments.steps,
-        repeats=arguments.repeats,
-        spins=arguments.spin,
-        log_folder=options.logs,
-        tries=arguments.tries,
-    )
 
 
 class SchedulerTestbed:
@@ -127,13 +111,11 @@ class SchedulerTestbed:
                 "LOCKSTEP_SCHEDULER_PLANS_IN_FLIGHT": str(plans_in_flight),
             },
         )
+        rank = bench_program(
+            "fake_ranks.sleeping_rank", f"ipc://{run_dir}/ranks.sock", "0", str(run_dir / "times")
+        )
         self._rank = MeasuredProcess(
-            f"the sleeping rank ({name})",
-            [
-                *[sys.executable, "-m", "services.commands.bench.fake_ranks.sleeping_rank"],
-                *[f"ipc://{run_dir}/ranks.sock", "0", str(run_dir / "times")],
-            ],
-            log_folder / f"rank-{name}.log",
+            f"the sleeping rank ({name})", rank, log_folder / f"rank-{name}.log"
         )
         self._link: Dialer[Any] = Dialer(f"ipc://{run_dir}/gateways.sock", "bench", ToGateway)
         self._requests = 0
@@ -154,14 +136,11 @@ class SchedulerTestbed:
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
             for child in (self._scheduler, self._rank):
-                if child.process.poll() is not None:
-                    raise child.failure(f"ended with exit code {child.process.returncode}")
+                child.require_running()
             for event in self._link.poll(0.1):
                 match event:
                     case Received(message=StatusReported(ready=True)):
                         return
-                    case _:
-                        pass
         raise self._scheduler.failure("was not ready in time")
 
     def keep_alive(self) -> None:
@@ -173,7 +152,7 @@ class SchedulerTestbed:
         sequences: int,
         tokens: int,
         timeout_s: float,
-        idle: Sequence["SchedulerTestbed"] = (),
+        idle: "SchedulerTestbed | None" = None,
     ) -> None:
         """Send requests to the scheduler as its gateway and wait until all have ended.
 
@@ -181,7 +160,7 @@ class SchedulerTestbed:
             sequences: number of requests that run together.
             tokens: completion length of each request.
             timeout_s: longest time until the last request has ended, in seconds.
-            idle: testbeds that are not measured now and whose links are kept alive.
+            idle: a testbed that is not measured now and whose link is kept alive.
 
         Raises:
             UnavailableError: when a request is refused, fails, or does not end in time.
@@ -198,107 +177,78 @@ class SchedulerTestbed:
             now_s = time.monotonic()
             if now_s > until_s:
                 raise self._scheduler.failure(f"did not end {len(waiting)} requests in time")
-            if now_s - kept_alive_s > _KEEP_ALIVE_S:
+            if idle is not None and now_s - kept_alive_s > _KEEP_ALIVE_S:
                 kept_alive_s = now_s
-                for other in idle:
-                    other.keep_alive()
+                idle.keep_alive()
             for event in self._link.poll(0.2):
                 match event:
-                    case Received(message=TokensGenerated() | RequestAccepted() | StatusReported()):
-                        pass
                     case Received(message=RequestFinished(request_id=name)):
                         waiting.discard(name)
                     case Received(message=RequestRejected() | RequestFailed() as answer):
                         raise UnavailableError(f"{self.name}: {answer.detail}")
-                    case Connected():
-                        pass
                     case Lost(cause=cause):
                         raise self._scheduler.failure(f"was lost: {cause}")
 
     def scheduler_cpu_s(self) -> float:
         """Return the scheduler's CPU seconds since its start; 0.0 when they cannot be read."""
-        return machine.cpu_seconds(self._scheduler.pid) or 0.0
+        return machine.cpu_seconds(self._scheduler.pid)
 
 
-def measure(plan: StepsPlan) -> Report:
+def measure(plan: StepsPlan, report: Report) -> None:
     """Measure how long the device idles between steps with one and with two plans in flight.
 
-    A plan in flight is a step plan that a rank has not answered yet. There is one case per step
-    duration and kind of simulated device, in which both schedulers are measured in turn.
+    A plan in flight is a step plan that a rank has not answered yet. Both schedulers are measured
+    in turn.
+
+    Args:
+        plan: the parameters of the benchmark.
+        report: gets one case per step duration and kind of simulated device.
 
     Raises:
         UnavailableError: when a scheduler does not start or answer.
     """
-    report = Report(
-        benchmark="steps",
-        machine=machine.describe(),
-        settings={
-            "sequences": plan.sequences,
-            "steps": plan.steps,
-            "repeats": plan.repeats,
-            "exposed": "time from the end of a step on the device to the beginning of the next",
-        },
-    )
-    with _testbeds(plan.log_folder) as testbeds:
+    report.settings |= {
+        "sequences": plan.sequences,
+        "steps": plan.steps,
+        "repeats": plan.repeats,
+        "exposed": "time from the end of a step on the device to the beginning of the next",
+    }
+    with contextlib.ExitStack() as cleanup:
+        testbeds = []
+        for name, plans_in_flight in ((RUN_AHEAD, 2), (LOCK_STEP, 1)):
+            testbeds.append(SchedulerTestbed(name, plans_in_flight, plan.log_folder))
+            cleanup.callback(testbeds[-1].stop)
         for testbed in testbeds:
             testbed.wait_until_ready()
             # Warm-up; the scheduler also learns how long a step takes.
             testbed.times.set_pace(plan.step_ms[0] / 1_000, spins=False, queued=False)
             testbed.generate(plan.sequences, 100, timeout_s=60.0)
-        for step_ms in plan.step_ms:
-            for device in ("inline", "queued"):
-                for wait in ("sleep", "spin") if plan.spins else ("sleep",):
-                    print_progress(f"steps of {step_ms:g} ms, device {device}, {wait}")
-                    report.cases.append(_measure_case(plan, testbeds, step_ms, device, wait))
-    noise.add_noise_note(report)
-    return report
 
+        def measure_both(step_ms: float, device: str, wait: str) -> dict[str, dict[str, float]]:
+            found = {}
+            for one, other in (testbeds, testbeds[::-1]):
+                queued = device == "queued"
+                one.times.set_pace(step_ms / 1_000, spins=wait == "spin", queued=queued)
+                found[one.name] = _measure_scheduler(plan, one, other, step_ms)
+            return found
 
-@contextlib.contextmanager
-def _testbeds(log_folder: Path) -> Iterator[list[SchedulerTestbed]]:
-    testbeds: list[SchedulerTestbed] = []
-    try:
-        for name, plans_in_flight in ((RUN_AHEAD, 2), (LOCK_STEP, 1)):
-            testbeds.append(SchedulerTestbed(name, plans_in_flight, log_folder))
-        yield testbeds
-    finally:
-        for testbed in testbeds:
-            testbed.stop()
-
-
-def _measure_case(
-    plan: StepsPlan, testbeds: list[SchedulerTestbed], step_ms: float, device: str, wait: str
-) -> Case:
-    case = Case(conditions={"step_ms": step_ms, "device": device, "wait": wait})
-
-    def measure_pair() -> dict[str, dict[str, float]]:
-        return {
-            testbed.name: _measure_scheduler(plan, testbed, testbeds, step_ms, device, wait)
-            for testbed in testbeds
-        }
-
-    for _ in range(plan.repeats):
-        found, foreign = noise.measure_with_retries(measure_pair, plan.tries)
-        for name, metrics in found.items():
-            case.series_of(name).add(metrics | {noise.FOREIGN_CORES: foreign})
-    case.add_ratio("exposed_us_p50", RUN_AHEAD, LOCK_STEP)
-    case.add_ratio("exposed_us_p99", RUN_AHEAD, LOCK_STEP)
-    return case
+        waits = ("sleep", "spin") if plan.spins else ("sleep",)
+        for step_ms, device, wait in itertools.product(plan.step_ms, ("inline", "queued"), waits):
+            case = measure_case(
+                plan,
+                report,
+                {"step_ms": step_ms, "device": device, "wait": wait},
+                functools.partial(measure_both, step_ms, device, wait),
+            )
+            case.add_ratios(RUN_AHEAD, LOCK_STEP, "exposed_us_p50", "exposed_us_p99")
 
 
 def _measure_scheduler(
-    plan: StepsPlan,
-    testbed: SchedulerTestbed,
-    testbeds: list[SchedulerTestbed],
-    step_ms: float,
-    device: str,
-    wait: str,
+    plan: StepsPlan, testbed: SchedulerTestbed, other: SchedulerTestbed, step_ms: float
 ) -> dict[str, float]:
-    testbed.times.set_pace(step_ms / 1_000, spins=wait == "spin", queued=device == "queued")
     cpu_s = testbed.scheduler_cpu_s()
     timeout_s = 30.0 + plan.steps * (step_ms + 10.0) / 1_000
-    others = [other for other in testbeds if other is not testbed]
-    testbed.generate(plan.sequences, plan.steps, timeout_s, others)
+    testbed.generate(plan.sequences, plan.steps, timeout_s, idle=other)
     cpu_s = testbed.scheduler_cpu_s() - cpu_s
     steps = testbed.times.steps()
     metrics = step_metrics(steps, plan.sequences, step_ms)
@@ -337,7 +287,7 @@ def step_metrics(
     return {
         "exposed_us_p50": percentile(exposed_us, 0.5),
         "exposed_us_p99": percentile(exposed_us, 0.99),
-        "exposed_us_mean": sum(exposed_us) / len(exposed_us),
+        "exposed_us_mean": statistics.fmean(exposed_us),
         "period_us_p50": percentile(period_us, 0.5),
         "overshoot_us_p50": percentile(overshoot_us, 0.5),
         "steps": len(full),

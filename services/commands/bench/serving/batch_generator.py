@@ -8,28 +8,26 @@ orders; they stay in step because their work depends only on token counts.
     python -m services.commands.bench.serving.batch_generator BACKEND MODEL_FOLDER SHARDING
 """
 
+import functools
 import importlib.metadata
-import json
+import statistics
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 from services.commands.bench.measuring.numbers import differences, latencies
+from services.commands.bench.measuring.orders import answer_orders, write_answer
 from shared.messages.rank_link import Backend, Sharding
 from shared.os import lifeline
 
 
-def main(
-    backend: Backend, folder: str, sharding: Sharding, orders: TextIO, answers: TextIO
-) -> None:
-    """Join the world, load the model and run one measurement for each line of `orders`.
+def main(backend: Backend, folder: str, sharding: Sharding) -> None:
+    """Join the world, load the model, describe this rank and answer orders with `measure`.
 
     Args:
         backend: backend of the collectives; "off" for one rank.
         folder: the model's folder.
         sharding: how the ranks share the model.
-        orders: JSON lines, each with the arguments of `measure`.
-        answers: receives the description of this rank, then the result of each measurement.
     """
     lifeline.exit_with_parent()
     from services.commands.bench.fake_ranks import standalone_rank
@@ -45,16 +43,15 @@ def main(
         model: Any = standalone_rank.load(world, folder, sharding).model
     else:
         model = _load_whole_model(folder, on_cpu=on_cpu)
-    description = {
-        "device": "cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
-        "blas": str(library or "mlx's own") if on_cpu else "",
-        "mlx": importlib.metadata.version("mlx"),
-        "ranks": world.world_size,
-    }
-    print(json.dumps(description), file=answers, flush=True)
-    for line in orders:
-        order = json.loads(line)
-        print(json.dumps(measure(model, **order)), file=answers, flush=True)
+    write_answer(
+        {
+            "device": "cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
+            "blas": str(library or "mlx's own") if on_cpu else "",
+            "mlx": importlib.metadata.version("mlx"),
+            "ranks": world.world_size,
+        }
+    )
+    answer_orders(functools.partial(measure, model))
 
 
 def _load_whole_model(folder: str, *, on_cpu: bool) -> Any:
@@ -113,16 +110,14 @@ def measure(model: Any, clients: list[list[list[int]]], max_tokens: int) -> dict
     wall_s = time.perf_counter() - began_s
     cpu_s = time.process_time() - began_cpu_s
     generator.close()
-    gaps_ms = [gap * 1_000 for gap in differences(steps_s)]
-    gaps_ms.sort()
     metrics = latencies([(sent_s[uid], arrived_s[uid]) for uid in arrived_s], wall_s)
     metrics["tokens"] = sum(len(times) for times in arrived_s.values())
     metrics["tokens_per_s"] = metrics["tokens"] / wall_s
     metrics["process_cpu_us_per_token"] = cpu_s * 1e6 / metrics["tokens"]
-    if gaps_ms:
-        metrics["full_batch_step_ms_p50"] = gaps_ms[len(gaps_ms) // 2]
+    if gaps_s := differences(steps_s):
+        metrics["full_batch_step_ms_p50"] = statistics.median_high(gaps_s) * 1_000
     return metrics
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.stdin, sys.stdout)  # type: ignore[arg-type]
+    main(sys.argv[1], sys.argv[2], sys.argv[3])  # type: ignore[arg-type]

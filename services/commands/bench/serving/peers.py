@@ -4,35 +4,30 @@ Peers use the same matrix library as our ranks, so that the servers are compared
 libraries.
 """
 
+import contextlib
 import functools
+import itertools
 import shutil
 import sys
 from pathlib import Path
 
 import click
 
-from services.commands.bench.load.load_processes import start_closed_loop_client
+from services.commands.bench.load.load_processes import LoadClient
 from services.commands.bench.load.prompts import PromptGenerator
-from services.commands.bench.measuring import machine, noise
+from services.commands.bench.measuring.noise import measure_case
 from services.commands.bench.measuring.processes import (
-    MeasuredProcess,
+    MeasuredServer,
     free_port,
     print_progress,
     wait_until_ready,
 )
-from services.commands.bench.measuring.report import Case, Report
-from services.commands.bench.measuring.stack import Stack
-from services.commands.bench.serving.overhead import (
-    STACK,
-    OverheadPlan,
-    check_answer,
-    completions_order,
-    rounds_for,
-)
+from services.commands.bench.measuring.report import Report
+from services.commands.bench.measuring.stack import started_stack
+from services.commands.bench.serving.overhead import STACK, OverheadPlan, check_answer
 from services.rank_worker.device import blas
 from shared.errors import UnavailableError
 
-SUMMARY = "the whole stack against mlx_lm.server and, where installed, vllm-mlx"
 COLUMNS = ["tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms"]
 MLX_LM, VLLM_MLX = "mlx_lm.server", "vllm-mlx"
 VLLM_MLX_OPTION = click.Option(
@@ -43,17 +38,34 @@ VLLM_MLX_OPTION = click.Option(
 )
 
 
-class PeerServer:
-    """A running server other than Lockstep that serves the same model.
+class PeersPlan(OverheadPlan, frozen=True, kw_only=True):
+    """Parameters of one run of `lockstep bench peers`, from its command line."""
 
-    `name` is its contender's name, `model` the name of the model in requests to it.
-    """
+    vllm_mlx: str | None = None
+    """Path of vllm-mlx's program; None: the one on PATH, if any."""
 
-    def __init__(self, name: str, child: MeasuredProcess, port: int, model: str) -> None:
-        self.name = name
-        self.child = child
-        self.port = port
-        self.model = model
+
+class PeerServer(MeasuredServer):
+    """A server other than Lockstep that serves the same model; its name is its contender's."""
+
+    def __init__(self, name: str, command: list[str], model: Path, log_folder: Path) -> None:
+        """Start the server on a free port, with the same matrix library as our ranks.
+
+        Args:
+            name: name of its contender.
+            command: program and arguments, without the address.
+            model: the model's folder.
+            log_folder: folder for its log.
+        """
+        port = free_port()
+        super().__init__(
+            name,
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            log_folder / f"{name.removesuffix('.server')}.log",
+            _environment(log_folder),
+            port=port,
+            model=str(model),
+        )
 
     def wait(self) -> None:
         """Wait until the server answers a GET of its health or models endpoint with 200.
@@ -61,11 +73,12 @@ class PeerServer:
         Raises:
             UnavailableError: when it ends or is not ready after 900 s.
         """
+        print_progress(f"waiting for {self.name}")
         path = "/health" if self.name == MLX_LM else "/v1/models"
-        wait_until_ready(self.child, self.port, path, timeout_s=900.0)
+        wait_until_ready(self, self.port, path, timeout_s=900.0)
 
 
-def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
+def measure(plan: PeersPlan, report: Report) -> None:
     """Measure latencies and tokens/s of Lockstep and of other servers (peers), in turn.
 
     Every server runs every case of the plan. A case is one prompt length and one number of
@@ -73,63 +86,64 @@ def measure(plan: OverheadPlan, vllm_mlx: str | None) -> Report:
 
     Args:
         plan: the parameters of the benchmark.
-        vllm_mlx: path of vllm-mlx's program; None: the one on PATH, if any.
+        report: gets the cases, and a note if vllm-mlx is not installed.
 
     Raises:
         UnavailableError: when a server does not start or answer.
     """
     prompts = PromptGenerator(plan.model)
-    report = Report(
-        benchmark="peers",
-        machine=machine.describe(),
-        settings={
-            **plan.describe(),
-            "connections": "one per request",
-        },
-    )
-    client = start_closed_loop_client(plan.log_folder)
-    peers: list[PeerServer] = []
-    try:
-        with Stack(
-            plan.model, plan.ranks, plan.log_folder / "lockstep.log", plan.settings
-        ) as stack:
-            report.machine |= stack.describe()
-            _start_peers(plan, vllm_mlx, report, peers)
-            for length in plan.prompt_tokens:
-                for concurrency in plan.concurrencies:
-                    print_progress(f"{length} prompt tokens, {concurrency} clients")
-                    report.cases.append(
-                        _measure_case(
-                            plan,
-                            length,
-                            concurrency,
-                            prompts=prompts,
-                            client=client,
-                            stack=stack,
-                            peers=peers,
-                        )
-                    )
-    finally:
-        client.stop()
-        for peer in peers:
-            peer.child.stop()
-    noise.add_noise_note(report)
-    return report
+    report.settings |= {**plan.describe(), "connections": "one per request"}
+    with contextlib.ExitStack() as cleanup:
+        client = cleanup.enter_context(LoadClient(plan.log_folder))
+        stack = cleanup.enter_context(started_stack(plan, report))
+        peers = _start_peers(plan, report, cleanup)
+
+        def measure_all(length: int, clients: int, rounds: int) -> dict[str, dict[str, float]]:
+            found = {}
+            for server in (stack, *peers):
+                # A paused peer takes no time from the measured server.
+                for peer in peers:
+                    (peer.resume if peer is server else peer.pause)()
+                work = [
+                    [prompts.text_prompt(length) for _ in range(rounds)] for _ in range(clients)
+                ]
+                name = STACK if server is stack else server.name
+                try:
+                    answer = client.complete(server, work, plan.new_tokens)
+                    tokens = clients * rounds * plan.new_tokens
+                    found[name] = check_answer(answer, tokens, length)
+                except UnavailableError as error:
+                    raise UnavailableError(f"{name}: {error}") from None
+            return found
+
+        for length, clients in itertools.product(plan.prompt_tokens, plan.clients):
+            case = measure_case(
+                plan,
+                report,
+                {"prompt_tokens": length, "clients": clients},
+                functools.partial(measure_all, length, clients, plan.rounds_for(length)),
+                warm_up=functools.partial(measure_all, length, clients, 1),
+            )
+            for peer in peers:
+                case.add_ratios(STACK, peer.name, "tokens_per_s", "ttft_p50_ms", "ttft_p95_ms")
 
 
 def _start_peers(
-    plan: OverheadPlan, vllm_mlx: str | None, report: Report, peers: list[PeerServer]
-) -> None:
-    """Start the peers and wait for them; append each to `peers` at once, so that it is stopped."""
-    peers.append(start_mlx_lm(plan.model, plan.log_folder))
-    program = vllm_mlx or shutil.which("vllm-mlx")
+    plan: PeersPlan, report: Report, cleanup: contextlib.ExitStack
+) -> list[PeerServer]:
+    """Start the peers and wait for them; `cleanup` stops them."""
+    peers = [cleanup.enter_context(start_mlx_lm(plan.model, plan.log_folder))]
+    program = plan.vllm_mlx or shutil.which("vllm-mlx")
     if program is None:
         report.notes.append(f"{VLLM_MLX} is not installed, so it was not measured.")
     else:
-        peers.append(_start_vllm_mlx(plan, program))
+        command = [program, "serve", str(plan.model)]
+        command += ["--continuous-batching", "--disable-prefix-cache"]
+        peer = PeerServer(VLLM_MLX, command, plan.model, plan.log_folder)
+        peers.append(cleanup.enter_context(peer))
     for peer in peers:
-        print_progress(f"waiting for {peer.name}")
         peer.wait()
+    return peers
 
 
 def start_mlx_lm(model: Path, log_folder: Path) -> PeerServer:
@@ -139,25 +153,8 @@ def start_mlx_lm(model: Path, log_folder: Path) -> PeerServer:
         model: the model's folder.
         log_folder: folder for the log `mlx_lm.log`.
     """
-    port = free_port()
-    command = [
-        *[sys.executable, "-m", "mlx_lm.server"],
-        *["--model", str(model), "--host", "127.0.0.1", "--port", str(port)],
-        *["--log-level", "WARNING"],
-    ]
-    child = MeasuredProcess(MLX_LM, command, log_folder / "mlx_lm.log", _environment(log_folder))
-    return PeerServer(MLX_LM, child, port, str(model))
-
-
-def _start_vllm_mlx(plan: OverheadPlan, program: str) -> PeerServer:
-    port = free_port()
-    command = [
-        *[program, "serve", str(plan.model), "--host", "127.0.0.1", "--port", str(port)],
-        *["--continuous-batching", "--disable-prefix-cache"],
-    ]
-    log = plan.log_folder / "vllm-mlx.log"
-    child = MeasuredProcess(VLLM_MLX, command, log, _environment(plan.log_folder))
-    return PeerServer(VLLM_MLX, child, port, str(plan.model))
+    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(model)]
+    return PeerServer(MLX_LM, [*command, "--log-level", "WARNING"], model, log_folder)
 
 
 @functools.cache
@@ -167,52 +164,3 @@ def _environment(folder: Path) -> dict[str, str]:
     Cached because the library may have to be written into the folder.
     """
     return {"HF_HUB_OFFLINE": "1", **blas.environment(folder)}
-
-
-def _measure_case(
-    plan: OverheadPlan,
-    length: int,
-    concurrency: int,
-    *,
-    prompts: PromptGenerator,
-    client: MeasuredProcess,
-    stack: Stack,
-    peers: list[PeerServer],
-) -> Case:
-    case = Case(conditions={"prompt_tokens": length, "clients": concurrency})
-    rounds = rounds_for(plan, length)
-    servers = [(STACK, stack.port, stack.name)]
-    servers += [(peer.name, peer.port, peer.model) for peer in peers]
-    for repeat in range(-1, plan.repeats):
-        count = rounds if repeat >= 0 else 1
-
-        def measure_all(count: int = count) -> dict[str, dict[str, float]]:
-            found = {}
-            for name, port, model in servers:
-                # A paused peer takes no time from the measured server.
-                for peer in peers:
-                    (peer.child.resume if peer.name == name else peer.child.pause)()
-                work = [
-                    [prompts.text_prompt(length) for _ in range(count)] for _ in range(concurrency)
-                ]
-                order = completions_order(port, model, work, plan.new_tokens)
-                answer = client.request(order)
-                try:
-                    found[name] = check_answer(
-                        answer, concurrency * count * plan.new_tokens, length
-                    )
-                except UnavailableError as error:
-                    raise UnavailableError(f"{name}: {error}") from None
-            return found
-
-        if repeat < 0:
-            # Warm-up.
-            measure_all()
-            continue
-        found, foreign = noise.measure_with_retries(measure_all, plan.tries)
-        for name, metrics in found.items():
-            case.series_of(name).add(metrics | {noise.FOREIGN_CORES: foreign})
-    for peer in peers:
-        for metric in ("tokens_per_s", "ttft_p50_ms", "ttft_p95_ms"):
-            case.add_ratio(metric, STACK, peer.name)
-    return case

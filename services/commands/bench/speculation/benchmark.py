@@ -7,37 +7,26 @@ beside the model.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from msgspec import Struct
 
-from services.commands.bench.flags import (
-    BenchmarkOptions,
-    find_folder,
-    names_option,
-    number_option,
-    numbers_option,
-)
-from services.commands.bench.load.load_processes import (
-    closed_loop_order,
-    request_body,
-    require_success,
-    start_closed_loop_client,
-)
-from services.commands.bench.measuring import machine, noise
-from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
+from services.commands.bench.flags import names_option, number_option, numbers_option
+from services.commands.bench.load.load_processes import LoadClient, request_body
+from services.commands.bench.measuring.noise import Measured, measure_case
+from services.commands.bench.measuring.plan import StackPlan
 from services.commands.bench.measuring.report import Case, Report
-from services.commands.bench.measuring.stack import Stack
+from services.commands.bench.measuring.stack import Stack, started_stack
+from services.commands.bench.plans import find_folder
 from services.commands.bench.speculation.request_generator import KINDS, RequestGenerator
 from shared.errors import UnavailableError, UsageError
 from shared.messages import DraftStatistics
 from shared.model.location import DEMO, demo_folder
 
-SUMMARY = "tokens/s with and without drafts, on text that repeats itself and on text that does not"
-DEFAULTS = {"texts": list(KINDS)}
 COLUMNS = [
     "tokens_per_s",
     "ttft_p50_ms",
@@ -51,11 +40,9 @@ METHODS = (NGRAM, "draft_model", "eagle")
 """Values of `speculation.method` in a request."""
 
 
-class SpeculationPlan(Struct, frozen=True, kw_only=True):
+class SpeculationPlan(StackPlan, frozen=True, kw_only=True):
     """Parameters of one run of `lockstep bench speculation`, from its command line."""
 
-    model: Path
-    ranks: int
     texts: list[str]
     """Kinds of text, from `request_generator`."""
     clients: list[int]
@@ -63,16 +50,17 @@ class SpeculationPlan(Struct, frozen=True, kw_only=True):
     """Longest completion; a model may end earlier, at the same token with and without drafts."""
     rounds: int
     """Requests that each client sends per repeat, one after the other."""
-    repeats: int
-    log_folder: Path
-    tries: int = 1
-    """Largest number of measurements per repeat while other processes use the machine."""
-    settings: dict[str, str] = {}
-    """LOCKSTEP_… variables for the stack."""
     method: str = NGRAM
     """Method that proposes drafts, one of METHODS."""
     draft_model: Path | None = None
     """Folder of the draft model or head; None for n-grams."""
+    check: int | None = None
+    """Number of requests whose texts are only compared; None: measure."""
+
+    @property
+    def is_demo(self) -> bool:
+        """The model is the built-in demo model."""
+        return self.model.resolve() == demo_folder().resolve()
 
     @property
     def contenders(self) -> tuple[str, str]:
@@ -81,12 +69,27 @@ class SpeculationPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def stack_settings(self) -> dict[str, str]:
-        """Return the stack's LOCKSTEP_… variables: this benchmark's own, then those of the plan."""
+        """Return this benchmark's own LOCKSTEP_… variables for the stack."""
         settings = {"LOCKSTEP_CACHE_ENABLED": "false"}
         if self.draft_model is not None:
             settings["LOCKSTEP_SPECULATION_METHOD"] = self.method
             settings["LOCKSTEP_SPECULATION_DRAFT_MODEL"] = str(self.draft_model)
-        return {**settings, **self.settings}
+        return settings
+
+    def describe(self) -> dict[str, str]:
+        """Return name -> value of the parameters on drafts that reports show."""
+        draft_model = {"draft_model": self.draft_model.name} if self.draft_model else {}
+        return {"method": self.method, **draft_model}
+
+
+def _find_draft_model(
+    ctx: click.Context, _option: click.Parameter, draft_model: str | None
+) -> Path | None:
+    if (draft_model is None) != (ctx.params["method"] == NGRAM):
+        raise UsageError(
+            "Methods draft_model and eagle need --draft-model, and ngram does not allow it."
+        )
+    return find_folder(draft_model) if draft_model else None
 
 
 OPTIONS: list[click.Parameter] = [
@@ -101,11 +104,14 @@ OPTIONS: list[click.Parameter] = [
         ["--method"],
         type=click.Choice(METHODS),
         default=NGRAM,
+        # The callback of --draft-model reads it.
+        is_eager=True,
         help="Source of drafts (default ngram).",
     ),
     click.Option(
         ["--draft-model"],
         type=click.Path(),
+        callback=_find_draft_model,
         metavar="FOLDER",
         help="The draft model or head of the method.",
     ),
@@ -115,79 +121,47 @@ OPTIONS: list[click.Parameter] = [
     names_option("--texts", KINDS, "Kinds of text"),
     numbers_option("--clients", "Numbers of concurrent clients", "1,8"),
     number_option("--new-tokens", "Longest completion", 256),
-    number_option("--rounds", "Requests per client and repeat", 4),
+    number_option("--rounds", "Requests per client and repeat", 4, quick_max=2),
     number_option("--ranks", "World size", 1),
 ]
 """Options of this benchmark."""
 
 
-def make_plan(options: BenchmarkOptions) -> SpeculationPlan:
-    """Return the speculation benchmark's parameters from the options of its command line.
-
-    Raises:
-        UsageError: when a setting is malformed, a folder does not exist, or --draft-model does not
-            fit the method.
-    """
-    arguments = options.arguments
-    if (arguments.draft_model is None) != (arguments.method == NGRAM):
-        raise UsageError(
-            "Methods draft_model and eagle need --draft-model, and ngram does not allow it."
-        )
-    draft_model = find_folder(arguments.draft_model) if arguments.draft_model else None
-    return SpeculationPlan(
-        model=options.model,
-        method=arguments.method,
-        draft_model=draft_model,
-        ranks=arguments.ranks,
-        texts=arguments.texts,
-        clients=arguments.clients,
-        new_tokens=arguments.new_tokens,
-        rounds=arguments.rounds,
-        repeats=arguments.repeats,
-        log_folder=options.logs,
-        tries=arguments.tries,
-        settings=options.settings,
-    )
-
-
-def measure(plan: SpeculationPlan) -> Report:
+def measure(plan: SpeculationPlan, report: Report) -> None:
     """Measure tokens/s with and without drafts for each kind of text and number of clients.
+
+    Args:
+        plan: the parameters of the benchmark.
+        report: gets one case per kind and number, and reasons to distrust it as notes.
 
     Raises:
         UnavailableError: when the stack does not start or answer.
     """
-    is_demo = plan.model.resolve() == demo_folder().resolve()
-    report = Report(
-        benchmark="speculation",
-        machine=machine.describe(),
-        settings={
-            "model": plan.model.name,
-            "texts": "requests from the demo model's training" if is_demo else "general requests",
-            "new_tokens": f"at most {plan.new_tokens}",
-            "rounds": plan.rounds,
-            "repeats": plan.repeats,
-            "method": plan.method,
-            **({"draft_model": plan.draft_model.name} if plan.draft_model else {}),
-            "order": f"{', '.join(plan.contenders)}, and back",
-            **plan.settings,
-        },
-    )
-    settings = plan.stack_settings
-    client = start_closed_loop_client(plan.log_folder)
-    try:
-        with Stack(plan.model, plan.ranks, plan.log_folder / "lockstep.log", settings) as stack:
-            report.machine |= stack.describe()
-            for kind in plan.texts:
-                for count in plan.clients:
-                    requests = RequestGenerator(kind, count, is_demo=is_demo)
-                    case = Case(conditions={"text": kind, "clients": count})
-                    _measure_case(plan, stack, client, requests, case)
-                    report.cases.append(case)
-                    report.notes += reliability_notes(case)
-    finally:
-        client.stop()
-    noise.add_noise_note(report)
-    return report
+    report.settings |= {
+        "model": plan.model.name,
+        "texts": "requests from the demo model's training" if plan.is_demo else "general requests",
+        "new_tokens": f"at most {plan.new_tokens}",
+        "rounds": plan.rounds,
+        "repeats": plan.repeats,
+        **plan.describe(),
+        "order": f"{', '.join(plan.contenders)}, and back",
+        **plan.settings,
+    }
+    with (
+        LoadClient(plan.log_folder) as client,
+        started_stack(plan, report, **plan.stack_settings) as stack,
+    ):
+        for kind, clients in itertools.product(plan.texts, plan.clients):
+            requests = RequestGenerator(kind, clients, is_demo=plan.is_demo)
+            orders = itertools.cycle([plan.contenders, plan.contenders[::-1]])
+            run = functools.partial(
+                _measure_contenders, plan, stack, client, requests, clients, orders
+            )
+            # The warm-up also lets the scheduler learn the cost of drafts for this batch size.
+            conditions = {"text": kind, "clients": clients}
+            case = measure_case(plan, report, conditions, run, warm_up=run)
+            case.add_ratios(plan.method, OFF, "tokens_per_s", "ttft_p50_ms")
+            report.notes += reliability_notes(case)
 
 
 def reliability_notes(case: Case) -> list[str]:
@@ -202,18 +176,18 @@ def reliability_notes(case: Case) -> list[str]:
     notes = []
     where = ", ".join(f"{name} {value}" for name, value in case.conditions.items())
     for name in [name for name in case.series if name != OFF]:
-        metrics = case.series_of(name).metrics
-        differing = sum(metrics.get("texts_differing", []))
+        differing = sum(case.values(name, "texts_differing"))
         if differing:
+            texts = sum(case.values(name, "texts"))
             notes.append(
-                f"{where}: {differing:.0f} of {sum(metrics['texts']):.0f} texts differ between "
+                f"{where}: {differing:.0f} of {texts:.0f} texts differ between "
                 f"{name} and {OFF}, although decoding is greedy."
             )
-        if not metrics.get("acceptance"):
+        if not case.values(name, "acceptance"):
             notes.append(
                 f"{where}: {name} had no draft verified, so the ratio shows only the search's cost."
             )
-    if case.series_of(OFF).metrics.get("acceptance"):
+    if case.values(OFF, "acceptance"):
         notes.append(f"{where}: drafts were verified for requests with speculation off.")
     return notes
 
@@ -222,12 +196,12 @@ def require_equal_work(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the load client's answer unchanged if all contenders had the same work.
 
     Args:
-        answer: JSON object of the closed-loop client.
+        answer: result of `LoadClient.load`.
 
     Raises:
-        UnavailableError: when requests failed or prompts were found in a prefix cache.
+        UnavailableError: when prompts were found in a prefix cache.
     """
-    if require_success(answer)["metrics"]["cached_tokens"]:
+    if answer["metrics"]["cached_tokens"]:
         raise UnavailableError("Prompts were found in a prefix cache: the work was not equal.")
     return answer
 
@@ -280,68 +254,54 @@ def contender_metrics(
     }
 
 
-def _measure_case(
+def _measure_contenders(
     plan: SpeculationPlan,
     stack: Stack,
-    client: MeasuredProcess,
+    client: LoadClient,
     requests: RequestGenerator,
-    case: Case,
-) -> None:
-    count = int(case.conditions["clients"])
-    for repeat in range(-1, plan.repeats):
-        step = f"repeat {repeat + 1}" if repeat >= 0 else "warm-up"
-        print_progress(f"{case.conditions['text']}, {count} clients, {step}")
-        order = plan.contenders if repeat % 2 else plan.contenders[::-1]
-
-        def measure_all(order: tuple[str, ...] = order) -> dict[str, dict[str, float | None]]:
-            work = [[requests.next() for _ in range(plan.rounds)] for _ in range(count)]
-            answers, drafts = {}, {}
-            before = DraftTotals.of(stack.drafts())
-            for name in order:
-                load = load_order(plan, stack, requests.path, work, name)
-                answers[name] = require_equal_work(client.request(load))
-                after = DraftTotals.of(stack.drafts())
-                drafts[name] = DraftTotals(
-                    after.rows - before.rows, after.accepted - before.accepted
-                )
-                before = after
-            reference = answers[OFF]["texts"]
-            return {
-                name: contender_metrics(answers[name], reference, drafts[name]) for name in answers
-            }
-
-        if repeat < 0:
-            # The warm-up also lets the scheduler learn the cost of drafts for this batch size.
-            measure_all()
-            continue
-        found, foreign = noise.measure_with_retries(measure_all, plan.tries)
-        for name in plan.contenders:
-            case.series_of(name).add(found[name] | {noise.FOREIGN_CORES: foreign})
-    for metric in ("tokens_per_s", "ttft_p50_ms"):
-        case.add_ratio(metric, plan.method, OFF)
+    clients: int,
+    orders: Iterator[tuple[str, ...]],
+) -> Measured:
+    work = [[requests.next() for _ in range(plan.rounds)] for _ in range(clients)]
+    answers, drafts = {}, {}
+    before = DraftTotals.of(stack.drafts())
+    for name in next(orders):
+        answers[name] = send_work(plan, stack, client, requests.path, work, name)
+        after = DraftTotals.of(stack.drafts())
+        drafts[name] = DraftTotals(after.rows - before.rows, after.accepted - before.accepted)
+        before = after
+    reference = answers[OFF]["texts"]
+    return {
+        name: contender_metrics(answers[name], reference, drafts[name]) for name in plan.contenders
+    }
 
 
-def load_order(
+def send_work(
     plan: SpeculationPlan,
     stack: Stack,
+    client: LoadClient,
     path: str,
     work: Sequence[Sequence[Mapping[str, Any]]],
     method: str,
 ) -> dict[str, Any]:
-    """Return the JSON object that orders one load, with one speculation method, from the client.
+    """Put one load with one speculation method on the stack; return the load client's answer.
 
     Args:
         plan: the parameters of the benchmark.
         stack: the running stack.
+        client: the load client.
         path: path of the endpoint.
         work: per client the fields of the requests that it sends one after the other.
         method: value of `speculation.method` in all requests; "off" for no drafts.
+
+    Raises:
+        UnavailableError: when requests failed or prompts were found in a prefix cache.
     """
     clients = [
         [
-            request_body(stack.name, plan.new_tokens, speculation={"method": method}, **fields)
+            request_body(stack.model, plan.new_tokens, speculation={"method": method}, **fields)
             for fields in each
         ]
         for each in work
     ]
-    return closed_loop_order(stack.port, path, clients)
+    return require_equal_work(client.load(stack, path, clients))

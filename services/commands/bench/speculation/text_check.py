@@ -6,24 +6,17 @@ with the chosen method; adaptive speculation is off, so that drafts are always v
 runs twice without drafts: differences between these two runs do not come from drafts.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from services.commands.bench.load.load_processes import start_closed_loop_client
-from services.commands.bench.measuring import machine
-from services.commands.bench.measuring.processes import MeasuredProcess, print_progress
+from services.commands.bench.load.load_processes import LoadClient
+from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import Case, Report
-from services.commands.bench.measuring.stack import Stack
-from services.commands.bench.speculation.benchmark import (
-    NGRAM,
-    OFF,
-    SpeculationPlan,
-    load_order,
-    require_equal_work,
-)
+from services.commands.bench.measuring.stack import Stack, started_stack
+from services.commands.bench.speculation.benchmark import NGRAM, OFF, SpeculationPlan, send_work
 from services.commands.bench.speculation.request_generator import RequestGenerator
-from shared.model.location import demo_folder
 
 COLUMNS = ["requests", "texts_differing", "counts_differing", "acceptance", "tokens_per_step"]
 OFF_AGAIN = "off again"
@@ -36,42 +29,33 @@ _STOPPED_SHARE = 0.4
 _SEED = 5
 
 
-def measure(plan: SpeculationPlan, count: int) -> Report:
+def measure(plan: SpeculationPlan, report: Report, count: int) -> None:
     """Compare the greedy texts of the same requests without drafts and with each method.
 
     Args:
         plan: the parameters of the benchmark.
+        report: gets one case, and the verdicts as notes.
         count: number of requests.
 
     Raises:
         UnavailableError: when the stack does not start or answer, or requests fail.
     """
-    is_demo = plan.model.resolve() == demo_folder().resolve()
-    methods = list(dict.fromkeys([OFF_AGAIN, NGRAM, plan.method]))
-    report = Report(
-        benchmark="speculation",
-        machine=machine.describe(),
-        settings={
-            "model": plan.model.name,
-            "method": plan.method,
-            **({"draft_model": plan.draft_model.name} if plan.draft_model else {}),
-            "requests": count,
-            **plan.settings,
-        },
-    )
+    report.columns = COLUMNS
+    report.settings |= {
+        "model": plan.model.name,
+        **plan.describe(),
+        "requests": count,
+        **plan.settings,
+    }
     case = Case(conditions={"ranks": plan.ranks, "clients": f"1 to {_CLIENTS_MAX}"})
-    client = start_closed_loop_client(plan.log_folder)
-    try:
-        log = plan.log_folder / "lockstep.log"
-        settings = {"LOCKSTEP_SPECULATION_ADAPTIVE": "false", **plan.stack_settings}
-        with Stack(plan.model, plan.ranks, log, settings) as stack:
-            report.machine |= stack.describe()
-            _compare_waves(plan, stack, client, (count, is_demo), methods, case)
-    finally:
-        client.stop()
+    settings = {"LOCKSTEP_SPECULATION_ADAPTIVE": "false", **plan.stack_settings}
+    with (
+        LoadClient(plan.log_folder) as client,
+        started_stack(plan, report, **settings) as stack,
+    ):
+        _compare_waves(plan, stack, client, count, case)
     report.cases.append(case)
     report.notes += verdict_notes(case)
-    return report
 
 
 def verdict_notes(case: Case) -> list[str]:
@@ -83,8 +67,8 @@ def verdict_notes(case: Case) -> list[str]:
         case: the metrics of `compare`, per method one value per wave.
     """
     notes = []
-    for name, series in case.series.items():
-        total = {metric: sum(values) for metric, values in series.metrics.items()}
+    for name, metrics in case.series.items():
+        total = {metric: sum(values) for metric, values in metrics.items()}
         differing = total["texts_differing"] + total["counts_differing"]
         verdict = f"{differing:.0f} differences" if differing else "no difference"
         notes.append(f"{name}: {verdict} in {total['requests']:.0f} requests.")
@@ -146,36 +130,22 @@ def compare(answer: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
 
 
 def _compare_waves(
-    plan: SpeculationPlan,
-    stack: Stack,
-    client: MeasuredProcess,
-    count_and_is_demo: tuple[int, bool],
-    methods: Sequence[str],
-    case: Case,
+    plan: SpeculationPlan, stack: Stack, client: LoadClient, left: int, case: Case
 ) -> None:
-    left, is_demo = count_and_is_demo
     random = Random(_SEED)
-    kinds = [RequestGenerator(kind, _SEED, is_demo=is_demo) for kind in plan.texts]
-    number = 0
-    while left > 0:
-        requests = kinds[number % len(kinds)]
+    kinds = [RequestGenerator(kind, _SEED, is_demo=plan.is_demo) for kind in plan.texts]
+    methods = dict.fromkeys([OFF_AGAIN, NGRAM, plan.method])
+    for number, requests in enumerate(itertools.cycle(kinds)):
         wave = draw_wave(requests, random, number, left, plan.new_tokens)
-        number += 1
         left -= sum(map(len, wave))
-
-        def answer(
-            method: str,
-            path: str = requests.path,
-            wave: Sequence[Sequence[Mapping[str, Any]]] = wave,
-        ) -> dict[str, Any]:
-            order = load_order(plan, stack, path, wave, method)
-            return require_equal_work(client.request(order))
-
-        reference = answer(OFF)
+        reference = send_work(plan, stack, client, requests.path, wave, OFF)
         for name in methods:
-            found = answer(OFF if name == OFF_AGAIN else name)
-            case.series_of(name).add(compare(found, reference))
+            method = OFF if name == OFF_AGAIN else name
+            found = send_work(plan, stack, client, requests.path, wave, method)
+            case.add(name, compare(found, reference))
         print_progress(f"{left} requests left")
+        if not left:
+            return
 
 
 def _request(requests: RequestGenerator, random: Random, new_tokens: int) -> dict[str, Any]:

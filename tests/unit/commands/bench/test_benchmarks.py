@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 
 from services.commands.bench import flags
-from services.commands.bench.benchmarks import BENCHMARKS, Benchmark
+from services.commands.bench.benchmarks import BENCHMARKS
 from services.commands.bench.fake_ranks.sleeping_rank import StepTimesFile
 from services.commands.bench.load.counting_client import MarkCounter, SharedCounter
 from services.commands.bench.measuring import stack
 from services.commands.bench.parts import steps
+from services.commands.bench.plans import Benchmark
 from shared.errors import UnavailableError, UsageError
-from tests.unit.commands.bench.bench_arguments import parse
+from shared.model.location import demo_folder
+from tests.unit.commands.bench.bench_arguments import parse, plan_of
 from tests.unit.commands.command_lines import run
 
 
@@ -33,8 +35,9 @@ def test_quick_flag_reduces_cases_and_repeats_of_benchmark() -> None:
 
 
 def _defaulted(benchmark: Benchmark) -> set[str]:
-    """Return the flags for which the benchmark has defaults or limits."""
-    return {*benchmark.defaults, *benchmark.quick_defaults, *benchmark.quick_limits}
+    """Return the flags with another default or a limit under `--quick`."""
+    options = [one for one in benchmark.options if isinstance(one, flags.BenchmarkOption)]
+    return {str(one.name) for one in options if (one.quick, one.quick_max) != (None, None)}
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -67,7 +70,7 @@ def test_quick_flag_gives_no_benchmark_more_cases_or_repeats_than_default(name: 
     assert quick["repeats"] <= 2
     for flag in _defaulted(benchmark):
         small, whole = (
-            one if isinstance(one, int) else len(one) for one in (quick[flag], plain[flag])
+            len(one) if isinstance(one, list) else one for one in (quick[flag], plain[flag])
         )
         assert 0 < small <= whole
 
@@ -105,13 +108,12 @@ def test_bench_set_flag_becomes_environment_variable_of_that_setting() -> None:
 
 
 def test_bench_steps_divides_time_counters_into_microseconds_per_step() -> None:
-    """Counters at any depth of the status are divided by the steps; no step gives no metrics."""
-    before = stack.find_counters({"scheduler": {"counters": {"steps_total": 10, "x_ms_total": 5}}})
-    after = {"steps_total": 20.0, "x_ms_total": 6.0, "y_seconds_total": 0.001, "other": 3.0}
+    """Sums of milliseconds are divided by the steps; no step gives no metrics."""
+    before = {"steps_total": 10.0, "x_ms_total": 5.0}
+    after = {"steps_total": 20.0, "x_ms_total": 6.0, "other": 3.0}
     found = stack.per_step_metrics(before, after)
-    assert found == {"steps": 10.0, "x_us_per_step": 100.0, "y_us_per_step": 100.0}
+    assert found == {"steps": 10.0, "x_us_per_step": 100.0}
     assert stack.per_step_metrics(after, after) == {}
-    assert stack.find_counters({"ready": True}) == {}
 
 
 def test_bench_steps_counts_gaps_only_between_consecutive_steps_with_full_batch() -> None:
@@ -155,3 +157,19 @@ def test_byte_pattern_is_counted_once_wherever_reads_cut_the_stream(size: int) -
         counter = MarkCounter(mark)
         found = sum(counter.feed(data[start : start + size]) for start in range(0, len(data), size))
         assert found == counter.count == expected
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("quick", [[], ["--quick"]])
+def test_plan_of_each_benchmark_has_values_of_its_options(
+    tmp_path: Path, name: str, quick: list[str]
+) -> None:
+    """Every field is filled; `--quick` takes two repeats at most."""
+    has_model = any(option.name == "model" for option in BENCHMARKS[name].options)
+    given = ["--model", "demo"] if has_model else []
+    plan = plan_of(tmp_path, name, *given, *quick, "--tries", "3")
+    if has_model:
+        assert plan.model == demo_folder().resolve()
+    assert isinstance(plan, BENCHMARKS[name].plan)
+    assert (plan.log_folder, plan.tries) == (tmp_path, 3)
+    assert plan.repeats == (2 if quick else BENCHMARKS[name].repeats)

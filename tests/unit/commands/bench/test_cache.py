@@ -48,17 +48,22 @@ def test_chat_session_grows_with_each_turn_to_requested_number_of_tokens(
     assert all(size == pytest.approx(tokens * 0.85 / turns, rel=0.5) for size in growth)
 
 
+def _plan(folder: Path, *, repeats: int = 1, is_warm: bool = False) -> CachePlan:
+    return CachePlan(
+        model=folder, ranks=1, parts=[], prefixes=[], turns=1, tokens=1, repeats=repeats,
+        log_folder=folder, is_warm=is_warm,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("is_warm", "says"), [(False, "emptied"), (True, "kept")])
 def test_bench_cache_report_says_whether_page_cache_was_emptied(
     tmp_path: Path, *, is_warm: bool, says: str
 ) -> None:
     """A note says it, because ratios with and without the page cache are not comparable."""
-    plan = CachePlan(
-        model=tmp_path, ranks=1, parts=[], prefixes=[], turns=1, tokens=1, repeats=1,
-        log_folder=tmp_path, is_warm=is_warm,
-    )  # fmt: skip
-
-    assert says in benchmark._new_report(plan, tmp_path).settings["page_cache"]
+    plan = _plan(tmp_path, is_warm=is_warm)
+    report = Report(benchmark="cache", machine={})
+    benchmark.describe(plan, tmp_path, report)
+    assert says in report.settings["page_cache"]
 
 
 def test_chat_sessions_are_equal_when_seeds_are_equal_and_otherwise_share_no_prefix() -> None:
@@ -152,7 +157,7 @@ def _prefix_case(memory: float, ssd: float, restarted: float, peer: float) -> Ca
         (prefix_reuse.PEER_COLD, 1_000.0, "memory_tokens", 0.0),
         (prefix_reuse.PEER_AGAIN, 50.0, "memory_tokens", peer),
     ):
-        case.series_of(contender).add({"ttft_ms": ttft_ms, tier: found})
+        case.add(contender, {"ttft_ms": ttft_ms, tier: found})
     return case
 
 
@@ -168,8 +173,8 @@ def test_bench_cache_notes_prefix_that_server_did_not_find_in_cache() -> None:
 def test_cache_hit_times_are_compared_with_cold_request_of_same_repeat() -> None:
     """Restores are compared with plain reads where both have a rate."""
     case = _prefix_case(1_000, 1_000, 1_000, 1_000)
-    case.series_of(prefix_reuse.RESTARTED).add({"read_mb_per_s": 700.0})
-    case.series_of(prefix_reuse.PLAIN_READ).add({"read_mb_per_s": 1_000.0})
+    case.add(prefix_reuse.RESTARTED, {"read_mb_per_s": 700.0})
+    case.add(prefix_reuse.PLAIN_READ, {"read_mb_per_s": 1_000.0})
     prefix_reuse.add_ratios(case)
     assert case.ratios["memory/cold ttft_ms"] == [0.05]
     assert case.ratios["ssd, restarted/cold ttft_ms"] == [0.15]
@@ -178,11 +183,16 @@ def test_cache_hit_times_are_compared_with_cold_request_of_same_repeat() -> None
     assert "ssd/plain read read_mb_per_s" not in case.ratios
 
 
-def test_bench_cache_repeats_long_prefixes_and_sessions_less_than_short_ones() -> None:
+def test_bench_cache_repeats_long_prefixes_and_sessions_less_than_short_ones(
+    tmp_path: Path,
+) -> None:
     """Long prefixes and sessions have fewer repeats than short ones, and at least one."""
-    assert [prefix_reuse.repeats_for(3, length) for length in (1_024, 8_192, 16_384)] == [3, 3, 1]
-    assert prefix_reuse.repeats_for(1, 16_384) == 1
-    assert [session_replay.repeats_for(6, tokens) for tokens in (1_500, 30_000)] == [6, 2]
+    one, three, six = (_plan(tmp_path, repeats=repeats) for repeats in (1, 3, 6))
+    long = prefix_reuse.LONG_TOKENS
+    assert [three.repeats_for(length, long) for length in (1_024, 8_192, 16_384)] == [3, 3, 1]
+    assert one.repeats_for(16_384, long) == 1
+    long = session_replay.LONG_TOKENS
+    assert [six.repeats_for(tokens, long) for tokens in (1_500, 30_000)] == [6, 2]
 
 
 def test_restore_rate_is_computed_from_scheduler_counters() -> None:
@@ -233,7 +243,7 @@ def test_bench_cache_notes_disk_writes_that_are_missing_or_unexpected(
         (spilling_cost.RESIDENT, resident),
     ):
         for value in values:
-            case.series_of(contender).add({"spilled_mb": value})
+            case.add(contender, {"spilled_mb": value})
     assert len(spilling_cost.spilling_notes(case)) == notes
 
 
@@ -277,12 +287,12 @@ def test_benchmarked_server_stores_kv_blocks_in_its_own_cache_folder() -> None:
 
 def test_bench_cache_prints_prefixes_and_sessions_in_separate_tables() -> None:
     """The tables of prefixes and sessions have only their own columns."""
-    report = Report(benchmark="cache", machine={}, settings={})
+    report = Report(benchmark="cache", machine={}, columns=["ttft_ms", "total_s"])
     for part, metric in (("prefixes", "ttft_ms"), ("prefixes", "ttft_ms"), ("replay", "total_s")):
         case = Case(conditions={PART: part})
-        case.series_of("lockstep").add({metric: 1.0})
+        case.add("lockstep", {metric: 1.0})
         report.cases.append(case)
-    text = to_text(report, ["ttft_ms", "total_s"])
+    text = to_text(report)
     headers = [line for line in text.splitlines() if line.startswith("| part")]
     assert [("ttft_ms" in line, "total_s" in line) for line in headers] == [
         (True, False),

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from services.commands.bench.flags import BenchmarkOptions
 from services.commands.bench.measuring.report import Case, Report, from_json, to_json, to_text
 from services.commands.bench.serving import ranks
 from shared.canary_names import decode_name
 from shared.errors import UsageError
-from tests.unit.commands.bench.bench_arguments import parse
+from tests.unit.commands.bench.bench_arguments import plan_of
 
 
 def rank(number: int, milliseconds: float = 1.5, **changes: Any) -> dict[str, Any]:
@@ -55,15 +54,15 @@ def test_bench_ranks_reports_share_of_collectives_only_when_canary_measured_it()
 def test_bench_ranks_reports_memory_of_each_rank_in_its_own_row() -> None:
     """Each rank has its memory and its weights, unless it does not report the weights."""
     first, second = ranks.memory_cases([rank(0), rank(1, shard_bytes=0)])
-    assert first.series_of("lockstep").metrics == {"memory_mib": [3.0], "weights_mib": [1.0]}
-    assert second.series_of("lockstep").metrics == {"memory_mib": [3.0]}
+    assert first.series["lockstep"] == {"memory_mib": [3.0], "weights_mib": [1.0]}
+    assert second.series["lockstep"] == {"memory_mib": [3.0]}
     assert second.conditions["rank"] == 1
 
 
 def report(count: int, tokens_per_s: list[float], clients: int = 1) -> Report:
     """Return the report of a run with one case."""
     case = Case(conditions={"part": "decode", "clients": clients})
-    case.series_of("lockstep").metrics["tokens_per_s"] = tokens_per_s
+    case.series["lockstep"] = {"tokens_per_s": tokens_per_s}
     settings = {"model": "m", "ranks": count}
     return Report(benchmark="ranks", machine={}, settings=settings, cases=[case])
 
@@ -75,7 +74,7 @@ def test_bench_ranks_reports_changes_as_ratios_of_medians_to_earlier_run() -> No
     kept = from_json(to_json(now))
     assert kept.cases[0].ratios == {"tokens_per_s now/before": [160.0 / 90.0]}
     assert kept.notes == ["now/before compares with an earlier run: ranks 1 to 2."]
-    assert "1.78" in to_text(kept, ranks.COLUMNS)
+    assert "1.78" in to_text(kept)
 
 
 def test_bench_ranks_reports_no_change_when_earlier_run_lacks_the_metric() -> None:
@@ -121,6 +120,5 @@ def test_bench_ranks_without_flags_uses_documented_defaults(tmp_path: Path) -> N
 
 
 def _plan(logs: Path, *argv: str) -> ranks.RanksPlan:
-    return ranks.make_plan(
-        BenchmarkOptions(parse(["ranks", "--model", "demo", *argv]), logs, "tiny")
-    )
+    plan: ranks.RanksPlan = plan_of(logs, "ranks", "--model", "demo", *argv)
+    return plan

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.commands.bench.load.load_processes import require_success
 from services.commands.bench.measuring.report import Case
 from services.commands.bench.speculation import benchmark
 from services.commands.bench.speculation.benchmark import (
@@ -13,7 +14,7 @@ from services.commands.bench.speculation.benchmark import (
     DraftTotals,
     SpeculationPlan,
     contender_metrics,
-    load_order,
+    send_work,
 )
 from services.commands.bench.speculation.request_generator import (
     CODE,
@@ -29,7 +30,18 @@ from tests.unit.commands.command_lines import run
 
 class _Stack:
     port = 1
-    name = "m"
+    model = "m"
+
+
+class _Client:
+    """Load client that records the clients of each order."""
+
+    def __init__(self) -> None:
+        self.orders: list[Any] = []
+
+    def load(self, _server: Any, _path: str, clients: Any) -> dict[str, Any]:
+        self.orders.append(clients)
+        return _answer()
 
 
 def _answer(**changes: Any) -> dict[str, Any]:
@@ -86,10 +98,13 @@ def test_compared_servers_receive_requests_that_differ_only_in_speculation_field
     )  # fmt: skip
     work = [[{"prompt": "x"}], [{"prompt": "y"}]]
     stack: Any = _Stack()
-    plain, drafted = (load_order(plan, stack, "/p", work, name) for name in (OFF, NGRAM))
-    bodies = [body for each in drafted["clients"] for body in each]
+    client: Any = _Client()
+    for name in (OFF, NGRAM):
+        send_work(plan, stack, client, "/p", work, name)
+    plain, drafted = client.orders
+    bodies = [body for each in drafted for body in each]
     assert [body.pop("speculation") for body in bodies] == [{"method": "ngram"}] * 2
-    for each in plain["clients"]:
+    for each in plain:
         assert each[0].pop("speculation") == {"method": "off"}
     assert plain == drafted
     assert [(body["prompt"], body["max_tokens"], body["temperature"]) for body in bodies] == [
@@ -115,7 +130,7 @@ def test_draft_acceptance_and_tokens_per_step_are_computed_from_usage() -> None:
 def test_bench_speculation_refuses_result_with_failed_request_or_cache_hit() -> None:
     """With a failure or a cache hit, the contenders did not do the same work."""
     with pytest.raises(UnavailableError, match="HTTP 500"):
-        benchmark.require_equal_work({"metrics": {}, "problems": ["HTTP 500"]})
+        require_success({"metrics": {}, "problems": ["HTTP 500"]})
     with pytest.raises(UnavailableError, match="prefix cache"):
         benchmark.require_equal_work(_answer(metrics={"cached_tokens": 4}))
     assert benchmark.require_equal_work(_answer()) == _answer()
@@ -136,7 +151,7 @@ def test_bench_speculation_notes_differing_texts_and_missing_or_unexpected_draft
     """Reasons are differing texts, missing drafts, and drafts although speculation was off."""
     case = Case(conditions={"text": COPY, "clients": 8})
     for name, metrics in ((OFF, plain), (NGRAM, drafted)):
-        case.series_of(name).add({"texts": 8.0, "texts_differing": 0.0, **metrics})
+        case.add(name, {"texts": 8.0, "texts_differing": 0.0, **metrics})
     notes = benchmark.reliability_notes(case)
     assert len(notes) == len(said)
     for note, words in zip(notes, said, strict=True):

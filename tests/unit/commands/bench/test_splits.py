@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from services.commands.bench.flags import BenchmarkOptions
 from services.commands.bench.measuring.report import PART, Case, Report
 from services.commands.bench.parts import splits
 from services.commands.bench.random_model import PRESETS, _layer_shapes
 from shared.errors import UsageError
-from tests.unit.commands.bench.bench_arguments import parse
+from tests.unit.commands.bench.bench_arguments import plan_of
 
 
 def _plan(tmp_path: Path, *argv: str) -> splits.SplitsPlan:
-    arguments = parse(["splits", "--model", "demo", *argv])
-    return splits.make_plan(BenchmarkOptions(arguments, tmp_path, "tiny-moe"))
+    plan: splits.SplitsPlan = plan_of(tmp_path, "splits", "--model", "demo", *argv)
+    return plan
 
 
 def test_bench_splits_without_flags_uses_documented_defaults(tmp_path: Path) -> None:
@@ -74,13 +73,14 @@ def test_bench_splits_notes_and_omits_split_that_fails_to_start(
     plan = _plan(
         tmp_path, "--backend", "ring", "--batches", "2", "--prefills", "6", "--repeats", "1"
     )
-    report: Report = splits.measure(plan)
+    report = Report(benchmark="splits", machine={})
+    splits.measure(plan, report)
     assert [set(case.series) for case in report.cases] == [{"one", "tensor", "expert"}] * 2
     decode, prefill = report.cases
     assert isinstance(decode, Case)
     assert (decode.conditions[PART], prefill.conditions[PART]) == ("decode", "prefill")
-    assert decode.series["expert"].metrics["tokens_per_s"] == [1_000.0]
-    assert prefill.series["one"].metrics["tokens_per_s"] == [3_000.0]
+    assert decode.values("expert", "tokens_per_s") == [1_000.0]
+    assert prefill.values("one", "tokens_per_s") == [3_000.0]
     assert set(decode.ratios) == {
         "tensor/one tokens_per_s",
         "expert/one tokens_per_s",

@@ -55,9 +55,9 @@ def test_text_check_notes_number_of_differences_of_each_speculation_method() -> 
     """A note says when no draft was accepted, because equal texts then prove nothing."""
     case = Case(conditions={})
     plain = _answer(["a", "b"], accepted=0)
-    case.series_of(OFF_AGAIN).add(compare(plain, plain))
-    case.series_of("ngram").add(compare(plain, plain))
-    case.series_of("eagle").add(compare(_answer(["a", "x"]), plain))
+    case.add(OFF_AGAIN, compare(plain, plain))
+    case.add("ngram", compare(plain, plain))
+    case.add("eagle", compare(_answer(["a", "x"]), plain))
     assert text_check.verdict_notes(case) == [
         "off again: no difference in 2 requests.",
         "ngram: no difference in 2 requests.",

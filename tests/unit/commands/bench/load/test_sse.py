@@ -1,7 +1,7 @@
 """Answers are parsed independently of the cuts between reads, with arrival times."""
 
-from services.commands.bench.load.closed_loop_client import read_events, summarize
 from services.commands.bench.load.exchanges import HttpExchange
+from services.commands.bench.load.load_client import read_content, summarize
 from services.commands.bench.load.sse import parse_answer
 
 PLAIN = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
@@ -32,7 +32,7 @@ def test_sse_event_has_arrival_time_of_its_last_byte() -> None:
     assert answer.status == 200
     assert answer.ended
     assert [event.at_s for event in answer.events] == [2.0, 4.0]
-    assert read_events(answer)[0] == [2.0, 4.0]
+    assert read_content(answer).arrived_s == [2.0, 4.0]
 
 
 def test_http_chunk_headers_are_removed_wherever_reads_cut_the_stream() -> None:
@@ -55,10 +55,10 @@ def test_http_chunk_headers_are_removed_wherever_reads_cut_the_stream() -> None:
     times = [event.at_s for event in single.events]
     assert times == sorted(times)
     assert times[0] == float(raw.index(b"}\n\n") + 1)
-    _, usage, cache = read_events(whole)
-    assert usage is not None
-    assert usage["completion_tokens"] == 2
-    assert cache == {}
+    content = read_content(whole)
+    assert content.usage is not None
+    assert content.usage["completion_tokens"] == 2
+    assert content.cache == {}
 
 
 def test_answer_is_incomplete_when_refused_cut_off_or_empty() -> None:

@@ -67,7 +67,7 @@ def test_bench_report_notes_how_many_repeats_other_processes_disturbed() -> None
     """A note has the number of disturbed repeats; without any there is no note."""
     case = Case(conditions={})
     for foreign in (0.0, 0.5, None):
-        case.series_of("lockstep").add({"tokens_per_s": 1.0, noise.FOREIGN_CORES: foreign})
+        case.add("lockstep", {"tokens_per_s": 1.0, noise.FOREIGN_CORES: foreign})
     report = Report(benchmark="overhead", machine={}, settings={}, cases=[case])
     noise.add_noise_note(report)
     assert report.notes == ["Other processes used more than 0.15 cores during 1 of 2 measurements."]

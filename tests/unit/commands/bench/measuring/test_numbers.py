@@ -33,13 +33,6 @@ def test_spread_reports_median_minimum_maximum_and_values_in_time_order() -> Non
         numbers.spread([])
 
 
-def test_ratio_of_two_measured_servers_is_computed_repeat_by_repeat() -> None:
-    """A drift of both values of a pair does not change its ratio."""
-    assert numbers.pair_ratios([9.0, 4.5], [10.0, 5.0]) == [0.9, 0.9]
-    with pytest.raises(ValueError, match="2 repeats against 1"):
-        numbers.pair_ratios([1.0, 2.0], [1.0])
-
-
 def test_differences_are_taken_between_consecutive_values() -> None:
     """Each value is subtracted from the next one, so there is one difference fewer than values."""
     assert numbers.differences([1.0, 1.5, 4.0]) == [0.5, 2.5]

@@ -21,10 +21,9 @@ from shared.errors import UsageError
 def _report() -> Report:
     case = Case(conditions={"prompt_tokens": 64, "clients": 16})
     for ours, ceiling in ((90.0, 100.0), (190.0, 200.0), (85.0, 100.0)):
-        case.series_of("batch_generator").add({"tokens_per_s": ceiling})
-        case.series_of("lockstep").add({"tokens_per_s": ours, "ttft_p50_ms": 12.0, "missing": None})
-    case.add_ratio("tokens_per_s", "lockstep", "batch_generator")
-    case.add_ratio("ttft_p50_ms", "lockstep", "batch_generator")
+        case.add("batch_generator", {"tokens_per_s": ceiling})
+        case.add("lockstep", {"tokens_per_s": ours, "ttft_p50_ms": 12.0, "missing": None})
+    case.add_ratios("lockstep", "batch_generator", "tokens_per_s", "ttft_p50_ms")
     return Report(
         benchmark="overhead",
         machine={"cores": 2},
@@ -61,7 +60,9 @@ def test_bench_json_has_documented_keys_and_only_measured_metrics() -> None:
 
 def test_bench_text_shows_machine_medians_ratios_and_notes() -> None:
     """The text has the machine, medians with ranges, ratios and notes; a missing metric is "-"."""
-    text = to_text(_report(), ["tokens_per_s", "ttft_p50_ms", "never"])
+    report = _report()
+    report.columns = ["tokens_per_s", "ttft_p50_ms", "never"]
+    text = to_text(report)
     assert "cores: 2" in text
     assert "90.0 [85.0-190]" in text
     assert "0.90 [0.85-0.95]" in text
@@ -74,7 +75,7 @@ def test_bench_text_shows_machine_medians_ratios_and_notes() -> None:
 def test_bench_text_says_nothing_was_measured_when_report_has_no_cases() -> None:
     """The text of a report without cases has one sentence and no table."""
     assert "Nothing was measured." in to_text(
-        Report(benchmark="steps", machine={}, settings={}), ["exposed_us_p50"]
+        Report(benchmark="steps", machine={}, columns=["exposed_us_p50"])
     )
 
 
