@@ -177,18 +177,13 @@ class StoreCore:
 
     def _lost(self, peer: PeerId, now_s: float) -> None:
         self._files.release_all(peer)
-        self._leave(peer, now_s)
+        self._sessions.leave(peer, now_s, is_on=self.is_on)
         self._sessions.end(peer)
-
-    def _leave(self, peer: PeerId, now_s: float) -> None:
-        folder = self._sessions.leave(peer, now_s, is_on=self.is_on)
-        if folder is not None and self._files.is_empty(folder):
-            self._actions.append(events.RemoveFolder(folder))
 
     def _open_namespace(self, peer: PeerId, message: messages.OpenNamespace, now_s: float) -> None:
         folder = FolderKey(message.namespace, message.rank, message.world_size)
         if self._sessions.folder_of(peer) not in (None, folder):
-            self._leave(peer, now_s)
+            self._sessions.leave(peer, now_s, is_on=self.is_on)
         if not file_names.is_possible(folder):
             self._log("warning", "namespace_refused", folder=folder.path)
             self._send(peer, messages.NamespaceOpened(namespace=message.namespace, folder=""))
@@ -260,11 +255,13 @@ class StoreCore:
 
     def _remove_empty_folders(self) -> None:
         """Remove the folders that lose their last file and that no peer has open."""
-        changed = {
-            action.key.folder
-            for action in self._actions
-            if isinstance(action, events.DeleteFile | events.QuarantineFile)
-        }
+        changed: set[FolderKey] = set()
+        for action in self._actions:
+            match action:
+                case events.DeleteFile() | events.QuarantineFile():
+                    changed.add(action.key.folder)
+                case events.DeletePartials():
+                    changed.add(action.folder)
         for folder in sorted(changed):
             if not self._sessions.is_open(folder) and self._files.is_empty(folder):
                 self._actions.append(events.RemoveFolder(folder))

@@ -61,7 +61,7 @@ class Sessions:
             self._actions.append(MakeFolder(folder))
         self._folders[peer] = folder
 
-    def leave(self, peer: PeerId, now_s: float, *, is_on: bool) -> FolderKey | None:
+    def leave(self, peer: PeerId, now_s: float, *, is_on: bool) -> None:
         """Close a peer's folder, and have the partial files in it deleted.
 
         While another peer has the folder open, its partial files cannot be told from those of this
@@ -70,22 +70,18 @@ class Sessions:
         Args:
             peer: the peer.
             now_s: the time in monotonic seconds.
-            is_on: the store is on, so the directory can be changed.
-
-        Returns:
-            The folder; None when the peer had none, another peer has it open, or the store is off.
+            is_on: the store is on, so the directory can be changed. If it is off, the files are
+                deleted when it opens the directory.
         """
         folder = self._folders.get(peer)
         self._folders[peer] = None
         if folder is None or not is_on:
-            # Partial files are deleted when the directory is opened again.
-            return None
+            return
         if self.is_open(folder):
             # A successor may be writing, and the files do not tell whose they are.
             self._sweeps[folder] = now_s + PARTIAL_AGE_S
-            return None
-        self._actions.append(DeletePartials(folder, 0.0))
-        return folder
+        else:
+            self._actions.append(DeletePartials(folder, 0.0))
 
     def sweep(self, now_s: float, *, is_on: bool) -> None:
         """Delete old partial files in folders that a peer left PARTIAL_AGE_S ago and another uses.

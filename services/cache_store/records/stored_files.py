@@ -193,7 +193,7 @@ class StoredFiles:
         pending = sum(size for size, _ in self._pending_removal.values())
         return sum(file.size_bytes for file in indexed) + pending + size_bytes <= self.bytes_max
 
-    def make_room(self, size_bytes: int, evict_first: Sequence[FileKey]) -> bool:
+    def make_room(self, size_bytes: int, evict_first: Sequence[IndexedFile]) -> bool:
         """Evict files until `size_bytes` more fit below the limit.
 
         In this order: quarantined files, `evict_first`, then the least recently used. Pinned files
@@ -213,8 +213,7 @@ class StoredFiles:
         while old and excess > 0:
             excess -= old.pop(0)[1]
         victims: dict[FileKey, IndexedFile] = {}
-        preferred = (file for key in evict_first if (file := self.index.get(key)) is not None)
-        for file in itertools.chain(preferred, self.index):
+        for file in itertools.chain(evict_first, self.index):
             if excess <= 0:
                 break
             if file.key not in self.pins and file.key not in victims:
@@ -233,7 +232,7 @@ class StoredFiles:
             self._remove(key, file.size_bytes, "delete")
         return True
 
-    def evictable(self, folder: FolderKey, hashes: Sequence[bytes]) -> list[FileKey]:
+    def evictable(self, folder: FolderKey, hashes: Sequence[bytes]) -> list[IndexedFile]:
         """Return the files whose records are all in `hashes`, in the order in which to evict them.
 
         Args:
@@ -243,15 +242,14 @@ class StoredFiles:
         Returns:
             The files, in the order of the last of their records in `hashes`.
         """
-        found: dict[FileKey, IndexedFile] = {}
         named: dict[FileKey, int] = {}
         for block_hash in dict.fromkeys(hashes):
             file = self.index.find(folder, block_hash)
             if file is not None:
                 # Each record moves its file to the end: its last record is worth the most.
                 named[file.key] = named.pop(file.key, 0) + 1
-                found[file.key] = file
-        return [key for key, count in named.items() if count == len(found[key].records)]
+        files = ((self.index.get(key), count) for key, count in named.items())
+        return [file for file, count in files if file is not None and count == len(file.records)]
 
     def quarantine(self, folder: FolderKey, hashes: Iterable[bytes], cause: str) -> int:
         """Move the files that hold these records into the quarantine; return the number of files.
