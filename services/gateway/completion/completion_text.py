@@ -38,7 +38,7 @@ class CompletionText:
         """
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
-        self._stops = StopStrings(stops) if stops else None
+        self._stops = StopStrings(stops)
         self._decoded_chars = 0
         self._sent_chars = 0
         self._entries: deque[LogprobEntry] = deque()
@@ -65,8 +65,7 @@ class CompletionText:
                 self._entries.append(LogprobEntry(token, self._decoded_chars, logprobs[position]))
             piece = self._detokenizer.add(token)
             self._decoded_chars += len(piece)
-            if self._stops is not None and piece:
-                piece, is_stopped = self._stops.push(piece)
+            piece, is_stopped = self._stops.push(piece)
             text += piece
             if is_stopped:
                 self.tokens_after_stop = len(tokens) - position - 1
@@ -83,11 +82,9 @@ class CompletionText:
         """
         rest = self._detokenizer.finish()
         self._decoded_chars += len(rest)
-        is_stopped = False
-        if self._stops is not None:
-            rest, is_stopped = self._stops.push(rest)
-            if not is_stopped:
-                rest += self._stops.finish()
+        rest, is_stopped = self._stops.push(rest)
+        if not is_stopped:
+            rest += self._stops.finish()
         self._sent_chars += len(rest)
         return rest, is_stopped
 

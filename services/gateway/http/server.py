@@ -35,11 +35,10 @@ DESCRIPTORS_WANTED = 8_192
 class GuardedHandler(RequestHandler):
     """One HTTP connection, closed if a request's headers are not complete in time."""
 
-    __slots__ = ("_guarded", "_header_timeout_s", "_header_timer")
+    __slots__ = ("_guarded", "_header_timer")
 
-    def __init__(self, server: "GuardedServer", *, header_timeout_s: float, **kwargs: Any) -> None:
+    def __init__(self, server: "GuardedServer", **kwargs: Any) -> None:
         self._guarded = server
-        self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         super().__init__(server, **kwargs)
 
@@ -94,7 +93,7 @@ class GuardedHandler(RequestHandler):
     def _start_header_timer(self) -> None:
         if self._header_timer is None:
             self._header_timer = self._loop.call_later(
-                self._header_timeout_s, self._close_incomplete, self._request_count
+                self._guarded.header_timeout_s, self._close_incomplete, self._request_count
             )
 
     def _stop_header_timer(self) -> None:
@@ -123,7 +122,8 @@ class GuardedServer(web.Server):
             kwargs: aiohttp's own arguments.
         """
         super().__init__(*args, **kwargs)
-        self._header_timeout_s = header_timeout_s
+        self.header_timeout_s = header_timeout_s
+        """Seconds within which a request's headers must be complete."""
         self._connections_max = connections_max
         self._refusals: set[ConnectionRefusal] = set()
         self.open_connections = 0
@@ -135,9 +135,7 @@ class GuardedServer(web.Server):
             return ConnectionRefusal(self._refusals)
         # Count here: `connection_made` runs one turn of the event loop later.
         self.open_connections += 1
-        return GuardedHandler(
-            self, loop=self._loop, header_timeout_s=self._header_timeout_s, **self._kwargs
-        )
+        return GuardedHandler(self, loop=self._loop, **self._kwargs)
 
 
 class GuardedRunner(web.AppRunner):
@@ -205,8 +203,9 @@ async def read_json_body(
     Args:
         request: a request whose headers were read.
         config: the limits on size and time.
-        reserve: reserves memory for the body; called with its announced length in bytes, and again
-            with the received length if that is larger. It may raise ApiError to refuse the body.
+        reserve: reserves memory for the body; called first with its announced length in bytes, then
+            with the larger of announced and received length. It may raise ApiError to refuse the
+            body.
 
     Raises:
         ApiError: 400 when the body ends early or has an unknown transfer encoding, 408 when it is
@@ -237,7 +236,7 @@ async def _read(
     request: web.Request, config: GatewayConfig, reserve: Callable[[int], None]
 ) -> bytes:
     body = bytearray()
-    reserved_bytes = request.content_length or 0
+    announced_bytes = request.content_length or 0
     while True:
         part = await request.content.readany()
         if not part:
@@ -245,9 +244,7 @@ async def _read(
         body += part
         if len(body) > config.body_bytes_max:
             raise _too_large(config)
-        if len(body) > reserved_bytes:
-            reserved_bytes = len(body)
-            reserve(reserved_bytes)
+        reserve(max(len(body), announced_bytes))
 
 
 async def finish_response(request: web.Request, response: web.StreamResponse) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer as Backend
 
+Kind = Literal["byte_level", "byte_fallback", "other"]
+
 PIECE_SPACE = "▁"
 """Character that SentencePiece writes for a space."""
 _BYTE_TOKEN = re.compile("<0x([0-9a-fA-F]{2})>")
@@ -21,7 +23,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9a-fA-F]{2})>")
 class Vocabulary:
     """Bytes and text of each token id, in lists of equal length; larger ids have no token."""
 
-    kind: Literal["byte_level", "byte_fallback", "other"]
+    kind: Kind
     """Kind of the tokenizer's decoder, as in this module's docstring."""
     token_bytes: list[bytes]
     """The bytes of each token, b"" for special tokens and unused ids, which never become text."""
@@ -58,9 +60,7 @@ def read(backend: Backend) -> Vocabulary:
     return Vocabulary(kind, token_bytes, texts, strips_first_space)
 
 
-def _kind(
-    decoder: dict[str, Any] | None,
-) -> tuple[Literal["byte_level", "byte_fallback", "other"], bool]:
+def _kind(decoder: dict[str, Any] | None) -> tuple[Kind, bool]:
     if decoder is None:
         return "other", False
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -100,7 +100,7 @@ def _byte_fallback(piece: str) -> bytes:
     return piece.replace(PIECE_SPACE, " ").encode()
 
 
-_BYTES_OF: dict[str, Callable[[str], bytes]] = {
+_BYTES_OF: dict[Kind, Callable[[str], bytes]] = {
     "byte_level": _byte_level,
     "byte_fallback": _byte_fallback,
     "other": str.encode,
