@@ -46,7 +46,7 @@ def _preload_and_binding(
     return done.stdout.strip(), found[0]
 
 
-def test_mlx_binds_to_preloaded_openblas(tmp_path: Path) -> None:
+def test_mlx_on_linux_cpu_calls_preloaded_openblas(tmp_path: Path) -> None:
     """On a Linux CPU libmlx calls the preloaded OpenBLAS, also for inverses (LAPACK)."""
     if sys.platform != "linux":
         assert blas.preload() == ""
@@ -57,7 +57,7 @@ def test_mlx_binds_to_preloaded_openblas(tmp_path: Path) -> None:
     assert library.startswith("/proc/self/fd/") or "openblas" in library
 
 
-def test_environment_variables_preload_blas_in_other_programs(tmp_path: Path) -> None:
+def test_environment_variables_alone_make_other_programs_use_openblas(tmp_path: Path) -> None:
     """Environment variables alone make a program without our packages bind to OpenBLAS."""
     if sys.platform != "linux":
         assert blas.environment(tmp_path) == {}
@@ -69,7 +69,7 @@ def test_environment_variables_preload_blas_in_other_programs(tmp_path: Path) ->
     assert variables[blas.THREADS_VARIABLE]
 
 
-def test_mlx_binds_to_own_blas_without_preload(tmp_path: Path) -> None:
+def test_mlx_uses_blas_of_its_wheel_without_preload(tmp_path: Path) -> None:
     """Without the preload libmlx binds to the library of its wheel."""
     if sys.platform != "linux":
         return
@@ -78,7 +78,7 @@ def test_mlx_binds_to_own_blas_without_preload(tmp_path: Path) -> None:
     assert "libblas" in library
 
 
-def test_preload_after_mlx_import_is_ignored() -> None:
+def test_blas_preload_after_mlx_import_changes_nothing() -> None:
     """After the import of MLX the preload reports the reference BLAS and changes nothing."""
     if sys.platform != "linux":
         return

@@ -27,7 +27,7 @@ def _leave_a_buffer() -> None:
     assert mx.get_cache_memory() >= SIZE
 
 
-def test_freed_buffers_within_bound_are_kept() -> None:
+def test_freed_mlx_buffers_within_bound_are_kept_over_many_steps() -> None:
     """Buffers within the bound are kept over any number of steps and tokens."""
     freed = FreedBuffers(bytes_max=4 * SIZE)
     _leave_a_buffer()
@@ -36,7 +36,7 @@ def test_freed_buffers_within_bound_are_kept() -> None:
     assert mx.get_cache_memory() >= SIZE
 
 
-def test_freed_buffers_beyond_bound_are_released_periodically() -> None:
+def test_freed_mlx_buffers_beyond_bound_are_released_periodically() -> None:
     """Buffers beyond the bound are released after a number of prompt tokens or of steps."""
     freed = FreedBuffers(bytes_max=SIZE // 2)
     _leave_a_buffer()

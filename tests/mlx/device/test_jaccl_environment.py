@@ -109,7 +109,7 @@ def _hostfile(folder: Path, backend: str, matrix: list[list[Any]]) -> Path:
 @pytest.mark.parametrize(
     ("backend", "matrix"), [("jaccl", PAIR), ("jaccl", MESH_4), ("jaccl-ring", RING_4)]
 )
-def test_jaccl_init_gets_devices_coordinator_and_rank(
+def test_jaccl_is_initialized_with_devices_coordinator_and_rank_of_order(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     init_calls: list[dict[str, Any]],
@@ -153,7 +153,7 @@ def test_jaccl_init_gets_devices_coordinator_and_rank(
         ("off", True, False),
     ],
 )
-def test_fast_synchronization_follows_setting_and_proof(
+def test_all_ranks_use_fast_synchronization_by_setting_and_proof(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     init_calls: list[dict[str, Any]],
@@ -170,21 +170,23 @@ def test_fast_synchronization_follows_setting_and_proof(
     assert [one.get("MLX_METAL_FAST_SYNCH") for one in init_calls] == ["1" if is_on else None] * 2
 
 
-def test_jaccl_without_rdma_raises_world_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jaccl_without_rdma_raises_world_lost_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without RDMA the rank raises WorldLost with the remedy; the next epoch may use ring."""
     monkeypatch.setattr(mx.distributed, "is_available", lambda _: False)
     with pytest.raises(WorldLost, match="rdma_ctl enable"):
         collectives.init("jaccl", 0, 2)
 
 
-def test_missing_nccl_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlx_without_nccl_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """An MLX without NCCL raises ConfigError, because a retry cannot help."""
     monkeypatch.setattr(mx.distributed, "is_available", lambda _: False)
     with pytest.raises(ConfigError, match=r"has no nccl: set world\.backend"):
         collectives.init("nccl", 0, 2)
 
 
-def test_errno_in_mlx_error_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_number_in_mlx_message_is_replaced_by_its_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An error number in a message of MLX is replaced by its text."""
 
     def init(**_: Any) -> None:

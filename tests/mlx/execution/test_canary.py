@@ -70,7 +70,7 @@ class EchoingCollectives(Collectives):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 16, 50, limits.RANKS_MAX])
-def test_known_sums_are_exact_in_every_dtype(world_size: int) -> None:
+def test_expected_canary_sums_are_exact_in_every_dtype(world_size: int) -> None:
     """Known sums are whole numbers up to 256, so every order of addition is exact in bfloat16.
 
     They differ between elements and between repetitions.
@@ -88,7 +88,7 @@ def test_known_sums_are_exact_in_every_dtype(world_size: int) -> None:
         assert (np.array(total.astype(mx.float32)) == expected).all()
 
 
-def test_known_sums_differ_at_buffer_offsets() -> None:
+def test_canary_sum_shifted_by_buffer_length_differs_from_expected_sum() -> None:
     """A sum shifted by a typical buffer length differs from the expected sum."""
     place = sums.period_indices(70_000, 2)
     for shift in (1, 2, 64, 1_024, 1_000, 4_096, 8_192, 16_384, 32_768):
@@ -96,7 +96,7 @@ def test_known_sums_differ_at_buffer_offsets() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_canary_sums_all_sizes_and_dtypes(dtype: mx.Dtype) -> None:
+def test_canary_sums_one_element_to_whole_chunk_in_every_dtype(dtype: mx.Dtype) -> None:
     """The canary sums 1 element to a whole chunk, in the dtype of the activations and others.
 
     All ranks have the same digests.
@@ -118,7 +118,7 @@ def test_canary_sums_all_sizes_and_dtypes(dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize("wrong_at", [0, 5, 57])
-def test_one_wrong_element_of_a_sum_fails_canary(wrong_at: int) -> None:
+def test_one_wrong_element_of_any_sum_fails_canary(wrong_at: int) -> None:
     """One wrong element in any repetition fails the canary after all other sums have run."""
     right, wrong = SimulatedPeers(0, 2), SimulatedPeers(0, 2)
     sums.check_sums(right, HIDDEN, mx.float32, SystemClock())
@@ -128,7 +128,7 @@ def test_one_wrong_element_of_a_sum_fails_canary(wrong_at: int) -> None:
     assert wrong.sums == right.sums
 
 
-def test_stale_sums_fail_canary() -> None:
+def test_canary_fails_when_sum_repeats_previous_result() -> None:
     """A sum that repeats the previous result fails the canary, even if all ranks agree on it."""
     world = SimulatedPeers(1, 2)
     world.is_stale = True
@@ -136,7 +136,7 @@ def test_stale_sums_fail_canary() -> None:
         sums.check_sums(world, HIDDEN, mx.float32, SystemClock())
 
 
-def test_checking_a_sum_takes_little_memory() -> None:
+def test_checking_canary_sum_takes_under_one_float_per_element() -> None:
     """Checking a sum takes less memory than one float per element besides the sum."""
     hidden_size = 4_096
     elements = sums.CHUNK_TOKENS * hidden_size
@@ -152,7 +152,7 @@ def test_checking_a_sum_takes_little_memory() -> None:
 
 
 @pytest.mark.parametrize("count", [1, sums.COMPARED_ELEMENTS - 1, sums.COMPARED_ELEMENTS + 3])
-def test_sums_compared_in_blocks_equal_whole_comparison(count: int) -> None:
+def test_wrong_sum_element_is_reported_by_index_in_whole_sum(count: int) -> None:
     """A sum is compared in blocks; a wrong element is reported by its index in the whole sum."""
     index = np.arange(count)
     period = len(sums.expected_sum(2, 0))
@@ -172,7 +172,9 @@ def test_sums_compared_in_blocks_equal_whole_comparison(count: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_activation_width_and_dtype_come_from_embedding(make_model: MakeModel, family: str) -> None:
+def test_canary_takes_activation_width_and_dtype_from_embedding(
+    make_model: MakeModel, family: str
+) -> None:
     """Width and dtype of the activations are those of the embedding, quantized or not."""
     model = make_model(family)
     hidden = model.args.hidden_size
@@ -192,7 +194,7 @@ def test_activation_width_and_dtype_come_from_embedding(make_model: MakeModel, f
         ("qwen3_next", 600, True),
     ],
 )
-def test_canary_prompt_leaves_fresh_executor(
+def test_canary_prompt_leaves_executor_without_rows_receipts_or_changed_tokens(
     make_model: MakeModel, family: str, tokens: int, *, bits: bool
 ) -> None:
     """The canary prompt leaves no row or receipt, changes no later token, and has a stable
@@ -220,7 +222,7 @@ def test_canary_prompt_leaves_fresh_executor(
     assert checked.digests == fresh.digests
 
 
-def test_canary_prompt_digest_differs_for_other_weights(make_model: MakeModel) -> None:
+def test_canary_prompt_digest_changes_when_one_weight_changes(make_model: MakeModel) -> None:
     """A small change of one weight changes the digest of the canary prompt."""
     model = make_model("llama")
     clock, alone = SystemClock(), Collectives(None, 0, 1)
@@ -242,7 +244,7 @@ def test_canary_prompt_digest_differs_for_other_weights(make_model: MakeModel) -
     assert digest() == before
 
 
-def test_canary_prompt_lengths_fit_context() -> None:
+def test_canary_prompt_lengths_rise_to_4500_tokens_or_context_limit() -> None:
     """The lengths of canary prompts rise to 4,500 tokens or to the context limit."""
     assert long_prompt.prompt_lengths(100_000) == [64, 256, 1_024, 4_500]
     assert long_prompt.prompt_lengths(255) == [64, 255]
@@ -250,7 +252,7 @@ def test_canary_prompt_lengths_fit_context() -> None:
     assert max(long_prompt.prompt_ids(4_500, 211)) < 211
 
 
-def test_canary_prompt_fits_row_memory() -> None:
+def test_longest_canary_prompt_fits_memory_of_one_kv_row() -> None:
     """The longest canary prompt fits a row of whole growth steps, at least the warm-up length."""
     assert long_prompt.longest_prompt_within(4_608) == 4_607
     assert long_prompt.longest_prompt_within(4_607) == 4_351
@@ -277,7 +279,7 @@ class SimulatedRowLimits(Collectives):
     ("own", "other", "tokens"),
     [(10_000, 10_000, 999), (700, 10_000, 511), (10_000, 700, 511), (2**40, 0, 64)],
 )
-def test_canary_prompt_fits_rank_with_least_memory(
+def test_canary_prompt_is_no_longer_than_smallest_rank_memory_allows(
     make_model: MakeModel, own: int, other: int, tokens: int
 ) -> None:
     """The prompt of the canary is no longer than the rank with the least memory allows."""
@@ -310,7 +312,7 @@ class TickingClock(ManualClock):
 @pytest.mark.parametrize(
     ("wanted_s", "deadline_s", "tokens"), [(0.0, 3_600.0, 999), (3_600.0, 1e-6, 64), (1e-9, 9, 64)]
 )
-def test_canary_starts_no_prompt_beyond_time_budget(
+def test_canary_starts_no_longer_prompt_beyond_configured_time(
     make_model: MakeModel, wanted_s: float, deadline_s: float, tokens: int
 ) -> None:
     """A longer prompt runs only within the configured time and the load deadline."""

@@ -54,7 +54,7 @@ INVALID_PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", INVALID_PLANS.values(), ids=INVALID_PLANS.keys())
-def test_plan_contradicting_executor_state_is_refused(
+def test_plan_contradicting_executor_state_raises_invariant_broken(
     make_model: MakeModel, fields: dict[str, Any]
 ) -> None:
     """A plan that contradicts rows, slots or prefill progress raises InvariantBroken."""
@@ -69,7 +69,7 @@ def test_plan_contradicting_executor_state_is_refused(
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize(("row_count", "row_tokens"), [(1, 32), (2, 11), (2, 12)])
-def test_plan_with_too_few_or_short_rows_is_refused(
+def test_plan_removing_or_shortening_row_of_sequence_is_refused(
     make_model: MakeModel, family: str, row_count: int, row_tokens: int
 ) -> None:
     """A plan that removes the row of a sequence or makes it too short is refused."""
@@ -84,7 +84,9 @@ def test_plan_with_too_few_or_short_rows_is_refused(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=1), Sampling(seed=1, temperature=0.0)])
-def test_step_with_nan_logits_raises(make_model: MakeModel, sampling: Sampling) -> None:
+def test_step_with_nan_logits_raises_instead_of_returning_token(
+    make_model: MakeModel, sampling: Sampling
+) -> None:
     """A step whose logits contain NaN raises instead of returning a token."""
 
     class ScaledLogit(WrappedModel):
@@ -106,7 +108,9 @@ def test_step_with_nan_logits_raises(make_model: MakeModel, sampling: Sampling) 
         driver.finish(launched)
 
 
-def test_results_follow_plan_order(make_model: MakeModel) -> None:
+def test_step_results_list_finished_prefills_before_decodes_in_plan_order(
+    make_model: MakeModel,
+) -> None:
     """Tokens of finished prefills come first, in plan order, then those of decodes."""
     model = make_model("qwen3")
     prompts = {i: make_prompt(i, n) for i, n in {1: 4, 2: 30, 3: 31, 4: 9, 5: 30}.items()}
@@ -127,7 +131,9 @@ def test_results_follow_plan_order(make_model: MakeModel) -> None:
     assert [len(one) for one in result.logprobs] == [0, 1, 0, 1, 1]
 
 
-def test_plan_without_forward_returns_empty_result(make_model: MakeModel) -> None:
+def test_plan_without_chunks_and_decodes_returns_receipt_without_tokens(
+    make_model: MakeModel,
+) -> None:
     """A plan without chunks and decodes returns no tokens and a receipt."""
     driver = ExecutorDriver(make_model("qwen3"))
     first = driver.step()
@@ -138,7 +144,9 @@ def test_plan_without_forward_returns_empty_result(make_model: MakeModel) -> Non
     assert first.digest != last.digest
 
 
-def test_digests_differ_when_seeds_or_receipt_settings_differ(make_model: MakeModel) -> None:
+def test_receipt_digests_differ_when_seeds_or_receipt_settings_differ(
+    make_model: MakeModel,
+) -> None:
     """Equal work gives equal digests; another seed or receipt setting gives others."""
 
     def run(seed: int, *, receipt_logits: bool = True) -> list[bytes]:
@@ -153,7 +161,7 @@ def test_digests_differ_when_seeds_or_receipt_settings_differ(make_model: MakeMo
     assert run(1)[0] != run(1, receipt_logits=False)[0]
 
 
-def test_broadcast_gives_all_ranks_tokens_of_rank_0(make_model: MakeModel) -> None:
+def test_broadcast_sampling_gives_all_ranks_tokens_of_rank_0(make_model: MakeModel) -> None:
     """With "broadcast" every rank uses the summed ids, to which only rank 0 contributes."""
     model = make_model("qwen3")
     shares: list[Any] = []
@@ -184,7 +192,7 @@ def test_broadcast_gives_all_ranks_tokens_of_rank_0(make_model: MakeModel) -> No
         make_executor(model, world_size=2)
 
 
-def test_independent_ranks_run_no_id_collective(make_model: MakeModel) -> None:
+def test_ranks_sampling_independently_run_no_collective_for_ids(make_model: MakeModel) -> None:
     """With "independent" the collective for ids is never run."""
 
     def never(ids: mx.array) -> mx.array:
@@ -199,7 +207,7 @@ def test_independent_ranks_run_no_id_collective(make_model: MakeModel) -> None:
     assert driver.tokens[1] == generate_alone(make_model("qwen3"), PROMPT, 1)
 
 
-def test_family_without_ragged_batches_is_refused() -> None:
+def test_model_failing_on_rows_of_different_lengths_is_refused_when_loaded() -> None:
     """A family that fails on rows of different lengths is refused when it is loaded."""
     args = gemma2.ModelArgs(
         model_type="gemma2",
@@ -218,7 +226,9 @@ def test_family_without_ragged_batches_is_refused() -> None:
 
 
 @pytest.mark.parametrize("cache", [ConcatenateKVCache(), RotatingKVCache(8, keep=4)])
-def test_model_with_unbatchable_cache_is_refused(make_model: MakeModel, cache: Any) -> None:
+def test_model_with_unbatchable_cache_class_is_refused_when_loaded(
+    make_model: MakeModel, cache: Any
+) -> None:
     """A cache class that mlx-lm cannot batch is refused by name when the model is loaded."""
 
     class ModelWithCache(WrappedModel):

@@ -74,7 +74,7 @@ def test_padded_prefills_give_tokens_of_mlx_lm(
     }
 
 
-def test_grouped_prefills_are_padded_to_common_width(
+def test_grouped_prompts_are_padded_to_width_of_longest_prompt(
     make_model: MakeModel, widths: list[int]
 ) -> None:
     """A group of prompts is padded to the width of its longest prompt."""

@@ -13,7 +13,9 @@ from tests.mlx.models import MakeModel
 
 @pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("family", [*models.PLAIN_FAMILIES, *models.STATEFUL_FAMILIES])
-def test_warm_up_leaves_no_state(make_model: MakeModel, family: str, *, speculates: bool) -> None:
+def test_warm_up_leaves_no_row_or_receipt_and_changes_no_token(
+    make_model: MakeModel, family: str, *, speculates: bool
+) -> None:
     """The warm-up leaves no row and no receipt, and changes no token."""
     model = make_model(family)
     warm, fresh = ExecutorDriver(model), ExecutorDriver(model)
@@ -29,7 +31,7 @@ def test_warm_up_leaves_no_state(make_model: MakeModel, family: str, *, speculat
     assert warm.digests == fresh.digests
 
 
-def test_warm_up_respects_short_context(make_model: MakeModel) -> None:
+def test_warm_up_runs_no_prompt_longer_than_model_context(make_model: MakeModel) -> None:
     """The warm-up of a model for 8 tokens runs no longer prompt."""
     warm_up(ExecutorDriver(make_model("llama")).executor, 8, speculates=True)
 

@@ -44,7 +44,7 @@ def expert_layers(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("family", sorted(set(MOE_FAMILIES) - METAL_ONLY))
 @pytest.mark.parametrize("size", [2, 4])
-def test_divided_experts_give_logits_of_one_rank(
+def test_ranks_with_divided_experts_compute_logits_of_one_rank(
     monkeypatch: pytest.MonkeyPatch, family: str, size: int
 ) -> None:
     """Each rank computes the logits of a single rank, with one sum per layer of experts."""
@@ -58,7 +58,7 @@ def test_divided_experts_give_logits_of_one_rank(
         assert float(mx.abs(one - whole).max()) < 1e-4
 
 
-def test_all_moe_families_of_mlx_lm_are_listed() -> None:
+def test_table_of_moe_families_lists_every_one_in_mlx_lm() -> None:
     """Every family of mlx-lm with routed experts is in the table of families."""
     found = {
         path.stem
@@ -72,7 +72,7 @@ def test_all_moe_families_of_mlx_lm_are_listed() -> None:
     assert found <= set(MOE_FAMILIES)
 
 
-def test_metal_only_family_is_divided() -> None:
+def test_moe_model_needing_metal_is_divided_with_sums_after_experts() -> None:
     """A family that needs Metal is divided; its sums come directly after the experts."""
     model = make_moe_model("muse_spark")
     description = apply_split(
@@ -89,7 +89,7 @@ LONG_PROMPT = mx.array([[(37 * place + 5) % VOCAB for place in range(70)]])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4", "nemotron_h", "olmoe"])
-def test_long_prefill_computes_only_own_experts(
+def test_long_prefill_computes_only_local_experts_with_equal_logits(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Long prefills compute only the slots of local experts and give the same logits."""
@@ -114,7 +114,9 @@ def test_long_prefill_computes_only_own_experts(
     assert sum(rows) / len(rows) < 0.95 * slots, "most slots are on other ranks"
 
 
-def test_quantized_experts_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_experts_are_divided_with_scales_and_biases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Packed weights, scales and biases of routed and shared experts are divided together."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64}
 
@@ -142,7 +144,7 @@ def test_quantized_experts_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(mx.abs(logits[0] - whole).max()) < 1e-4
 
 
-def test_expert_bias_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bias_of_divided_experts_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts with a bias are summed per slot, others per token; both give the right logits."""
     places = []
     for bias in (True, False):
@@ -158,7 +160,7 @@ def test_expert_bias_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert places == [[4, 4], [3, 3]], "of each slot, or of each token"
 
 
-def test_custom_expert_block_is_summed_after_experts(
+def test_custom_moe_layer_gets_sums_directly_after_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A custom block, which may be non-linear, gets its sums directly after the experts."""
@@ -184,7 +186,7 @@ def test_custom_expert_block_is_summed_after_experts(
     assert float(mx.abs(logits[1] - whole).max()) < 1e-4
 
 
-def test_rank_holds_replicated_weights_and_its_experts() -> None:
+def test_rank_holds_replicated_weights_and_only_its_expert_share() -> None:
     """A rank has the replicated weights and its share of the experts, within 5 %."""
     sizes = {"moe_intermediate_size": 256, "num_experts": 16, "num_hidden_layers": 4}
     config = moe_config("qwen3_5_moe", **sizes)
@@ -198,7 +200,9 @@ def test_rank_holds_replicated_weights_and_its_experts() -> None:
     assert held == pytest.approx(replicated + experts / 2, rel=0.05)
 
 
-def test_split_description_names_place_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_description_differs_when_expert_sums_are_placed_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The description of a split says where its sums are.
 
     A rank without the source of mlx-lm places them elsewhere; ranks compare the description when
@@ -225,7 +229,7 @@ def _sizes(model: nn.Module) -> dict[str, int]:
     return {path: array.nbytes for path, array in arrays.items()}
 
 
-def test_fewer_experts_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_fewer_experts_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A built model with fewer experts than ranks is refused with the remedy."""
     ranks = InProcessWorld(monkeypatch, 8)
     with pytest.raises(ConfigError, match=r"6 routed experts, .* set world\.size to 6 or less"):
