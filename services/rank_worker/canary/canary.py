@@ -5,7 +5,6 @@ results first and a long prompt after the warm-up; the scheduler compares both o
 """
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 
 from services.rank_worker.canary import long_prompt, sums
@@ -59,8 +58,8 @@ class Canary:
             return
         # Other ranks may lack the embedding, so rank 0 determines sizes and number of the sums.
         hidden_size, dtype = activations(model)
-        hidden_size, dtype_index, count = self._of_rank_0(
-            hidden_size, _DTYPES.index(dtype), sums.count_sums(model)
+        hidden_size, dtype_index, count = sums.of_rank_0(
+            self._world, hidden_size, _DTYPES.index(dtype), sums.count_sums(model)
         )
         dtype = _DTYPES[dtype_index]
         self.findings += sums.check_sums(self._world, hidden_size, dtype, self._clock)
@@ -102,11 +101,6 @@ class Canary:
             exact=self._order.receipt_logits,
         )
         self.findings.append(finding)
-
-    def _of_rank_0(self, *numbers: int) -> list[int]:
-        """Return the numbers of rank 0, on all ranks."""
-        summands = numbers if self._world.rank == 0 else [0] * len(numbers)
-        return list(map(int, np.array(self._world.sum_ids(mx.array(summands, dtype=mx.int32)))))
 
 
 def activations(model: nn.Module) -> tuple[int, mx.Dtype]:

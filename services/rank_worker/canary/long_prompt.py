@@ -9,9 +9,7 @@ import hashlib
 import itertools
 import struct
 
-import mlx.core as mx
-
-from services.rank_worker.canary.sums import CHUNK_TOKENS
+from services.rank_worker.canary.sums import CHUNK_TOKENS, of_rank_0
 from services.rank_worker.collectives import Collectives
 from services.rank_worker.execution.executor import Executor, StepResult
 from shared import limits
@@ -73,10 +71,11 @@ def check_prompt(
                 f"The model computes logits that are not finite for a prompt of {length:,} tokens "
                 f"({error}): collectives over these links are faulty, or model.dtype is too narrow."
             ) from error
+        if next_length is None:
+            break
+        next_s = seconds * (next_length / length) ** PREFILL_TIME_EXPONENT
         # Only rank 0's time counts; otherwise the ranks' prompts would differ in length.
-        if next_length is None or not _broadcast_flag(
-            world, is_true=seconds * (next_length / length) ** PREFILL_TIME_EXPONENT <= budget_s
-        ):
+        if not any(of_rank_0(world, int(next_s <= budget_s))):
             break
     executor.restart_receipts()
     return CanaryFinding(
@@ -112,12 +111,6 @@ def prompt_ids(length: int, vocabulary: int) -> list[int]:
         vocabulary: number of token ids; all returned ids are below it.
     """
     return [(31 * index * index + 7 * index + 1) % vocabulary for index in range(length)]
-
-
-def _broadcast_flag(world: Collectives, *, is_true: bool) -> bool:
-    """Return rank 0's flag on all ranks. A collective, run while loading (I3)."""
-    own = mx.array([int(is_true and world.rank == 0)], dtype=mx.int32)
-    return bool((world.sum_ids(own) > 0).item())
 
 
 def _run(executor: Executor, length: int, clock: Clock) -> tuple[StepResult, float]:

@@ -93,6 +93,17 @@ def check_sums(
     return findings
 
 
+def of_rank_0(world: Collectives, *numbers: int) -> list[int]:
+    """Return the numbers that rank 0 passes, on all ranks. A collective, run while loading (I3).
+
+    Args:
+        world: all ranks call this at the same point, with equally many numbers.
+        numbers: int32, from 0 on; those of other ranks do not count.
+    """
+    own = numbers if world.rank == 0 else [0] * len(numbers)
+    return list(map(int, np.array(world.sum_ids(mx.array(own, dtype=mx.int32)))))
+
+
 def summand(rank: int, world_size: int, repetition: int) -> npt.NDArray[np.int8]:
     """Return the numbers that a rank adds, for one period of the repeating pattern, int8 [period].
 

@@ -156,10 +156,8 @@ class LocalExperts:
         """
         device = device_kind()
         least = LONG_TOKENS_CPU if device == "cpu" else LONG_TOKENS
-        return max(
-            least,
-            int(WAIT_FLOPS[device] / (2 * self._expert_weights * self._experts_per_token)) + 1,
-        )
+        flops_per_token = 2 * self._expert_weights * self._experts_per_token
+        return max(least, int(WAIT_FLOPS[device] / flops_per_token) + 1)
 
     def _run_own(self, module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
         """Run only this rank's assignments, sorted by expert; shapes as in `__call__`."""
