@@ -37,11 +37,11 @@ FAILING_SEEDS = {
     "requests_of_a_lost_gateway_stay": 10,
 }
 """A seed that finds each bug. A change of the code may make another seed necessary:
-`test_some_seed_finds_planted_bug` tells which one."""
+`test_one_of_2000_simulated_seeds_detects_each_planted_bug` tells which one."""
 
 
 @pytest.mark.parametrize("name", PLANTED_BUGS)
-def test_known_seed_finds_planted_bug(name: str) -> None:
+def test_simulation_of_known_seed_detects_its_planted_bug(name: str) -> None:
     """The run of the bug's known seed violates a check."""
     with PLANTED_BUGS[name]():
         outcome = simulate(FAILING_SEEDS[name])
@@ -51,7 +51,7 @@ def test_known_seed_finds_planted_bug(name: str) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("name", PLANTED_BUGS)
-def test_some_seed_finds_planted_bug(name: str) -> None:
+def test_one_of_2000_simulated_seeds_detects_each_planted_bug(name: str) -> None:
     """One of 2,000 seeds finds the bug, and passes without it."""
     for seed in [FAILING_SEEDS[name], *range(SEEDS_MAX)]:
         with PLANTED_BUGS[name]():
