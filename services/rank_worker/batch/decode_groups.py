@@ -63,17 +63,17 @@ def group_decode_rows(
     group_starts = [0]
     """Start of the last group of the first n rows."""
     for stop in range(1, len(longest_first) + 1):
-        best_cost, best_start = -1, 0
+        candidates: list[tuple[int, int]] = []
+        """(cost, start) for each start of the last group."""
         last_slot = 0
         for start in range(stop - 1, -1, -1):
             last_slot = max(last_slot, slots[longest_first[start]])
             rows = 1 if stop - start == 1 else last_slot + 1
             tokens = rows * token_counts[longest_first[start]]
-            cost = min_costs[start] + forward_cost_tokens + tokens
-            if best_cost < 0 or cost <= best_cost:
-                best_cost, best_start = cost, start
-        min_costs.append(best_cost)
-        group_starts.append(best_start)
+            candidates.append((min_costs[start] + forward_cost_tokens + tokens, start))
+        cost, start = min(candidates)
+        min_costs.append(cost)
+        group_starts.append(start)
     groups: list[list[int]] = []
     stop = len(longest_first)
     while stop:

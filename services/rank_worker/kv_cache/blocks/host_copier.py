@@ -8,7 +8,6 @@ a stream of its own copies spilled blocks directly into page-locked memory, para
 import contextlib
 import ctypes
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -67,11 +66,8 @@ class HostBuffers:
 
     def __init__(self, allocator: PageLockedAllocator) -> None:
         self._allocator = allocator
-        self._returned: deque[tuple[int, int]] = deque()
-        """(size, address) of buffers without references, appended by any thread."""
         self._unused: dict[int, list[int]] = {}
-        """Addresses of unused buffers by size."""
-        self._unused_bytes = 0
+        """Addresses of unused buffers by size. Any thread may append one to a list."""
 
     def take(self, size_bytes: int) -> memoryview:
         """Return a writable buffer from the pool, or a new one if none of this size is unused.
@@ -84,19 +80,14 @@ class HostBuffers:
         Raises:
             OSError: when there is no memory.
         """
-        self._collect_returned()
         allocated = _rounded(size_bytes)
-        unused = self._unused.get(allocated)
-        if unused:
-            address = unused.pop()
-            self._unused_bytes -= allocated
-        else:
-            if self._unused_bytes > UNUSED_BYTES_MAX:
-                self._release_unused()
-            address = self._allocator.allocate(allocated)
+        unused = self._unused.setdefault(allocated, [])
+        if not unused:
+            self._limit_unused()
+        address = unused.pop() if unused else self._allocator.allocate(allocated)
         buffer = (ctypes.c_ubyte * size_bytes).from_address(address)
         # The memoryview refers to `buffer`, and so does every view of it.
-        weakref.finalize(buffer, self._returned.append, (allocated, address)).atexit = False
+        weakref.finalize(buffer, unused.append, address).atexit = False
         return memoryview(buffer).cast("B")
 
     def reserve(self, size_bytes: int, count: int) -> None:
@@ -112,18 +103,11 @@ class HostBuffers:
         buffers = [self.take(size_bytes) for _ in range(count)]
         buffers.clear()
 
-    def _collect_returned(self) -> None:
-        while self._returned:
-            size, address = self._returned.popleft()
-            self._unused.setdefault(size, []).append(address)
-            self._unused_bytes += size
-
-    def _release_unused(self) -> None:
-        for addresses in self._unused.values():
-            for address in addresses:
-                self._allocator.release(address)
-        self._unused.clear()
-        self._unused_bytes = 0
+    def _limit_unused(self) -> None:
+        if sum(size * len(unused) for size, unused in self._unused.items()) > UNUSED_BYTES_MAX:
+            for unused in self._unused.values():
+                while unused:
+                    self._allocator.release(unused.pop())
 
 
 def _rounded(size_bytes: int) -> int:
