@@ -1,11 +1,11 @@
 """Examination of this host. Owns which system commands run for which check; changes nothing."""
 
+import contextlib
 import platform
 import shutil
 import sys
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 
 from services.commands.doctor.checks import (
     device,
@@ -148,8 +148,7 @@ class Examiner:
 
     def _linux(self, weights: Weights) -> tuple[str, str, list[ThunderboltPort], list[str]]:
         found, config = self._found, self._config
-        name = linux_output.read_os_release(_read("/etc/os-release"))
-        system = f"{name or 'Linux'}, kernel {platform.release()}"
+        system = f"{_distribution()}, kernel {platform.release()}"
         found.ok("system", system)
         cards = self._run(linux_output.GPU_QUERY, SHORT_S)
         has_gpus = linux.check_gpus(found, cards, needed=config.backend == "nccl")
@@ -158,7 +157,7 @@ class Examiner:
         # As in the rank worker: on the CPU only float32 uses BLAS.
         dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
         held = None if has_gpus else self._part(weights, dtype)
-        linux.check_memory(found, _read("/proc/meminfo"), held)
+        linux.check_memory(found, held)
         linux.report_mac_only_checks(found)
         return system, platform.machine(), [], []
 
@@ -203,15 +202,14 @@ def _running(share: HostShare) -> list[RoleProcess]:
 def _versions() -> dict[str, str]:
     found = {"Python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        found[name] = ""
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = ""
     return found
 
 
-def _read(path: str) -> str:
+def _distribution() -> str:
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
     except OSError:
-        return ""
+        return "Linux"

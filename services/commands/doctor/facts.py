@@ -28,16 +28,11 @@ class Findings:
         self.all: list[Finding] = []
 
     def ok(self, check: str, detail: str) -> None:
-        """Add an OK finding: nothing is wrong.
-
-        Args:
-            check: name of the check.
-            detail: facts found.
-        """
+        """Add an OK finding of the check named `check`, with the facts found: nothing is wrong."""
         self._add(check, "OK", detail, "")
 
     def warn(self, check: str, detail: str, remedy: str) -> None:
-        """Add a WARN finding: it works, but worse or for less time than it should.
+        """Add a WARN finding: what is checked works, but worse or for less time than it should.
 
         Args:
             check: name of the check.
@@ -47,13 +42,7 @@ class Findings:
         self._add(check, "WARN", detail, remedy)
 
     def fail(self, check: str, detail: str, remedy: str) -> None:
-        """Add a FAIL finding: it does not work.
-
-        Args:
-            check: name of the check.
-            detail: cause of the failure.
-            remedy: exact command or change.
-        """
+        """Add a FAIL finding: what is checked does not work. Arguments: as for `warn`."""
         self._add(check, "FAIL", detail, remedy)
 
     def cannot_check(self, check: str, detail: str, remedy: str = "") -> None:

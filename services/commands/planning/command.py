@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def plan(*, as_json: bool, **given: Any) -> int:
     or the requested length and number of sequences, does not fit.
     """
     options = PlanOptions(**given)
-    planned = make_plan(_inputs(options, os.environ))
+    planned = make_plan(_inputs(options))
     print_line(json_text(planned) if as_json else render(planned))
     best = planned.recommendation
     fits = best is not None and (
@@ -182,35 +181,36 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
     )
 
 
-def _inputs(options: PlanOptions, environment: Mapping[str, str]) -> Inputs:
+def _inputs(options: PlanOptions) -> Inputs:
     _check(options)
+    share, has_hosts = options.usable_share, True
     flags = {
         "model.path": options.model,
         "speculation.draft_model": options.draft_model,
         "rank_worker.kv_bits": options.kv_bits,
     }
     if options.inventory:
-        cluster = from_inventory.read_inventory_memory(options.inventory, flags)
-        config, sizes, names = cluster.config, cluster.sizes, cluster.names
-        usual: DeviceKind = "cuda" if cluster.has_gpus else "metal"
-    else:
-        config = load_config(options.config, flags, environment)
-        sizes, names = _sizes(options), []
-        usual = "metal" if sizes else device_of_this_machine()
-    kind: DeviceKind = options.device or usual
-    if sizes:
-        memory = memory_of_sizes(sizes, kind, options.usable_share, names)
-    else:
-        memory = memory_of_this_machine(
-            options.ranks or config.world.size, kind, options.usable_share
+        config, kind, memory = from_inventory.read_inventory_memory(
+            options.inventory, flags, options.device, share
         )
+    else:
+        config = load_config(options.config, flags, os.environ)
+        sizes = _sizes(options)
+        kind = options.device or ("metal" if sizes else device_of_this_machine())
+        ranks = options.ranks or config.world.size
+        memory = (
+            memory_of_sizes(sizes, kind, share)
+            if sizes
+            else memory_of_this_machine(ranks, kind, share)
+        )
+        has_hosts = len(sizes) > 1
     return Inputs(
         config=config,
         kind=kind,
         memory=memory,
         context_tokens=options.context_tokens or 0,
         sequences=options.sequences or 1,
-        has_hosts=bool(options.inventory) or len(sizes) > 1,
+        has_hosts=has_hosts,
     )
 
 

@@ -1,9 +1,10 @@
 """Settings and memory of ranks, as an inventory gives them."""
 
-import dataclasses
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from services.commands.planning.hosts import DeviceKind, RankMemory, memory_of_sizes
 from shared.configuration.inventory import Inventory, read
 from shared.configuration.loading import config_from_tree
 from shared.configuration.settings import Config
@@ -14,25 +15,16 @@ _PLANNED = ("model", "rank_worker", "scheduler", "speculation")
 """Sections of an inventory that affect a plan."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InventoryMemory:
-    """Settings of an inventory, and the memory of each of its ranks."""
-
-    config: Config
-    has_gpus: bool
-    """Whether ranks compute on NVIDIA GPUs."""
-    names: list[str]
-    """Each rank's host."""
-    sizes: list[int]
-    """Each rank's part of its host's memory in bytes."""
-
-
-def read_inventory_memory(file: str, flags: Mapping[str, Any]) -> InventoryMemory:
-    """Read the settings and the memory of each rank from an inventory.
+def read_inventory_memory(
+    file: str, flags: Mapping[str, Any], device: DeviceKind | None, share: float | None
+) -> tuple[Config, DeviceKind, list[RankMemory]]:
+    """Read the settings, the ranks' device and the memory of each rank from an inventory.
 
     Args:
         file: its path.
         flags: dotted keys and values (None: not given), which override its settings.
+        device: device of all ranks; None: cuda if the inventory's backend is nccl, else metal.
+        share: share of memory that the device may use, 0 to 1; None: the device's default.
 
     Raises:
         ConfigError: when it is wrong, lacks the memory of a host, or its model is not here.
@@ -55,23 +47,20 @@ def read_inventory_memory(file: str, flags: Mapping[str, Any]) -> InventoryMemor
                 f"{file} does not say how much memory {host.name} has: set memory_bytes in its "
                 "[[hosts]] table, or give --memory instead of --inventory."
             )
-    return InventoryMemory(
-        config=config_from_tree(tree),
-        has_gpus=inventory.settings.get("world", {}).get("backend") == "nccl",
-        names=[host.name for host in hosts],
-        sizes=[host.memory_bytes // len(inventory.ranks[host.name]) for host in hosts],
-    )
+    has_gpus = inventory.settings.get("world", {}).get("backend") == "nccl"
+    kind: DeviceKind = device or ("cuda" if has_gpus else "metal")
+    names = [host.name for host in hosts]
+    sizes = [host.memory_bytes // len(inventory.ranks[host.name]) for host in hosts]
+    return config_from_tree(tree), kind, memory_of_sizes(sizes, kind, share, names)
 
 
 def _own_path(inventory: Inventory) -> str:
     """Return the first `model_path` of a host with ranks that exists here; "": no host sets one."""
     paths = [host.model_path for host in inventory.by_rank() if host.model_path]
     for path in paths:
-        try:
+        with contextlib.suppress(ConfigError):
             if local_folder(path) is not None:
                 return path
-        except ConfigError:
-            continue
     if paths:
         raise ConfigError(
             f"{inventory.file}: The model is in {paths[0]} on a host with ranks, but not on this "

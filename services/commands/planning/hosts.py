@@ -1,16 +1,14 @@
 """Memory that ranks may use, on this machine or on named hosts. Owns sizes as text; no MLX."""
 
-import contextlib
-import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
+import psutil
 from msgspec import Struct
 
-from services.commands.doctor.reading.linux import GPU_QUERY, read_gpus, read_meminfo
+from services.commands.doctor.reading.linux import GPU_QUERY, read_gpus
 from services.commands.doctor.reading.macos import read_number
 from services.commands.doctor.system_commands import RunCommand, run_command
 from shared.errors import UnavailableError, UsageError
@@ -97,7 +95,6 @@ def memory_of_this_machine(
     share: float | None = None,
     *,
     runner: RunCommand = run_command,
-    meminfo: Path = Path("/proc/meminfo"),
 ) -> list[RankMemory]:
     """Return the memory of `ranks` ranks that all run here: a GPU each, or equal parts.
 
@@ -106,7 +103,6 @@ def memory_of_this_machine(
         kind: their device.
         share: share of the memory that it may use, 0 to 1; None: as the system or device limits it.
         runner: runs a system command.
-        meminfo: path of /proc/meminfo.
 
     Raises:
         UsageError: when there are fewer GPUs than ranks.
@@ -125,7 +121,8 @@ def memory_of_this_machine(
         limit = _sysctl(runner, "iogpu.wired_limit_mb") * 2**20
         allowed = limit if limit and share is None else usable_bytes_of(total, kind, share)
     else:
-        total = _available_bytes(meminfo)
+        # The memory available without swapping, as the rank worker counts it.
+        total = int(psutil.virtual_memory().available)
         allowed = usable_bytes_of(total, kind, share)
     if not total:
         raise UnavailableError("The system does not report how much memory it has: give --memory.")
@@ -163,11 +160,3 @@ def _sysctl(runner: RunCommand, name: str) -> int:
     """Return a number of the system; 0: unknown."""
     said = runner(["/usr/sbin/sysctl", "-n", name], LOOK_S)
     return (said.ok and read_number(said.text)) or 0
-
-
-def _available_bytes(meminfo: Path) -> int:
-    """Return the memory available without swapping, as the rank worker counts it."""
-    with contextlib.suppress(OSError, ValueError):
-        if sizes := read_meminfo(meminfo.read_text()):
-            return sizes.available
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 
+import psutil
+
 from services.commands.doctor.facts import Findings
 from services.commands.doctor.reading import linux
 from services.commands.doctor.system_commands import CommandOutcome
@@ -95,20 +97,17 @@ def check_blas(found: Findings, setting: str) -> None:
         found.ok("BLAS", f"OpenBLAS {version}")
 
 
-def check_memory(found: Findings, meminfo: str, weights_bytes: int | None) -> None:
+def check_memory(found: Findings, weights_bytes: int | None) -> None:
     """Compare the weights for this host with its available memory.
 
     Args:
         found: collects one finding: a FAIL if the weights need more than is available, a WARN if
             less than a tenth of all memory is available.
-        meminfo: content of /proc/meminfo.
         weights_bytes: approximate weights of this host's ranks; None: not in this memory (they
             are on a GPU, no rank runs here, or the model is not here).
     """
-    sizes = linux.read_meminfo(meminfo)
-    if sizes is None:
-        found.cannot_check("free memory", "/proc/meminfo does not show it")
-    elif weights_bytes is not None and weights_bytes > sizes.available:
+    sizes = psutil.virtual_memory()
+    if weights_bytes is not None and weights_bytes > sizes.available:
         found.fail(
             "free memory",
             f"{sizes.available / GIB:.1f} GiB are free, and the weights for this host take about "

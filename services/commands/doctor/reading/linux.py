@@ -1,4 +1,4 @@
-"""Parsers of files and commands of Linux: name, memory, GPUs, ports. Pure."""
+"""Parsers of commands of Linux: GPUs, ports. Pure."""
 
 import dataclasses
 import re
@@ -12,15 +12,6 @@ _SS = re.compile(r'\("([^"]{1,64})",pid=(\d{1,10})')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LinuxMemory:
-    """Memory of a Linux host, in bytes."""
-
-    total: int
-    available: int
-    """Memory that programs can get without swapping."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Gpu:
     """One NVIDIA GPU; memory in bytes."""
 
@@ -29,26 +20,6 @@ class Gpu:
     """Version of the driver."""
     total: int
     used: int
-
-
-def read_os_release(text: str) -> str:
-    """Return the name of a Linux distribution from /etc/os-release, or ""."""
-    for line in text.splitlines():
-        key, _, value = line.partition("=")
-        if key.strip() == "PRETTY_NAME":
-            return value.strip().strip("\"'")[:100]
-    return ""
-
-
-def read_meminfo(text: str) -> LinuxMemory | None:
-    """Return total and available memory from the content of /proc/meminfo; None: not found."""
-    sizes = {
-        match[1]: int(match[2]) * 1_024
-        for match in re.finditer(r"^(\w+):\s+(\d{1,15}) kB", text, re.MULTILINE)
-    }
-    if "MemTotal" not in sizes:
-        return None
-    return LinuxMemory(sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemTotal"]))
 
 
 def read_gpus(text: str) -> list[Gpu]:

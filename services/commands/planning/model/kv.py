@@ -157,14 +157,14 @@ def _layer_kv(
     members = _members(layer, facts, family)
     state = recurrent.state_bytes(layer, facts, float_bytes)
     compressed = any("kv_a_proj_with_mqa" in name for name in layer)
-    # An attention layer without known keys and values or recurrent state.
-    nothing = not members and not state and _attends(layer)
+    # An attention layer without keys and values or recurrent state stores something unknown.
+    attends = any("attn" in name or "attention." in name for name in layer)
     return LayerKV(
         members=members,
         window=window if members else None,
         state_bytes=state or 0,
         plain=state == 0 and not compressed and "indexer" not in " ".join(layer),
-        known=state is not None and not nothing,
+        known=state is not None and not (attends and not members and not state),
     )
 
 
@@ -174,7 +174,8 @@ def _members(
     found: list[KVPart] = []
     for name, tensor in layer.items():
         path = name.split(".")
-        if path[-1] != "weight" or len(path) < 2 or _is_linear(path):
+        # The keys of linear attention are not stored.
+        if path[-1] != "weight" or len(path) < 2 or "linear_attn" in path:
             continue
         module, parent = path[-2], ".".join(path[:-2])
         if module in _KEYS:
@@ -190,15 +191,6 @@ def _members(
         elif module in _FUSED:
             found += _fused(tensor.rows, facts)
     return tuple(found)
-
-
-def _is_linear(path: list[str]) -> bool:
-    """Return whether a module belongs to linear attention, whose keys are not stored."""
-    return "linear_attn" in path
-
-
-def _attends(layer: Mapping[str, Tensor]) -> bool:
-    return any("attn" in name or "attention." in name for name in layer)
 
 
 def _heads(rows: int, facts: Mapping[str, Any]) -> int:

@@ -3,7 +3,9 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from services.commands.doctor.checks import files, linux
@@ -13,6 +15,11 @@ from services.commands.doctor.system_commands import CommandOutcome
 from shared.configuration.loading import load_config
 from tests.unit.commands.doctor import recorded
 from tests.unit.commands.doctor.test_checks import _only_finding, _share
+
+
+def _set_memory(monkeypatch: pytest.MonkeyPatch, total: int, available: int) -> None:
+    sizes = SimpleNamespace(total=total, available=available)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: sizes)
 
 
 def _check_linux_memory(
@@ -25,8 +32,7 @@ def _check_linux_memory(
     """Examine a Linux host with `free_bytes` of memory; return the finding about memory."""
     monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "linux")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    text = f"MemTotal: {free_bytes // 1024} kB\nMemAvailable: {free_bytes // 1024} kB\n"
-    monkeypatch.setattr("services.commands.doctor.examiner._read", lambda _: text)
+    _set_memory(monkeypatch, free_bytes, free_bytes)
     share = _share(tmp_path, model={"dtype": dtype})
 
     def run(command: Sequence[str], _: float) -> CommandOutcome:
@@ -51,13 +57,16 @@ def test_doctor_counts_weights_of_cpu_rank_as_float32(
     assert _check_linux_memory(monkeypatch, tmp_path, half // 2, gpus).verdict == "OK"
 
 
-def test_doctor_checks_gpus_cores_and_memory_of_linux_host() -> None:
+def test_doctor_checks_gpus_cores_and_memory_of_linux_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Checks that only macOS has are CANNOT CHECK."""
     found = Findings("a")
     linux.check_gpus(found, CommandOutcome(recorded.NVIDIA), needed=True)
     linux.check_gpus(found, recorded.not_installed("nvidia-smi"), needed=True)
     linux.check_cores(found, 2, 2)
-    linux.check_memory(found, "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n", 5 * 2**30)
+    _set_memory(monkeypatch, 8 * 2**30, 4 * 2**30)
+    linux.check_memory(found, 5 * 2**30)
     linux.report_mac_only_checks(found)
 
     assert [(one.check, one.verdict) for one in found.all[:5]] == [

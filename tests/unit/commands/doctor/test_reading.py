@@ -24,13 +24,11 @@ READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "vm_stat": (macos.read_wired, recorded.VM_STAT),
     "memory_pressure": (macos.read_free_share, recorded.MEMORY_PRESSURE),
     "sysctl": (macos.read_number, "549755813888\n"),
-    "meminfo": (linux.read_meminfo, "MemTotal: 8 kB\nMemAvailable: 4 kB\n"),
     "pmset": (macos.read_power, recorded.PMSET),
     "nvidia-smi": (linux.read_gpus, recorded.NVIDIA),
     "lsof": (macos.read_lsof, recorded.LSOF),
     "ss": (linux.read_ss, recorded.SS),
     "sw_vers": (macos.read_sw_vers, recorded.SW_VERS),
-    "os-release": (linux.read_os_release, 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'),
     "another host": (
         lambda text: read_answer(CommandOutcome(text)),
         '{"hosts": [], "findings": []}',

@@ -2,8 +2,9 @@
 
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,7 +85,7 @@ def test_wired_limit_setting_becomes_usable_memory_of_mac() -> None:
     assert memory_of_this_machine(2, "metal", runner=raised)[1].usable_bytes == 240 * GIB
 
 
-def test_plan_refuses_more_ranks_than_gpus(tmp_path: Path) -> None:
+def test_plan_refuses_more_ranks_than_gpus() -> None:
     """Each rank uses one GPU, and too few GPUs are an error with their number."""
     runner = _fake_system(nvidia="NVIDIA H200, 570.86, 143771, 4\n" * 2)
 
@@ -94,14 +95,14 @@ def test_plan_refuses_more_ranks_than_gpus(tmp_path: Path) -> None:
         memory_of_this_machine(4, "cuda", runner=runner)
 
 
-def test_ranks_on_one_linux_host_divide_its_available_memory(tmp_path: Path) -> None:
+def test_ranks_on_one_linux_host_divide_its_available_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The ranks divide the MemAvailable of Linux."""
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:   8388608 kB\n")
+    sizes = SimpleNamespace(total=16 * GIB, available=8 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: sizes)
 
-    assert [m.usable_bytes for m in memory_of_this_machine(2, "cpu", meminfo=meminfo)] == [
-        4 * GIB
-    ] * 2
+    assert [m.usable_bytes for m in memory_of_this_machine(2, "cpu")] == [4 * GIB] * 2
 
 
 def test_plan_asks_for_memory_flag_when_memory_of_mac_is_unknown() -> None:
