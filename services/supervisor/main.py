@@ -33,8 +33,7 @@ def run(share: HostShare) -> int:
     if share.roles.ranks or share.roles.gateway:
         location.local_folder(config.model.path)
     folder = prepare_run_dir(config)
-    lock = _lock_run_dir(folder)
-    try:
+    with _lock_run_dir(folder):
         process_file.delete_stale_files(folder)
         if share.roles.gateway:
             _check_port(config)
@@ -43,12 +42,10 @@ def run(share: HostShare) -> int:
         code = Supervisor(share, process_group.create_group(share, folder, console), console).run()
         _clean_run_dir(config, folder)
         return code
-    finally:
-        lock.release()
 
 
-def _lock_run_dir(folder: Path) -> FileLock:
-    """Lock the run folder for the life of this process. The kernel drops the lock at its end.
+def _lock_run_dir(folder: Path) -> contextlib.AbstractContextManager[object]:
+    """Lock the run folder; leaving the result's block, or the process's end, drops the lock.
 
     Raises:
         ConfigError: when another process holds the lock.
@@ -56,7 +53,7 @@ def _lock_run_dir(folder: Path) -> FileLock:
     path = folder / "lock"
     lock = FileLock(path, timeout=0, mode=0o600, fallback_to_soft=False)
     try:
-        lock.acquire()
+        held = lock.acquire()
     except Timeout:
         holder = path.read_text(errors="replace").strip() or "unknown"
         raise ConfigError(
@@ -66,7 +63,7 @@ def _lock_run_dir(folder: Path) -> FileLock:
     # The process id only serves the message above, so a full disk is no reason to fail.
     with contextlib.suppress(OSError):
         path.write_text(f"{os.getpid()}\n")
-    return lock
+    return held
 
 
 def _clean_run_dir(config: Config, folder: Path) -> None:

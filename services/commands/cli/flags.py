@@ -190,16 +190,16 @@ def settings_options(function: Callable[..., int | None]) -> Callable[..., int |
     These are `--config`, `--inventory` and the flags in GROUPS. The function gets all of them as
     one SettingSources, its first argument.
     """
-    names = ["config", "inventory"]
-    adders = [
-        file_option("--config", "TOML file with settings for every role."),
-        file_option("--inventory", "TOML file of several hosts, in place of all settings."),
-    ]
+    adders = {
+        "config": file_option("--config", "TOML file with settings for every role."),
+        "inventory": file_option(
+            "--inventory", "TOML file of several hosts, in place of all settings."
+        ),
+    }
     for heading, flags in GROUPS.items():
         for name, flag in flags.items():
-            names.append(_parameter(name))
-            adders.append(_override_option(name, flag, heading))
-    return _with_sources(function, names, adders)
+            adders[_parameter(name)] = _override_option(name, flag, heading)
+    return _with_sources(function, adders)
 
 
 def source_options(function: Callable[..., int | None]) -> Callable[..., int | None]:
@@ -207,12 +207,12 @@ def source_options(function: Callable[..., int | None]) -> Callable[..., int | N
 
     The function gets them as one SettingSources, its first argument.
     """
-    adders = [
-        file_option("--config", "TOML file with settings for every role."),
-        file_option("--inventory", "TOML file of several hosts."),
-        click.option("--host", metavar="H", help="With --inventory: name of this host."),
-    ]
-    return _with_sources(function, ["config", "inventory", "host"], adders)
+    adders = {
+        "config": file_option("--config", "TOML file with settings for every role."),
+        "inventory": file_option("--inventory", "TOML file of several hosts."),
+        "host": click.option("--host", metavar="H", help="With --inventory: name of this host."),
+    }
+    return _with_sources(function, adders)
 
 
 def file_option(name: str, summary: str) -> Callable[..., Any]:
@@ -226,14 +226,16 @@ def file_option(name: str, summary: str) -> Callable[..., Any]:
 
 
 def _with_sources(
-    function: Callable[..., int | None], names: list[str], adders: list[Callable[..., Any]]
+    function: Callable[..., int | None], adders: dict[str, Callable[..., Any]]
 ) -> Callable[..., int | None]:
+    """Add options, by the names of their parameters, and pass their values as one argument."""
+
     @functools.wraps(function)
     def command(**options: Any) -> int | None:
-        sources = SettingSources.of({name: options.pop(name) for name in names})
+        sources = SettingSources.of({name: options.pop(name) for name in adders})
         return function(sources, **options)
 
-    for add in reversed(adders):
+    for add in reversed(adders.values()):
         command = add(command)
     return command
 

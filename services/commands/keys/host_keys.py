@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from services.commands.checks.text_table import table_lines
 from services.commands.cli.click_support import Group, json_option, json_text
 from services.commands.cli.flags import SettingSources, source_options
 from shared.errors import ConfigError, UsageError
@@ -132,11 +133,8 @@ def show(folder: Path, *, as_json: bool = False) -> str:
             ],
         }
         return json_text(facts)
-    width = max((len(peer.name) for peer in peers), default=0)
-    lines = [
-        f"{peer.name:{width}}  {peer.public_key}  {', '.join(sorted(peer.roles))}" for peer in peers
-    ]
-    table = "\n".join(lines) if lines else "none"
+    rows = [(peer.name, peer.public_key, ", ".join(sorted(peer.roles))) for peer in peers]
+    table = "\n".join(table_lines(rows)) or "none"
     return f"Keys in {folder}.\n\n{_instructions(own.public)}\n\nAllowed here:\n{table}"
 
 

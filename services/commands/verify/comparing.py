@@ -5,12 +5,16 @@ differently, so two tokens of almost equal probability may change places, and th
 then differs without meaning. Every other difference is a fault.
 """
 
+import operator
+
 from msgspec import Struct
 
 from services.commands.verify.gateway import HttpAnswer
 
 NEAR_TIE_NATS = 0.5
 """A bfloat16 logit between 16 and 32 is a multiple of 0.125, and several layers round."""
+
+_COMPARED = operator.attrgetter("tokens", "text", "finish_reason")
 
 
 class Divergence(Struct, frozen=True, kw_only=True):
@@ -51,11 +55,7 @@ def divergence(first: HttpAnswer, second: HttpAnswer) -> Divergence | None:
         first: answer to the prompt, whose log probabilities give the gap.
         second: another answer to it.
     """
-    if (first.tokens, first.text, first.finish_reason) == (
-        second.tokens,
-        second.text,
-        second.finish_reason,
-    ):
+    if _COMPARED(first) == _COMPARED(second):
         return None
     pairs = zip(first.tokens, second.tokens, strict=False)
     common = min(len(first.tokens), len(second.tokens))

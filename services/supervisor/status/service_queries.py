@@ -20,7 +20,7 @@ from shared.messages import (
     StoreReported,
     ToGateway,
 )
-from shared.transport.links import Connected, Dialer, Lost, Received
+from shared.transport.links import Connected, Dialer, Received
 
 ANSWER_DEADLINE_S = 3.0
 """Seconds that `lockstep status` waits for the scheduler."""
@@ -86,8 +86,6 @@ class StatusWatch:
                     self._query()
                 case Received(message=StatusReported() as status):
                     latest = status
-                case Received() | Lost():
-                    pass
         return latest
 
     @property
@@ -132,8 +130,6 @@ class StoreWatch:
                         self._link.send(QueryStore())
                 case Received(message=StoreReported(on=True)):
                     is_on = True
-                case _:
-                    pass
         return is_on
 
     def close(self) -> None:
