@@ -45,16 +45,13 @@ def measure(testbed: CacheTestbed, report: Report) -> None:
     Raises:
         UnavailableError: when a server does not start or answer.
     """
-    for length in testbed.plan.prefixes:
+    plan = testbed.plan
+    for length in plan.prefixes:
         print_progress(f"prefix of {length} tokens, warming up")
         with closing(_PrefixStack(testbed, length)) as stack:
-            case = measure_case(
-                testbed.plan,
-                report,
-                {PART: NAME, "tokens": length},
-                stack.measure,
-                repeats=testbed.plan.repeats_for(length, LONG_TOKENS),
-            )
+            conditions = {PART: NAME, "tokens": length}
+            repeats = plan.repeats_for(length, LONG_TOKENS)
+            case = measure_case(plan, report, conditions, stack.measure, repeats=repeats)
         add_ratios(case)
         report.notes += miss_notes(case, length)
 

@@ -246,21 +246,19 @@ class SleepingRank:
         idle_s = max(0.0, begin_s - self._previous_end_s) if self._previous_end_s else 0.0
         self._previous_end_s = end_s
         self._finished = plan.step_id
-        self._outbox.put(self._receipt(plan, (end_s - begin_s) * 1_000, idle_s * 1_000))
-        self._link.wake()
-
-    def _receipt(self, plan: StepPlan, busy_ms: float, idle_ms: float) -> StepFinished:
         sampled = sum(chunk.samples for chunk in plan.prefill_chunks) + len(plan.decodes)
-        return StepFinished(
+        receipt = StepFinished(
             epoch=plan.epoch,
             step_id=plan.step_id,
             rank=self._rank,
             digest=hashlib.blake2b(plan.step_id.to_bytes(8, "big"), digest_size=16).digest(),
             tokens=[[7]] * sampled if self._rank == 0 else [],
-            busy_ms=busy_ms,
-            idle_ms=idle_ms,
+            busy_ms=(end_s - begin_s) * 1_000,
+            idle_ms=idle_s * 1_000,
             memory_bytes=0,
         )
+        self._outbox.put(receipt)
+        self._link.wake()
 
 
 if __name__ == "__main__":

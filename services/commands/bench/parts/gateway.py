@@ -194,13 +194,10 @@ def measure(plan: GatewayPlan, report: Report) -> None:
     with _started_testbed(plan, cores, mark, words) as testbed:
         for streams, window in itertools.product(plan.streams, plan.windows):
             stream = functools.partial(_stream_tokens, streams, window, testbed)
-            measure_case(
-                plan,
-                report,
-                {"streams": streams, "steps_under_way": window},
-                functools.partial(stream, max(100, plan.tokens // streams)),
-                warm_up=functools.partial(stream, max(100, plan.tokens // 5 // streams)),
-            )
+            conditions = {"streams": streams, "steps_under_way": window}
+            warm_up = functools.partial(stream, max(100, plan.tokens // 5 // streams))
+            run = functools.partial(stream, max(100, plan.tokens // streams))
+            measure_case(plan, report, conditions, run, warm_up=warm_up)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -170,7 +170,14 @@ class SchedulerTestbed:
             self._requests += 1
             name = f"bench-{self._requests}"
             waiting.add(name)
-            self._link.send(_request(name, self._requests, tokens))
+            self._link.send(
+                SubmitRequest(
+                    request_id=name,
+                    prompt=[(self._requests + n) % 4_000 for n in range(PROMPT_TOKENS)],
+                    sampling=Sampling(seed=self._requests, temperature=0.0),
+                    max_tokens=tokens,
+                )
+            )
         until_s = time.monotonic() + timeout_s
         kept_alive_s = 0.0
         while waiting:
@@ -234,12 +241,9 @@ def measure(plan: StepsPlan, report: Report) -> None:
 
         waits = ("sleep", "spin") if plan.spins else ("sleep",)
         for step_ms, device, wait in itertools.product(plan.step_ms, ("inline", "queued"), waits):
-            case = measure_case(
-                plan,
-                report,
-                {"step_ms": step_ms, "device": device, "wait": wait},
-                functools.partial(measure_both, step_ms, device, wait),
-            )
+            conditions = {"step_ms": step_ms, "device": device, "wait": wait}
+            run = functools.partial(measure_both, step_ms, device, wait)
+            case = measure_case(plan, report, conditions, run)
             case.add_ratios(RUN_AHEAD, LOCK_STEP, "exposed_us_p50", "exposed_us_p99")
 
 
@@ -292,12 +296,3 @@ def step_metrics(
         "overshoot_us_p50": percentile(overshoot_us, 0.5),
         "steps": len(full),
     }
-
-
-def _request(name: str, seed: int, tokens: int) -> SubmitRequest:
-    return SubmitRequest(
-        request_id=name,
-        prompt=[(seed + n) % 4_000 for n in range(PROMPT_TOKENS)],
-        sampling=Sampling(seed=seed, temperature=0.0),
-        max_tokens=tokens,
-    )

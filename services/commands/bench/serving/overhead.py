@@ -118,13 +118,9 @@ def measure(plan: OverheadPlan, report: Report) -> None:
             print_progress(f"{length} prompt tokens, warming up")
             measure_pair(length, max(plan.clients), rounds=1)
             for clients in plan.clients:
-                case = measure_case(
-                    plan,
-                    report,
-                    {"prompt_tokens": length, "clients": clients},
-                    functools.partial(measure_pair, length, clients, plan.rounds_for(length)),
-                    noted=[STACK],
-                )
+                conditions = {"prompt_tokens": length, "clients": clients}
+                run = functools.partial(measure_pair, length, clients, plan.rounds_for(length))
+                case = measure_case(plan, report, conditions, run, noted=[STACK])
                 case.add_ratios(STACK, CEILING, "tokens_per_s", "ttft_p50_ms", "itl_p50_ms")
 
 

@@ -117,13 +117,8 @@ def measure(plan: OverloadPlan, report: Report) -> None:
         # Warm-up.
         _measure_peak(plan, stack, client, prompts)
         for factor in plan.factors:
-            case = measure_case(
-                plan,
-                report,
-                {"times": factor},
-                functools.partial(measure_pair, factor),
-                noted=[OVERLOAD],
-            )
+            run = functools.partial(measure_pair, factor)
+            case = measure_case(plan, report, {"times": factor}, run, noted=[OVERLOAD])
             case.add_ratios(OVERLOAD, PEAK, "tokens_per_s")
 
 

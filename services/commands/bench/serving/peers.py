@@ -117,13 +117,10 @@ def measure(plan: PeersPlan, report: Report) -> None:
             return found
 
         for length, clients in itertools.product(plan.prompt_tokens, plan.clients):
-            case = measure_case(
-                plan,
-                report,
-                {"prompt_tokens": length, "clients": clients},
-                functools.partial(measure_all, length, clients, plan.rounds_for(length)),
-                warm_up=functools.partial(measure_all, length, clients, 1),
-            )
+            conditions = {"prompt_tokens": length, "clients": clients}
+            warm_up = functools.partial(measure_all, length, clients, 1)
+            run = functools.partial(measure_all, length, clients, plan.rounds_for(length))
+            case = measure_case(plan, report, conditions, run, warm_up=warm_up)
             for peer in peers:
                 case.add_ratios(STACK, peer.name, "tokens_per_s", "ttft_p50_ms", "ttft_p95_ms")
 

@@ -207,9 +207,8 @@ def add_changes(report: Report, before: Report) -> None:
         report: gets the ratios for cases with equal conditions, and a note on changed settings.
         before: the earlier run.
     """
-    known = {_key(case): case for case in before.cases}
     for case in report.cases:
-        earlier = known.get(_key(case))
+        earlier = next((one for one in before.cases if one.conditions == case.conditions), None)
         if earlier is None:
             continue
         for metric, values in case.series[STACK].items():
@@ -222,7 +221,3 @@ def add_changes(report: Report, before: Report) -> None:
     report.notes.append(
         f"{CHANGE} compares with an earlier run: {', '.join(changed) or 'same settings'}."
     )
-
-
-def _key(case: Case) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((key, str(value)) for key, value in case.conditions.items()))
