@@ -267,8 +267,7 @@ class SchedulerCore:
         for sequence in self._requests:
             sequence.tokens_max = min(sequence.tokens_max, limit)
             if len(sequence.tokens) >= limit:
-                self._batch.remove(sequence)
-                self._requests.fail(
+                self._fail(
                     sequence,
                     "failed",
                     f"After a restart only {limit} tokens fit, "
@@ -301,8 +300,7 @@ class SchedulerCore:
                     f"{lost_max} epochs in a row have failed while this request ran, and it got no "
                     f"token in any of them. The last one: {cause}"
                 )
-                self._batch.remove(sequence)
-                self._requests.fail(sequence, "failed", detail[:4_000])
+                self._fail(sequence, "failed", detail[:4_000])
 
     # --- time --------------------------------------------------------------------------------
 
@@ -318,8 +316,7 @@ class SchedulerCore:
         if overdue is not None:
             self._end_epoch(overdue, now_s)
         for sequence, cause, detail in self._requests.expired(now_s):
-            self._batch.remove(sequence)
-            self._requests.fail(sequence, cause, detail)
+            self._fail(sequence, cause, detail)
         if now_s - self._status_at_s >= _STATUS_EVERY_S:
             self._report_to_gateways(now_s)
         self._stop_if_drained(now_s)
@@ -359,8 +356,11 @@ class SchedulerCore:
 
     def _fail_all(self, cause: FailureCause, detail: str) -> None:
         for sequence in self._requests:
-            self._batch.remove(sequence)
-            self._requests.fail(sequence, cause, detail)
+            self._fail(sequence, cause, detail)
+
+    def _fail(self, sequence: Sequence, cause: FailureCause, detail: str) -> None:
+        self._batch.remove(sequence)
+        self._requests.fail(sequence, cause, detail)
 
     # --- reports -----------------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ class ChosenDrafts:
         Args:
             decodes: the sequences that decode, at least those with drafts that were not preempted.
         """
+        if self is NO_DRAFTS:
+            return PLAIN_PLAN
         ids = [one.sequence_id for one in decodes]
         if not self.counts.keys().isdisjoint(ids):
             counts = [self.counts.get(one, -1) for one in ids]

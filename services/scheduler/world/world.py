@@ -186,19 +186,17 @@ class World:
     def handle_failed(self, peer: PeerId, message: RankFailed, now_s: float) -> bool:
         """Remove a rank process that has failed; return whether the epoch must end.
 
-        A message of an unknown peer is ignored. A message of a rank whose epoch has just ended
-        still counts, because it may explain a failure that another rank reported first.
+        A message of a rank whose epoch has just ended still counts, because it may explain a
+        failure that another rank reported first.
 
         Args:
-            peer: the rank process.
+            peer: the rank process, which the world `knows`.
             message: its report.
             now_s: when it arrived, in seconds.
 
         Returns:
             True if the process was a rank of this epoch, or no further epoch may start.
         """
-        if not self.knows(peer):
-            return False
         member = self._members.pop(peer, None)
         is_ranked = member is not None and member.rank is not None
         if member is not None and is_ranked:
@@ -251,21 +249,19 @@ class World:
                     self.epoch, cause, was_ready, self._failure_kind, self._ring_obstacle
                 )
                 self.recovery.epoch_failed(failed, now_s)
-        has_failed_canary = self._failure_kind == "canary"
+        self.dismiss_ranks(cause, now_s)
         self._failure_kind = ""
-        self.dismiss_ranks(cause, now_s, has_failed_canary=has_failed_canary)
         if self.recovery.failure:
             self.state = WorldState.FAILED
         else:
             self._try_to_begin_epoch(now_s)
 
-    def dismiss_ranks(self, cause: str, now_s: float, *, has_failed_canary: bool = False) -> None:
+    def dismiss_ranks(self, cause: str, now_s: float) -> None:
         """Tell all ranks of the epoch to leave, without beginning another epoch.
 
         Args:
             cause: why the epoch ends, one sentence for the ranks.
             now_s: the time in seconds, from which the ranks are listed as dismissed.
-            has_failed_canary: the epoch ends because of wrong results in the canary.
         """
         self._now_s = now_s
         peers = self.peers
@@ -273,7 +269,7 @@ class World:
             leave = LeaveWorld(
                 epoch=self.epoch,
                 detail=cause[:4_000],
-                cause="canary" if has_failed_canary else "other",
+                cause="canary" if self._failure_kind == "canary" else "other",
             )
             self._actions.append(SendToRanks(peers, leave, self.epoch))
         for peer in peers:
