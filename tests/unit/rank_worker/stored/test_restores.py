@@ -57,7 +57,7 @@ def test_new_tier_restores_blocks_stored_by_earlier_tier(store: ScriptedStore, r
     check_items(other.adopt(answer.restore_id, 8), [block_hash(number) for number in range(8)])
 
 
-def test_adopting_some_restored_items_frees_the_others(rank: Rank) -> None:
+def test_adopting_some_restored_items_frees_remaining_items(rank: Rank) -> None:
     """A plan may adopt fewer items than were read; the others are freed."""
     answer = rank.restore(restore_items(range(8)))
 

@@ -121,7 +121,9 @@ def test_returning_client_waits_for_second_after_stop_string_not_abort(
         world.settle()
 
 
-def test_refused_request_makes_scheduler_wait_for_no_others(make_world: MakeWorld) -> None:
+def test_refused_request_does_not_make_scheduler_wait_for_announced_ones(
+    make_world: MakeWorld,
+) -> None:
     """A refused request does not make the scheduler wait for others."""
     world = make_world()
     world.submit("a", [1] * 10_000, 5, more_requests_expected=True)
