@@ -4,7 +4,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from services.cache_store import file_names
 from services.cache_store.core import StoreCore
@@ -16,7 +16,7 @@ from shared.configuration.settings import Config
 from shared.errors import UnavailableError
 from shared.identifiers import PeerId
 from shared.messages import FromStore, ToStore
-from shared.transport.links import Connected, Dialer, Lost, Received
+from shared.transport.links import Connected, Dialer, Received
 
 ANSWER_DEADLINE_S = 5.0
 """Seconds within which the running store must answer."""
@@ -27,11 +27,17 @@ _NO_LIMIT = 2**60
 A = TypeVar("A")
 
 
-class Store(Protocol):
-    """Source of answers about this host's stored blocks: the running cache store or its files."""
+class RunningStore:
+    """Link to the running cache store, which owns the directory of the blocks."""
 
-    is_running: bool
-    """True: a running cache store answers; False: this process has locked and read the files."""
+    is_running = True
+
+    def __init__(self, address: str, keys_dir: Path) -> None:
+        self._clock = SystemClock()
+        self._address = address
+        self._link: Dialer[FromStore] = Dialer(
+            address, "cache", FromStore, keys_dir=keys_dir, listener="store"
+        )
 
     def ask(self, question: ToStore, answer: type[A]) -> A:
         """Send a question, or a request to delete, and return the answer.
@@ -41,9 +47,69 @@ class Store(Protocol):
             answer: type of the message that answers it.
 
         Raises:
-            UnavailableError: when no answer comes within 5 s, or the disk fails.
+            UnavailableError: when no answer comes within ANSWER_DEADLINE_S.
         """
-        ...
+        until_s = self._clock.now() + ANSWER_DEADLINE_S
+        if self._link.is_connected:
+            self._link.send(question)
+        while (left_s := until_s - self._clock.now()) > 0.0:
+            for event in self._link.poll(left_s):
+                match event:
+                    case Connected():
+                        self._link.send(question)
+                    case Received(message=message) if isinstance(message, answer):
+                        return message
+        raise UnavailableError(f"The cache store at {self._address} does not answer.")
+
+    def close(self) -> None:
+        """Close the link."""
+        self._link.close(wait_s=0.0)
+
+
+class IdleDirectory:
+    """Directory of the blocks while no cache store runs, locked for this one command."""
+
+    is_running = False
+
+    def __init__(self, directory: Directory) -> None:
+        """Read the index. Raises: UnavailableError: when the disk fails."""
+        self._clock = SystemClock()
+        self._core = StoreCore(str(directory.path))
+        self._disk = Disk(directory)
+        self._peer = PeerId(b"cache")
+        self._sent: list[object] = []
+        self._trouble = ""
+        self._handle(Connected(self._peer))
+        self._handle(TimePassed())
+        if not self._core.is_on:
+            raise UnavailableError(self._trouble)
+
+    def ask(self, question: ToStore, answer: type[A]) -> A:
+        """Answer as `RunningStore.ask`. Raises: UnavailableError: the disk fails."""
+        self._sent.clear()
+        self._handle(Received(self._peer, 0, question))
+        for message in self._sent:
+            if isinstance(message, answer):
+                return message
+        raise UnavailableError(self._trouble)
+
+    def _handle(self, event: Event) -> None:
+        waiting = [event]
+        while waiting:
+            for action in self._core.handle(waiting.pop(0), self._clock.now()):
+                match action:
+                    case Send():
+                        self._sent.append(action.message)
+                    case WriteLog():
+                        self._trouble = str(action.fields.get("cause", ""))
+                    case OpenDirectory():
+                        waiting.append(self._disk.open())
+                    case _:
+                        waiting += self._disk.perform(action)
+
+
+Store = RunningStore | IdleDirectory
+"""Source of answers about this host's stored blocks."""
 
 
 @contextlib.contextmanager
@@ -71,90 +137,15 @@ def opened(config: Config) -> Iterator[Store | None]:
             raise UnavailableError(f"{directory.path} cannot be used: {error.strerror}.") from None
         else:
             try:
-                yield _IdleDirectory(directory)
+                yield IdleDirectory(directory)
             finally:
                 directory.release()
             return
     if not address:
         yield None
         return
-    with contextlib.closing(_RunningStore(address, config.keys_dir)) as running:
+    with contextlib.closing(RunningStore(address, config.keys_dir)) as running:
         yield running
-
-
-class _RunningStore:
-    """Link to the store that owns the directory."""
-
-    is_running = True
-
-    def __init__(self, address: str, keys_dir: Path) -> None:
-        self._clock = SystemClock()
-        self._address = address
-        self._link: Dialer[FromStore] = Dialer(
-            address, "cache", FromStore, keys_dir=keys_dir, listener="store"
-        )
-
-    def ask(self, question: ToStore, answer: type[A]) -> A:
-        """Return the answer to a question. Raises: UnavailableError: when none comes."""
-        until_s = self._clock.now() + ANSWER_DEADLINE_S
-        if self._link.is_connected:
-            self._link.send(question)
-        while (left_s := until_s - self._clock.now()) > 0.0:
-            for event in self._link.poll(left_s):
-                match event:
-                    case Connected():
-                        self._link.send(question)
-                    case Received(message=message) if isinstance(message, answer):
-                        return message
-                    case Received() | Lost():
-                        pass
-        raise UnavailableError(f"The cache store at {self._address} does not answer.")
-
-    def close(self) -> None:
-        """Close the link."""
-        self._link.close(wait_s=0.0)
-
-
-class _IdleDirectory:
-    """Core of a store, on a directory that this process has locked for this one command."""
-
-    is_running = False
-
-    def __init__(self, directory: Directory) -> None:
-        """Read the index. Raises: UnavailableError: when the disk fails."""
-        self._clock = SystemClock()
-        self._core = StoreCore(str(directory.path))
-        self._disk = Disk(directory)
-        self._peer = PeerId(b"cache")
-        self._sent: list[object] = []
-        self._trouble = ""
-        self._handle(Connected(self._peer))
-        self._handle(TimePassed())
-        if not self._core.is_on:
-            raise UnavailableError(self._trouble)
-
-    def ask(self, question: ToStore, answer: type[A]) -> A:
-        """Return the answer to a question. Raises: UnavailableError: when the core has none."""
-        self._sent.clear()
-        self._handle(Received(self._peer, 0, question))
-        for message in self._sent:
-            if isinstance(message, answer):
-                return message
-        raise UnavailableError(self._trouble)
-
-    def _handle(self, event: Event) -> None:
-        waiting = [event]
-        while waiting:
-            for action in self._core.handle(waiting.pop(0), self._clock.now()):
-                match action:
-                    case Send():
-                        self._sent.append(action.message)
-                    case WriteLog():
-                        self._trouble = str(action.fields.get("cause", ""))
-                    case OpenDirectory():
-                        waiting.append(self._disk.open())
-                    case _:
-                        waiting += self._disk.perform(action)
 
 
 def _is_listening(address: str) -> bool:

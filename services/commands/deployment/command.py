@@ -1,7 +1,5 @@
 """Commands `lockstep launchd` and `lockstep systemd`. Own their options and the check of rights."""
 
-import dataclasses
-import functools
 import os
 import shlex
 import sys
@@ -28,27 +26,8 @@ _root_option = click.option(
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class JobOptions:
-    """Options of `lockstep launchd` and `lockstep systemd` that determine a host's jobs."""
-
-    sources: SettingSources
-    supervised: bool
-    """Whether one job runs `lockstep up`, instead of one job per role."""
-    user: str
-    """User that runs the jobs; "": the calling user."""
-    env: tuple[str, ...]
-    """Further environment variables, as NAME=VALUE."""
-
-
 def _job_options(function: Callable[..., None]) -> Callable[..., int | None]:
-    """Add the options of JobOptions to a command."""
-
-    @functools.wraps(function)
-    def command(sources: SettingSources, **given: Any) -> None:
-        own = {name: given.pop(name) for name in ("supervised", "user", "env")}
-        function(JobOptions(sources, **own), **given)
-
+    """Add the options that determine a host's jobs to a command."""
     for add in (
         click.option(
             "--env",
@@ -66,8 +45,8 @@ def _job_options(function: Callable[..., None]) -> Callable[..., int | None]:
             help="Make one job that runs `lockstep up`, instead of one per role.",
         ),
     ):
-        command = add(command)
-    return source_options(command)
+        function = add(function)
+    return source_options(function)
 
 
 def _make_group(kind: Kind, summary: str) -> click.Group:
@@ -75,16 +54,16 @@ def _make_group(kind: Kind, summary: str) -> click.Group:
 
     @group.command(name="render")
     @_job_options
-    def render_command(options: JobOptions) -> None:
+    def render_command(sources: SettingSources, **given: Any) -> None:
         """Print the files."""
-        print_line(render(kind, make_jobs(options)))
+        print_line(render(kind, make_jobs(sources, **given)))
 
     @group.command(name="install")
     @_job_options
     @_root_option
-    def install_command(options: JobOptions, *, root: str | None) -> None:
+    def install_command(sources: SettingSources, *, root: str | None, **given: Any) -> None:
         """Write the files and start the jobs (needs root rights)."""
-        print_line(change(kind, "install", root, make_jobs(options)))
+        print_line(change(kind, "install", root, make_jobs(sources, **given)))
 
     @group.command(name="uninstall")
     @_root_option
@@ -99,24 +78,31 @@ launchd_group = _make_group("launchd", "Run Lockstep from boot on macOS, as Laun
 systemd_group = _make_group("systemd", "Run Lockstep from boot on Linux, as units.")
 
 
-def make_jobs(options: JobOptions) -> list[Job]:
+def make_jobs(
+    sources: SettingSources, *, supervised: bool, user: str, env: Sequence[str]
+) -> list[Job]:
     """Return the jobs that keep this host's processes running.
+
+    Args:
+        sources: sources of the settings.
+        supervised: whether one job runs `lockstep up`, instead of one job per role.
+        user: user that runs the jobs; "": the calling user.
+        env: further environment variables of the jobs, as NAME=VALUE.
 
     Raises:
         ConfigError: when a setting is wrong or is given as an environment variable, which jobs do
             not inherit, or a job lacks a path.
         UsageError: when options contradict each other.
     """
-    sources = options.sources
     if not sources.inventory and sources.overrides:
         raise UsageError("--host names a host of an inventory: give --inventory too.")
-    variables = jobs.parse_variables(options.env)
+    variables = jobs.parse_variables(env)
     # Jobs do not inherit this environment. This is checked first, because it may change settings.
     installation.check_environment(os.environ)
     share = sources.share()
-    where = installation.find_installation(share, sources.config, sources.inventory, options.user)
+    where = installation.find_installation(share, sources.config, sources.inventory, user)
     installation.check_installation(where, share)
-    return jobs.make_host_jobs(share, where, variables, supervised=options.supervised)
+    return jobs.make_host_jobs(share, where, variables, supervised=supervised)
 
 
 def render(kind: Kind, made: Sequence[Job]) -> str:
