@@ -32,7 +32,7 @@ class Findings:
         self._add(check, "OK", detail, "")
 
     def warn(self, check: str, detail: str, remedy: str) -> None:
-        """Add a WARN finding: what is checked works, but worse or for less time than it should.
+        """Add a WARN finding: this works, but worse or for less time than it should.
 
         Args:
             check: name of the check.
@@ -42,7 +42,7 @@ class Findings:
         self._add(check, "WARN", detail, remedy)
 
     def fail(self, check: str, detail: str, remedy: str) -> None:
-        """Add a FAIL finding: what is checked does not work. Arguments: as for `warn`."""
+        """Add a FAIL finding: this does not work. Arguments: as for `warn`."""
         self._add(check, "FAIL", detail, remedy)
 
     def cannot_check(self, check: str, detail: str, remedy: str = "") -> None:
