@@ -9,24 +9,18 @@ from services.scheduler.speculation.ngram.proposer import NgramProposer
 from services.scheduler.speculation.position_rates import PositionAcceptance, PositionRates
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class DraftState:
     """Speculation method and draft counts of one sequence; survives preemption and epochs."""
 
-    __slots__ = ("accepted", "drafts_max", "method", "rejected")
-
-    def __init__(self, method: Method, drafts_max: int) -> None:
-        """Start without drafts.
-
-        Args:
-            method: method that proposes its drafts.
-            drafts_max: most drafts per step.
-        """
-        self.method = method
-        self.drafts_max = drafts_max
-        self.accepted = 0
-        """Verified drafts that became part of its completion."""
-        self.rejected = 0
-        """Verified drafts that did not."""
+    method: Method
+    """Method that proposes its drafts."""
+    drafts_max: int
+    """Most drafts per step."""
+    accepted: int = 0
+    """Verified drafts that became part of its completion."""
+    rejected: int = 0
+    """Verified drafts that did not."""
 
 
 class NgramDraftState(DraftState):
