@@ -41,7 +41,7 @@ class FairShare:
     def has_room(self, tenant: str, amount: int) -> bool:
         """Return whether a tenant may take this amount now.
 
-        A tenant that holds nothing may take whatever is free.
+        A tenant that holds nothing may take all that is free.
         """
         free = self.total - self.used - amount
         held = self.held_by(tenant)

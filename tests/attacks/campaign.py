@@ -22,7 +22,7 @@ _MEMORY_EVERY_S = 0.1
 
 @dataclasses.dataclass(slots=True)
 class Result:
-    """What one attack has done."""
+    """Effects of one attack."""
 
     attack: str
     connections: int

@@ -27,7 +27,7 @@ _STOP_S = 90.0
 
 @dataclasses.dataclass(slots=True)
 class Experience:
-    """What a victim has measured, times in seconds."""
+    """Measurements of a victim, times in seconds."""
 
     gap_s: float = 0.0
     """Longest time between two tokens of its stream."""
@@ -45,7 +45,7 @@ class Experience:
 
 
 class Victim:
-    """A running victim; `stop` returns what it has measured."""
+    """A running victim; `stop` returns its measurements."""
 
     def __init__(self, port: int) -> None:
         """Start its process; return when its stream has begun."""
@@ -63,7 +63,7 @@ class Victim:
             raise AssertionError("the victim's stream did not begin") from None
 
     def stop(self) -> Experience:
-        """End the victim and return what it has measured since its start."""
+        """End the victim and return its measurements since its start."""
         self._stopping.set()
         try:
             experience: Experience = self._results.get(timeout=_STOP_S)

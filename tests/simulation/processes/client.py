@@ -124,7 +124,7 @@ class Client:
         if not self.planned.text.startswith(self.text):
             raise Violation(f"{self.name} reads {self.text!r} instead of {self.planned.text!r}")
 
-    def add_call(self, choice: Choice, number: int, call: ParsedCall) -> None:
+    def add_call(self, choice: Choice, call: ParsedCall) -> None:
         """Fail: no request offers tools."""
         raise AssertionError
 
