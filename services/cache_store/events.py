@@ -61,7 +61,7 @@ class DirectoryUnusable:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileTaken:
-    """Result of TakeOverFile: the file is renamed, or refused."""
+    """Result of TakeOverFile: a rank's record file belongs to the store now, or was refused."""
 
     action: "TakeOverFile"
     refusal: str

@@ -94,12 +94,15 @@ def ring_addresses(
 def jaccl_devices(
     hosts: Hostfile | None, size: int, text: str
 ) -> tuple[Matrix, device_matrix.Topology]:
-    """Return the device matrix and its topology, from world.jaccl_devices or else the hostfile.
+    """Return the RDMA device with which each rank reaches each other one, and the topology.
+
+    They come from world.jaccl_devices or else from the hostfile. Row i of the matrix names the
+    devices of rank i. The topology is a mesh (all pairs are connected) or a ring.
 
     Args:
         hosts: the hostfile, or None.
         size: number of ranks.
-        text: content of world.jaccl_devices; "" without one.
+        text: content of the file world.jaccl_devices (JSON); "" without one.
 
     Raises:
         ConfigError: when neither exists, its number of ranks differs, or MLX cannot use it.

@@ -175,7 +175,13 @@ class LinkSocket:
         self._socket.setsockopt(zmq.IDENTITY, identity)
 
     def use_keys_as_listener(self, own: Keys) -> None:
-        """Admit only connections that prove an admitted key. Call it before `bind`."""
+        """Prove this host's key, and admit only keys that this process's `AccessControl` allows.
+
+        Call it before `bind`.
+
+        Args:
+            own: key pair of this host.
+        """
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
         self._socket.setsockopt(zmq.ZAP_DOMAIN, b"lockstep")

@@ -45,8 +45,9 @@ def find_installation(
     Paths that are missing there, or without an inventory, are those of this machine.
 
     Args:
-        share: share of the host, with its name in the inventory.
-        config_file: path of the configuration file, or None.
+        share: the host's part of the configuration: its name in the inventory and its roles.
+        config_file: path of the configuration file, with which the host's processes are started
+            if there is no inventory; else it is not used.
         inventory_file: path of the inventory, or None.
         user: user of processes unless the inventory names one; "": the calling user.
 

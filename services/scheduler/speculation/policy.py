@@ -42,7 +42,10 @@ _ASSUMED_SPEEDUP = 2.0
 
 
 class Chances(Protocol):
-    """Interface of acceptance rates from which the policy expects tokens of a sequence's drafts."""
+    """Acceptance rates of a sequence's drafts: the chance that the first ones are all accepted.
+
+    From these chances the policy computes how many tokens a verification will yield.
+    """
 
     def add_chances(self, gains: list[float], matched: int, tokens_in_flight: int, /) -> None:
         """Add to `gains[j]` the chance that the first j + 1 drafts are all accepted.

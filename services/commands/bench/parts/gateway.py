@@ -92,7 +92,10 @@ class FakeScheduler:
         self._link.close(wait_s=0.5)
 
     def serve(self, seconds: float) -> None:
-        """Answer the gateway for some seconds, during which no request may arrive."""
+        """Acknowledge the gateway's messages and report status for some seconds.
+
+        No request may arrive meanwhile: it would be accepted and get no tokens.
+        """
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
             self._poll(0.02)

@@ -72,7 +72,7 @@ def test_gateway_refuses_requests_without_submission_while_scheduler_queue_is_fu
     ],
     ids=["admitted", "finished", "failed", "lost", "time"],
 )
-def test_gateway_submits_again_after_scheduler_queue_may_have_room(
+def test_gateway_submits_again_after_request_ends_or_session_is_lost(
     harness: OpenRequestsHarness, change: Callable[[OpenRequestsHarness, str], object]
 ) -> None:
     """After an end, an admission, a lost session or FULL_MEMORY_S the queue may have room."""

@@ -96,7 +96,7 @@ def test_damaged_or_foreign_writable_proof_file_proves_nothing(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("blocks", [1, 2], ids=["sums", "prompt"])
-def test_failed_canary_removes_fast_synchronization_proof_of_its_build(
+def test_failed_canary_deletes_stored_test_result_of_fast_synchronization(
     tmp_path: Path, blocks: int
 ) -> None:
     """A canary that fails with fast synchronization removes the proof of this build for good."""

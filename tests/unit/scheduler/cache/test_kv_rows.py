@@ -140,7 +140,7 @@ def test_kv_budget_follows_smallest_memory_when_shards_are_equal() -> None:
     assert smallest_budget([rank_ready(900, 0), rank_ready(800, 0)]) == RowBudget(800, 0, 0)
 
 
-def test_rank_with_small_shard_does_not_reduce_kv_budget() -> None:
+def test_rank_with_few_layers_does_not_reduce_kv_budget_of_world() -> None:
     """A rank with a small shard and little memory does not limit the others."""
     budget = smallest_budget([rank_ready(1_000, 10), rank_ready(90, 1)])
     assert budget.longest_row() == 90

@@ -140,7 +140,7 @@ def test_dismissed_list_keeps_ranks_one_minute_and_is_bounded(make_world: MakeWo
     assert world.status.dismissed == []
 
 
-def test_process_with_second_connection_replaces_its_first_rank(make_world: MakeWorld) -> None:
+def test_process_that_connects_twice_counts_as_one_rank(make_world: MakeWorld) -> None:
     """A process that says hello over a second connection replaces its first one."""
     world = make_world(ranks=2)
     world.tell(RankLost(PeerId(world.ranks.pop(next(iter(world.ranks))).peer), "goodbye"))

@@ -127,7 +127,7 @@ def test_missing_config_file_error_names_file_and_reason() -> None:
         load_config("nowhere.toml")
 
 
-def test_run_folder_addresses_and_model_name_follow_from_other_settings() -> None:
+def test_unset_run_folder_addresses_and_model_name_are_derived_from_port_and_model() -> None:
     """The run folder, the addresses, the backend and the model name follow from other settings."""
     alone = load_config()
     pair = load_config(flags={"world.size": "2", "gateway.port": "9000"})
