@@ -135,7 +135,14 @@ def read_allowed(folder: Path) -> dict[str, AllowedPeer]:
 
 
 def read_allowed_text(folder: Path) -> str:
-    """Return the text of the file `allowed`, "" without it. Raises ConfigError."""
+    """Return the text of the file `allowed`, which lists admitted public keys; "" without it.
+
+    Args:
+        folder: folder of this host's keys.
+
+    Raises:
+        ConfigError: when the file cannot be read, or other users can write to it.
+    """
     path = folder / ALLOWED_FILE
     if not path.exists():
         return ""

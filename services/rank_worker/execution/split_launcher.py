@@ -51,7 +51,8 @@ class SplitLauncher:
         """Begin a step, whose forwards `start_forward` then starts.
 
         Args:
-            finish_before: waits for the previous step and sends its result; None if it is finished.
+            finish_before: waits for the previous step and sends its result; the first
+                `start_forward` calls it between its two parts. None: that step is finished.
         """
         if finish_before is None:
             self._first_part = None

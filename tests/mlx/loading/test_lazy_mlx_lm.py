@@ -54,7 +54,9 @@ def test_demo_model_runs_without_importing_transformers() -> None:
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_mlx_lm_needing_more_than_placeholder_is_imported_normally(tmp_path: Path) -> None:
+def test_mlx_lm_is_imported_with_real_transformers_when_placeholder_lacks_a_name(
+    tmp_path: Path,
+) -> None:
     """A version of mlx-lm that needs more than the placeholder is imported normally.
 
     No half-imported module is left.

@@ -81,11 +81,11 @@ class Probes:
         self.chosen = self._made = None
 
     def record_plan(self, *, has_drafts: bool, has_reads: bool) -> bool:
-        """Record that a plan was made after a choice; return whether it measures drafts as a probe.
+        """Record the plan that was made after `choose`; return whether it measures drafts.
 
-        A plan is a probe if the choice was one and the plan contains it: its drafts, or its reads
-        if it only prepares a probe. One with drafts sets the budget of time to 0 and halves the
-        weight of the sequences' older acceptance counts, so that its own results weigh more.
+        A plan is a probe if `choose` chose one and the plan contains it: its drafts, or its reads
+        if it only prepares a probe. A probe with drafts uses up the time saved for probes, and
+        halves the weight of older acceptance counts, so that its own results weigh more.
 
         Args:
             has_drafts: the plan has drafts of this method.

@@ -73,7 +73,7 @@ def test_blocks_are_spilled_while_all_reading_threads_hang(
     wait_until(all_pins_released)
 
 
-def test_restore_ends_late_at_deadline_when_store_does_not_answer(
+def test_restore_without_answer_of_store_stops_at_deadline_with_cause_late(
     store: ScriptedStore, rank: Rank
 ) -> None:
     """The deadline also applies to the store's answer."""

@@ -157,7 +157,9 @@ def test_returning_preempted_sequence_reuses_its_own_blocks(make_world: MakeWorl
         assert world.cached[f"r{number}"].memory_tokens == 0, "the prefix of its first admission"
 
 
-def test_new_epoch_knows_earlier_texts_but_has_no_resident_blocks(make_world: MakeWorld) -> None:
+def test_known_prompt_counts_as_evicted_in_first_request_of_new_epoch(
+    make_world: MakeWorld,
+) -> None:
     """Restarted ranks hold no blocks; the index still knows the texts."""
     world = make_world()
     run_request(world, "a", PROMPT)
