@@ -151,10 +151,11 @@ def test_cache_command_reads_store_address_from_lock_file(
     assert _parse_json(store.cache("stats", "--json"))["running"] is True
 
 
-def test_cache_stats_list_and_check_change_neither_files_nor_recency(
+def test_cache_stats_list_and_check_leave_block_files_and_their_times_unchanged(
     store: RunningStore, make_peer: MakePeer
 ) -> None:
-    """`stats`, `list` and `check` change no file and no recency, even with a lower limit."""
+    """`stats`, `list` and `check` delete no block file and change no modification time, even with a
+    lower limit."""
     _fill(make_peer)
     store.stop()
     before = {path: path.stat().st_mtime_ns for path in store.directory.glob("*/rank-*/*")}
@@ -198,10 +199,10 @@ def test_cache_command_with_invalid_or_ambiguous_namespace_is_usage_error(
     assert len(_parse_json(one)["folders"]) == 1
 
 
-def test_cache_stats_reports_store_is_off_and_list_exits_with_69(
+def test_cache_stats_succeeds_and_list_exits_with_69_while_store_is_off(
     store: RunningStore, peer: Peer
 ) -> None:
-    """`stats` reports that the store is off; `list` exits with 69."""
+    """While the store is off, `stats` says so and exits with 0; `list` exits with 69."""
     peer.reports.clear()
     # The file keeps the store off; without it the store would be on again a second later.
     store.directory.rename(store.directory.with_name("away"))
