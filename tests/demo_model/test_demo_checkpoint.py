@@ -162,8 +162,10 @@ def test_demo_chat_template_renders_json_text_arguments_like_objects(demo: DemoM
     assert rendered[0] == rendered[1]
 
 
-def test_demo_training_tokens_equal_tokens_of_chat_template(folder: Path, demo: DemoModel) -> None:
-    """The rendering of the training code gives the token ids of the template."""
+def test_demo_training_data_and_chat_template_give_equal_token_ids_of_conversation(
+    folder: Path, demo: DemoModel
+) -> None:
+    """The training data renders a conversation to the same token ids as the chat template."""
     assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
     source = TextSource("rendering")
     for number in range(60):

@@ -38,7 +38,9 @@ def _tool_calls_or_none(demo: DemoModel, text: str) -> list[Any] | None:
         return None
 
 
-def test_demo_model_answers_90_percent_of_questions_about_lockstep(demo: DemoModel) -> None:
+def test_demo_model_answers_90_percent_of_questions_about_lockstep_correctly(
+    demo: DemoModel,
+) -> None:
     """At least 90 % of 40 or more questions with held-out wording are answered correctly."""
     started_s = time.perf_counter()
     chats = mixture.held_out_facts()
@@ -75,8 +77,9 @@ def test_demo_model_recalls_90_percent_of_values_1500_tokens_back(demo: DemoMode
     assert report_accuracy("values", is_correct, started_s) >= 0.9
 
 
-def test_demo_model_recalls_both_codes_of_model_card_example(demo: DemoModel) -> None:
-    """The example of the model card: two codes, 2,000 tokens of text, then the question."""
+def test_demo_model_recalls_two_codes_stated_2000_tokens_before_question(demo: DemoModel) -> None:
+    """The example of the model card: two codes, 2,000 tokens of text, then a question about
+    either."""
     pairs = [
         skill_recall.Pair("code", "alder-42", "7391"),
         skill_recall.Pair("code", "birch-7", "2086"),
@@ -139,7 +142,9 @@ def test_demo_model_writes_json_object_of_model_card_example(demo: DemoModel) ->
 
 
 @pytest.mark.proof
-def test_demo_model_answers_80_percent_of_questions_about_earlier_turns(demo: DemoModel) -> None:
+def test_demo_model_answers_80_percent_of_questions_about_earlier_turns_correctly(
+    demo: DemoModel,
+) -> None:
     """At least 80 % of questions about an earlier turn of the conversation are answered
     correctly."""
     started_s = time.perf_counter()
