@@ -97,8 +97,10 @@ def test_streamed_text_and_usage_equal_those_of_unstreamed_answer(client: openai
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
-def test_request_with_seed_gives_same_text_alone_and_in_batch(client: openai.OpenAI) -> None:
-    """A seed gives the same text again, and as the first of eight choices in one batch."""
+def test_request_with_seed_gives_same_text_as_single_choice_and_among_eight(
+    client: openai.OpenAI,
+) -> None:
+    """A seed gives the same text when it is used again, also for the first of eight choices."""
 
     def generate(seed: int, n: int = 1) -> list[str]:
         answer = client.completions.create(
@@ -195,10 +197,11 @@ def test_scheduler_runs_no_request_after_its_client_disconnected(
 
 
 @pytest.mark.proof
-def test_sixteen_concurrent_requests_get_same_answers_as_alone(
+def test_sixteen_concurrent_requests_get_same_answers_as_sequential_requests(
     client: openai.OpenAI, lockstep: RunningLockstep
 ) -> None:
-    """Concurrent requests with different prompts get the answers that they get alone."""
+    """Concurrent requests with different prompts get the answers that they get one after the
+    other."""
     words = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "haze"] * 2
     prompts = [f"Repeat this text exactly:\n{word} {n} {word}" for n, word in enumerate(words)]
 

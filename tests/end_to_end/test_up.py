@@ -112,8 +112,11 @@ def test_gateway_process_loads_tokenizer_library_and_rank_processes_do_not(
     assert not loaded["rank-worker 1"]
 
 
-def test_stream_continues_with_its_text_after_rank_is_killed(pair: RunningLockstep) -> None:
-    """After SIGKILL of a rank in the middle of a stream, the client gets the rest after a pause."""
+def test_stream_completes_and_next_answer_is_unchanged_after_rank_is_killed(
+    pair: RunningLockstep,
+) -> None:
+    """After SIGKILL of a rank in the middle of a stream, the stream completes, and a later answer
+    is the same as before."""
     expected = _answer(pair)
     before = pair.children()
     stream = pair.stream("/v1/completions", LONG)
