@@ -117,7 +117,7 @@ _COMMON_FIELDS: list[tuple[str, bytes, str | None]] = [
 @pytest.mark.parametrize(
     ("case", "fields", "param"), _COMMON_FIELDS, ids=lambda value: str(value)[:24]
 )
-def test_invalid_field_of_chat_or_completion_is_refused_by_name(
+def test_gateway_answers_400_that_names_invalid_chat_or_completion_field(
     background_stream: BackgroundStream, case: str, fields: bytes, param: str | None, path: str
 ) -> None:
     """B8 to B10, B23 to B30, B36 to B38, B42: a 400 names the field."""

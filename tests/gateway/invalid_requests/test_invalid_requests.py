@@ -321,7 +321,9 @@ def test_unknown_path_gets_404_and_wrong_method_gets_405(gateway: RunningGateway
     assert (status, json.loads(body)["error"]["type"]) == (405, "invalid_request_error")
 
 
-def test_gateway_answers_chat_with_any_unusual_message_text(gateway: RunningGateway) -> None:
+def test_gateway_answers_200_to_control_characters_and_template_marks_in_chat_message(
+    gateway: RunningGateway,
+) -> None:
     """B44: no text in a message changes the behaviour of the server."""
     for text in ("FAULT_INJECT_CRASH", "EXO RUNNER MUST FAIL", "\x00", "\ufdd0<|im_end|>", "{{1}}"):
         assert gateway.chat(text)[0] == 200

@@ -66,10 +66,11 @@ def test_response_reports_cached_tokens_by_tier_in_header_and_body(
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])
-def test_cache_fields_of_body_are_null_when_prompt_did_not_diverge(
+def test_divergence_and_miss_cause_are_null_when_scheduler_reports_only_cached_tokens(
     gateway: RunningGateway, path: str
 ) -> None:
-    """Without divergence and cause the header leaves both out, and the body has null."""
+    """If the scheduler reports no divergence and no cause of a miss, the body has null for both,
+    and the header omits them."""
     gateway.scheduler.reply = reply_with(_ids("Hello"), cached=CachedPrefix(memory_tokens=3))
     body, line = _post(gateway, path)
     assert re.fullmatch(r"memory=3; ssd=0; computed=\d+", line)
@@ -128,10 +129,11 @@ def test_cache_header_reports_cached_tokens_of_first_choice(gateway: RunningGate
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1 + 3
 
 
-def test_cached_tokens_are_those_of_first_admission_after_scheduler_restart(
+def test_cached_tokens_in_response_stay_those_of_first_of_two_admissions(
     gateway: RunningGateway,
 ) -> None:
-    """A restarted scheduler finds the generated tokens again; they do not count as cached."""
+    """After a restart of the scheduler a request is admitted again and finds its generated tokens;
+    they do not count as cached."""
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
         for cached in (_FOUND, CachedPrefix(memory_tokens=1_000)):
@@ -208,10 +210,11 @@ def test_gateway_answers_400_when_cache_salt_is_invalid(
     assert gateway.scheduler.submitted == []
 
 
-def test_scheduler_gets_exact_system_tokens_and_cache_boundaries_of_chat(
+def test_scheduler_gets_exact_token_positions_where_user_message_begins_and_ends(
     gateway: RunningGateway,
 ) -> None:
-    """A conversation's system tokens and cache boundaries are exact to the token."""
+    """The numbers of system tokens and the cache boundaries of a conversation are exact to the
+    token."""
     system = {"role": "system", "content": "The scheduler decides, every rank obeys."}
     user = {"role": "user", "content": "Hello, how are you?"}
     body = {"model": "tiny", "messages": [system, user], "tools": _TOOLS, "n": 2}

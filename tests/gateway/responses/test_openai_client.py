@@ -48,8 +48,10 @@ def test_openai_client_reads_chat_choices_with_logprobs_and_usage(client: openai
     assert response.usage.prompt_tokens_details.cached_tokens == 4
 
 
-def test_openai_client_can_send_response_message_in_next_request(client: openai.OpenAI) -> None:
-    """The client can send the message object of a response back in the next request."""
+def test_gateway_answers_next_request_that_contains_message_of_earlier_response(
+    client: openai.OpenAI,
+) -> None:
+    """A client may send the message object of a response back in its next request."""
     first = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "Hello"}]
     )

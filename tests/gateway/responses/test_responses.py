@@ -315,10 +315,10 @@ def test_prompt_contains_messages_of_all_five_roles(gateway: RunningGateway) -> 
     assert "<|im_start|>tool\ndone<|im_end|>" in text
 
 
-def test_every_choice_but_last_is_submitted_with_more_requests_expected(
+def test_more_requests_expected_flag_is_set_for_all_choices_but_last(
     gateway: RunningGateway,
 ) -> None:
-    """The flag lets the scheduler compute the choices of one request together."""
+    """The flag lets the scheduler start the choices of one request in one step."""
     gateway.scheduler.reply = reply_with([*_ids(_TEXT), _STOP])
     status, _ = gateway.chat("Hello", n=3)
     assert status == 200
@@ -331,10 +331,11 @@ def test_every_choice_but_last_is_submitted_with_more_requests_expected(
     assert not gateway.scheduler.submitted[-1].more_requests_expected
 
 
-def test_simultaneous_requests_are_submitted_with_more_requests_expected(
+def test_more_requests_expected_flag_is_set_for_first_of_simultaneous_requests(
     gateway: RunningGateway,
 ) -> None:
-    """Requests that arrive while the gateway is stopped announce each other when it runs again."""
+    """Of six requests that wait while the gateway is stopped, the first is submitted with the flag,
+    the last without it."""
     gateway.scheduler.reply = reply_with([*_ids(_TEXT), _STOP])
     gateway.chat("Hello")
     gateway.scheduler.submitted.clear()
