@@ -28,7 +28,9 @@ def client(request: pytest.FixtureRequest) -> Iterator[Client]:
         assert (status.running, status.waiting) == (0, 0)
 
 
-def test_second_prompt_reuses_shared_prefix_and_gets_uncached_tokens(client: Client) -> None:
+def test_prompt_with_cached_prefix_reuses_it_and_gets_same_tokens_as_uncached(
+    client: Client,
+) -> None:
     """The second prompt with the same prefix reuses it and gets the same tokens as without a
     cache."""
     first, _ = generate(client, "cold", PROMPTS[0])
@@ -64,8 +66,11 @@ def test_request_with_other_cache_salt_reuses_no_prefix(client: Client) -> None:
     assert (tokens, found) == (uncached_tokens()[3], len(PROMPTS[3]) - 1)
 
 
-def test_random_requests_with_cache_get_texts_of_one_uncached_rank(client: Client) -> None:
-    """Under random requests and aborts each text equals that of one rank without a cache."""
+def test_random_requests_give_same_tokens_with_cache_as_one_rank_without_cache(
+    client: Client,
+) -> None:
+    """Under random requests and aborts the tokens of each request equal those of one rank without a
+    cache."""
     rng = random.Random(5)
     names: dict[str, int] = {}
     for number in range(60):

@@ -56,9 +56,9 @@ def test_world_with_canary_off_is_ready_without_canary_results() -> None:
         assert [rank.canary for rank in client.query_status().ranks] == [[], []]
 
 
-def test_rank_with_wrong_sums_fails_canary_and_is_named() -> None:
-    """A rank with wrong sums fails two starts in a row and is named with the first wrong
-    element."""
+def test_status_names_rank_with_wrong_collective_sums_after_two_failed_starts() -> None:
+    """A rank with wrong sums fails the canary of two starts in a row; the status names the rank and
+    the first wrong element."""
     with faulty_world("sum") as stack:
         status = wait_for_failure(stack)
     assert status.failure == "epochs"

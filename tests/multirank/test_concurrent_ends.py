@@ -47,8 +47,8 @@ def finished_request(client: Client, name: str) -> RequestFinished:
     return end
 
 
-def test_two_requests_finishing_in_one_step_get_tokens_of_one_rank(client: Client) -> None:
-    """Two requests of 30 tokens that start together finish together with one rank's tokens."""
+def test_two_requests_that_finish_together_get_same_tokens_as_on_one_rank(client: Client) -> None:
+    """Two requests of equal length that start together get the tokens that one rank generates."""
     prompt = PROMPTS[1]
     client.submit("same-a", prompt, max_tokens=LENGTH)
     client.submit("same-b", list(prompt), max_tokens=LENGTH)
@@ -70,8 +70,9 @@ def test_one_step_finishes_requests_by_stop_token_and_by_length(client: Client) 
     assert client.tokens["by-length"] == expected[3][:count]
 
 
-def test_abort_in_last_step_does_not_change_other_request(client: Client) -> None:
-    """An abort in the last step and a second abort do not change another request."""
+def test_abort_near_last_step_leaves_tokens_of_other_request_unchanged(client: Client) -> None:
+    """Repeated aborts of a request that is about to end leave the tokens of another request
+    unchanged."""
     client.submit("ends", PROMPTS[0], max_tokens=6)
     client.submit("stays", PROMPTS[4], max_tokens=LENGTH)
     client.poll_until(lambda: len(client.tokens["ends"]) >= 5, 60.0, "no 5 tokens")
@@ -85,8 +86,8 @@ def test_abort_in_last_step_does_not_change_other_request(client: Client) -> Non
 
 @pytest.mark.proof
 @pytest.mark.timeout(600)
-def test_random_ends_and_aborts_keep_tokens_of_one_rank(client: Client) -> None:
-    """200 random requests, 8 at a time: no hang, equal receipts, and one rank's tokens."""
+def test_200_requests_with_random_aborts_get_same_tokens_as_on_one_rank(client: Client) -> None:
+    """200 random requests, 8 at a time, all end, and their tokens equal those of one rank."""
     rng = random.Random(5)
     expected = single_rank_tokens()
     # Four ranks on two cores take a quarter of a second per step, so completions are shorter.

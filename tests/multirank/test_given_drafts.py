@@ -54,11 +54,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.proof)])
-def test_drafts_in_plans_keep_tokens_of_rank_without_drafts(
+def test_right_and_wrong_drafts_in_step_plans_do_not_change_generated_tokens(
     tmp_path: Path, expected: dict[int, list[int]], size: int
 ) -> None:
-    """With right and wrong drafts receipts are equal, and texts equal those of one rank without
-    drafts."""
+    """With right and wrong drafts in the step plans, receipts are equal, and the tokens equal those
+    of one rank without drafts."""
     with _join_world(tmp_path / "r", size) as world:
         world.prefill()
         rolled_back: list[RolledBack] = []

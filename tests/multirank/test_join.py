@@ -121,10 +121,10 @@ def test_watchdog_ends_rank_waiting_in_collective_at_step_deadline(
 
 
 @pytest.mark.proof
-def test_ranks_started_by_mlx_launch_join_and_execute_equal_steps(
+def test_ranks_started_by_mlx_launch_join_and_send_equal_receipts(
     scheduler: ScriptedScheduler,
 ) -> None:
-    """Ranks under MLX's launcher join with its environment and execute equal steps."""
+    """Ranks that MLX's launcher starts join with its environment and send equal receipts."""
     main = "from mlx._distributed_utils.launch import main; main()"
     flags = ["-n", "2", "--backend", "ring", "--starting-port", str(two_free_ports())]
     scheduler.start(-1, 2, sys.executable, "-c", main, *flags, "--")
@@ -141,10 +141,11 @@ def test_ranks_started_by_mlx_launch_join_and_execute_equal_steps(
     )
 
 
-def test_model_unsplittable_on_three_ranks_is_permanent_failure(
+def test_rank_reports_permanent_failure_and_exits_when_model_cannot_be_split(
     scheduler: ScriptedScheduler,
 ) -> None:
-    """A model with eight heads on three ranks fails before joining, with one sentence."""
+    """A model with eight heads on three ranks fails before joining; the report names the possible
+    numbers of ranks."""
     scheduler.join_rank_0(3)
     codes = scheduler.wait_until_ended(60.0)
 

@@ -113,7 +113,7 @@ def _write_eagle_head(folder: Path) -> Path:
 @pytest.mark.proof
 @pytest.mark.parametrize("synchronization", ["broadcast", "independent"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_drafts_proposed_by_ranks_keep_tokens_of_rank_without_drafts(
+def test_drafts_that_ranks_propose_do_not_change_generated_tokens(
     tmp_path: Path,
     expected: dict[int, list[int]],
     method: str,

@@ -26,7 +26,7 @@ sys.stdout.write(json.dumps({"changed": changed, "right": right}) + "\\n")
 """
 
 
-def test_ring_sums_equal_expected_sums_with_blocking_sockets() -> None:
+def test_collective_sums_over_ring_backend_are_correct_with_blocking_sockets() -> None:
     """Sums of 1 to 6,000,000 elements are correct on both ranks."""
     if sys.platform != "linux":
         return

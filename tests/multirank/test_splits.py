@@ -77,7 +77,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.proof
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [2, 4])
-def test_tensor_expert_and_pipeline_splits_generate_tokens_of_one_rank(
+def test_tensor_expert_and_pipeline_splits_generate_same_tokens_as_one_rank(
     size: int, one_rank: dict[str, Any], tmp_path: Path
 ) -> None:
     """Tensor, expert and pipeline splits generate the tokens of one rank.
@@ -166,7 +166,7 @@ def test_stored_blocks_of_world_with_other_split_are_not_found(tmp_path: Path) -
 
 @pytest.mark.proof
 @pytest.mark.timeout(600)
-def test_pipeline_of_hybrid_model_generates_texts_of_one_rank(tmp_path: Path) -> None:
+def test_pipeline_split_of_hybrid_model_generates_same_tokens_as_one_rank(tmp_path: Path) -> None:
     """A pipeline with attention on rank 0 and recurrence on rank 1 generates one rank's texts.
 
     More requests than rows, of uneven lengths; repeated prompts start from blocks and checkpoints
