@@ -83,10 +83,11 @@ def test_block_hash_is_miss_for_other_ranks_world_sizes_and_namespaces(
     ("namespace", "rank", "world_size"),
     [("", 0, 1), (NAMESPACE, 1, 1), (NAMESPACE, 5, 2)],
 )
-def test_cache_store_refuses_rank_outside_world_or_empty_namespace(
+def test_cache_store_gives_no_folder_for_empty_namespace_or_impossible_rank_number(
     store: Store, namespace: str, rank: int, world_size: int
 ) -> None:
-    """An empty namespace or a rank outside its world gets no folder, and the refusal is logged."""
+    """An empty namespace or a rank number outside the world gets no folder, and the refusal is
+    logged."""
     client = Rank(store, "client")
     request = OpenNamespace(namespace=namespace, rank=rank, world_size=world_size)
 

@@ -106,10 +106,11 @@ def _expected_blocks(state: tuple[FileState, ...]) -> set[int]:
 
 
 @pytest.mark.proof
-def test_cache_store_serves_no_wrong_block_from_any_crash_state(
+def test_restarted_cache_store_serves_no_wrong_block_after_any_simulated_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In all 12,167 states no wrong block is served, and no block of a whole file is missed."""
+    """In all 12,167 states that a crash may leave, no wrong block is served, and no block of a
+    whole file is missed."""
     monkeypatch.setattr(directory, "_PROBE_BYTES", 1)
     root = tmp_path / "blocks"
     folder = CrashedFolder(root, tmp_path / "prepared")

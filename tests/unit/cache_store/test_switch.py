@@ -224,10 +224,11 @@ def test_located_block_file_is_kept_while_cache_store_is_off(make_store: MakeSto
     assert store.files() == []
 
 
-def test_cleared_file_released_while_store_is_off_is_deleted_when_on(
+def test_file_cleared_while_in_use_is_deleted_when_store_switches_on_again(
     store: Store, rank: Rank
 ) -> None:
-    """A cleared file that is released while the store is off is deleted when it is on again."""
+    """A cleared file that a query still holds is released while the store is off, and deleted when
+    the store is on again."""
     rank.commit(1)
     query_id, _ = rank.locate(1)
     rank.ask(ClearBlocks(), BlocksCleared)
@@ -240,10 +241,10 @@ def test_cleared_file_released_while_store_is_off_is_deleted_when_on(
     assert store.files() == []
 
 
-def test_rank_that_connects_while_store_is_off_gets_folder_when_on(
+def test_rank_that_connects_to_switched_off_store_gets_folder_after_switch_on(
     store: Store, rank: Rank
 ) -> None:
-    """A rank that connects while the store is off gets no folder, then its folder when it is on."""
+    """A rank that connects while the store is off gets no folder until the store is on again."""
     rank.send(SpillFailed(detail="No space left on device"))
     late = Rank(store, "late", rank=1, world_size=2)
     before = len(store.performed)
@@ -262,8 +263,8 @@ def test_rank_that_connects_while_store_is_off_gets_folder_when_on(
     assert Path(folders[-1]).is_dir()
 
 
-def test_cache_store_starts_no_second_open_while_directory_is_being_opened(store: Store) -> None:
-    """While the directory is being opened, no second open and no probe begins."""
+def test_cache_store_begins_no_second_attempt_while_it_opens_its_directory(store: Store) -> None:
+    """While the directory is being opened, no second attempt and no disk check begins."""
     store.handle(DirectoryUnusable("gone"))
     store.clock.advance(1.0)
     first = store.core.handle(TimePassed(), store.clock.now())
