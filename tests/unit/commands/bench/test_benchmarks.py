@@ -161,10 +161,11 @@ def test_byte_pattern_is_counted_once_wherever_reads_cut_the_stream(size: int) -
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 @pytest.mark.parametrize("quick", [[], ["--quick"]])
-def test_plan_of_each_benchmark_has_values_of_its_options(
+def test_command_line_sets_model_tries_and_quick_repeats_of_each_benchmark(
     tmp_path: Path, name: str, quick: list[str]
 ) -> None:
-    """Every field is filled; `--quick` takes two repeats at most."""
+    """The model, the tries and the log folder are those of the command line; `--quick` takes two
+    repeats."""
     has_model = any(option.name == "model" for option in BENCHMARKS[name].options)
     given = ["--model", "demo"] if has_model else []
     plan = plan_of(tmp_path, name, *given, *quick, "--tries", "3")

@@ -161,7 +161,7 @@ def _prefix_case(memory: float, ssd: float, restarted: float, peer: float) -> Ca
     return case
 
 
-def test_bench_cache_notes_prefix_that_server_did_not_find_in_cache() -> None:
+def test_bench_cache_report_names_prefix_that_server_did_not_find_in_cache() -> None:
     """A note names a prefix without a cache hit, and a server without measurements."""
     assert prefix_reuse.miss_notes(_prefix_case(1_000, 960, 900, 1_000), 1_000) == []
     notes = prefix_reuse.miss_notes(_prefix_case(1_000, 0, 899, 1_000), 1_000)
@@ -220,7 +220,7 @@ def test_bench_cache_computes_latency_percentiles_over_every_chat_turn() -> None
     }
 
 
-def test_bench_cache_notes_when_compared_servers_count_different_prompt_lengths() -> None:
+def test_bench_cache_report_warns_when_compared_servers_count_different_prompt_lengths() -> None:
     """A note says that the prompts had different lengths, as with another chat template."""
     one, other = TurnResult(1.0, 1.0, 100, 0), TurnResult(1.0, 1.0, 101, 0)
     assert session_replay.prompt_length_notes({"a": [one, one], "b": [one, one]}) == []
@@ -233,7 +233,7 @@ def test_bench_cache_notes_when_compared_servers_count_different_prompt_lengths(
     ("spilling", "resident", "notes"),
     [([5.0, 4.0], [0.0], 0), ([5.0, 0.0], [0.0], 1), ([], [1.0], 2)],
 )
-def test_bench_cache_notes_disk_writes_that_are_missing_or_unexpected(
+def test_bench_cache_report_warns_of_missing_or_unexpected_disk_writes(
     spilling: list[float], resident: list[float], notes: int
 ) -> None:
     """A note says that the writing server wrote no blocks or that another one wrote some."""

@@ -39,8 +39,8 @@ def test_collective_time_is_that_of_slowest_rank_for_given_batch_size() -> None:
     assert ranks.slowest_collectives([rank(0, canary=[])], 1) is None
 
 
-def test_bench_ranks_reports_share_of_collectives_only_when_canary_measured_it() -> None:
-    """One rank has no share of collectives, and two ranks without a canary have an unknown one."""
+def test_bench_ranks_reports_fraction_of_step_in_collectives_only_with_canary() -> None:
+    """A single rank reports a fraction of 0, and two ranks without a canary report none."""
     client = {"tokens_per_s": 100.0, "itl_p50_ms": 10.0}
     known = ranks.decode_metrics(client, (65, 1.5), is_alone=False)
     assert (known["step_ms"], known["collectives_ms_per_step"]) == (10.0, 1.5)

@@ -145,10 +145,11 @@ def test_bench_speculation_refuses_result_with_failed_request_or_cache_hit() -> 
         ({"acceptance": 0.5}, {"acceptance": 0.5}, ["requests with speculation off"]),
     ],
 )
-def test_bench_speculation_notes_differing_texts_and_missing_or_unexpected_drafts(
+def test_bench_speculation_report_warns_of_differing_texts_and_missing_or_unexpected_drafts(
     plain: dict[str, float], drafted: dict[str, float], said: list[str]
 ) -> None:
-    """Reasons are differing texts, missing drafts, and drafts although speculation was off."""
+    """A note warns of differing texts, of missing drafts, and of drafts although speculation was
+    off."""
     case = Case(conditions={"text": COPY, "clients": 8})
     for name, metrics in ((OFF, plain), (NGRAM, drafted)):
         case.add(name, {"texts": 8.0, "texts_differing": 0.0, **metrics})

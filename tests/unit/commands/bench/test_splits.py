@@ -56,10 +56,10 @@ def test_bench_splits_reports_step_time_of_slowest_rank() -> None:
     assert set(splits.COLUMNS) <= set(figures)
 
 
-def test_bench_splits_notes_and_omits_split_that_fails_to_start(
+def test_bench_splits_reports_unmeasured_split_when_its_processes_fail_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other contenders are measured, as when pipeline splits cannot run over NCCL."""
+    """The other splits are measured, as when pipeline splits cannot run over NCCL."""
     starter = "import sys; sys.exit('no such way to split')"
     echo = (
         "import json, sys\n"

@@ -51,8 +51,8 @@ def test_text_check_counts_differing_texts_and_differing_token_totals() -> None:
     assert (other["texts_differing"], other["counts_differing"]) == (2, 1)
 
 
-def test_text_check_notes_number_of_differences_of_each_speculation_method() -> None:
-    """A note says when no draft was accepted, because equal texts then prove nothing."""
+def test_text_check_report_counts_differing_texts_of_each_speculation_method() -> None:
+    """A note per method has the number of differing texts, and says when no draft was accepted."""
     case = Case(conditions={})
     plain = _answer(["a", "b"], accepted=0)
     case.add(OFF_AGAIN, compare(plain, plain))

@@ -39,15 +39,15 @@ def _settings(command: str, *arguments: str) -> dict[str, object]:
         (("--draft-model", "a/b"), "speculation.draft_model", "a/b"),
     ],
 )
-def test_role_flag_overrides_its_own_setting_and_no_other(
+def test_flag_of_service_command_overrides_one_setting_and_no_other(
     command: str, arguments: tuple[str, ...], key: str, value: object
 ) -> None:
-    """A flag overrides its setting on every role, and no other setting."""
+    """A flag overrides its setting in the command of every service, and no other setting."""
     assert _settings(command, *arguments) == {key: value}
 
 
-def test_every_role_flag_names_an_existing_setting() -> None:
-    """Every flag overrides a setting that exists."""
+def test_every_flag_of_service_commands_overrides_an_existing_setting() -> None:
+    """Every flag in the groups of flags overrides a setting that exists."""
     known = {f"{name}.{key}" for name, kind in sections().items() for key in kind.__struct_fields__}
 
     assert {flag.key for group in flags.GROUPS.values() for flag in group.values()} <= known
@@ -125,10 +125,10 @@ def test_lockstep_up_warns_of_setting_without_effect(tmp_path: Path) -> None:
     assert done.returncode == limits.EXIT_CONFIG
 
 
-def test_adapter_is_refused_when_there_are_several_ranks(
+def test_commands_refuse_model_with_lora_adapter_when_there_are_several_ranks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`up` refuses it before it starts anything, and so does a single rank worker."""
+    """`up` refuses the adapter before it starts anything, and so does a single rank worker."""
     monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path / "run"))
     for name in ("config.json", "adapters.safetensors"):
         (tmp_path / name).write_text("{}")

@@ -83,10 +83,10 @@ def _lockstep(*words: str) -> str:
     return output
 
 
-def test_guide_steps_without_second_mac_succeed_with_printed_outputs(
+def test_guide_commands_that_need_no_second_mac_succeed_with_outputs_of_guide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps that need no second Mac succeed as written, with the outputs of the guide."""
+    """The commands that need no second Mac succeed as written, with the outputs of the guide."""
     guide = (ROOT / "docs" / "guide" / "two-macs.md").read_text(encoding="utf-8")
     text = EXAMPLE.read_text(encoding="utf-8")
     for number in (2, 1):

@@ -21,7 +21,7 @@ def test_inventory_of_two_hosts_gives_their_roles_ranks_and_scheduler_host(tmp_p
     assert found.settings == {"model": {"path": "demo"}}
 
 
-def test_inventory_rank_counts_are_numbered_in_order_of_hosts() -> None:
+def test_ranks_are_numbered_in_host_order_when_inventory_gives_only_counts() -> None:
     """A host may have a number of ranks in place of a list."""
     found = inventories.parse_inventory(host0={"ranks": 2}, host1={"ranks": 3})
 
@@ -80,8 +80,10 @@ def test_inconsistent_inventory_is_refused_with_one_line_that_names_host(
     assert "\n" not in str(caught.value)
 
 
-def test_missing_or_malformed_inventory_file_is_refused_by_name(tmp_path: Path) -> None:
-    """The error for a missing or malformed inventory names the file."""
+def test_missing_or_malformed_inventory_file_raises_config_error_that_says_why(
+    tmp_path: Path,
+) -> None:
+    """The error says that the inventory cannot be read or that it is not valid TOML."""
     with pytest.raises(ConfigError, match="Cannot read the inventory"):
         inventory.read(str(tmp_path / "none.toml"))
     with pytest.raises(ConfigError, match="is not valid TOML"):

@@ -91,8 +91,10 @@ def test_launch_daemon_starts_at_boot_restarts_and_has_time_to_drain(tmp_path: P
     assert len({one["Label"] for one in found.values()}) == len(found)
 
 
-def test_plist_keeps_spaces_quotes_and_signs_in_paths_and_values(tmp_path: Path) -> None:
-    """Spaces, quotes and signs in paths and values are unchanged."""
+def test_plist_keeps_spaces_quotes_and_special_characters_in_paths_and_values(
+    tmp_path: Path,
+) -> None:
+    """Spaces, quotes, ampersands and angle brackets in paths and values are unchanged."""
     strange = '/opt/lock & "step"/<100%>\'s'
     text = inventories.TWO_HOSTS.replace("/opt/lockstep/.venv/bin", strange.replace('"', '\\"'))
     job = _jobs(tmp_path, variables={"HF_HOME": strange}, text=text)["gateway"]
@@ -117,7 +119,7 @@ def _unit(job: Job) -> list[str]:
     return systemd.render(job).splitlines()
 
 
-def test_systemd_unit_restarts_except_after_configuration_error_and_can_drain(
+def test_systemd_unit_has_time_to_drain_and_no_restart_after_configuration_error(
     tmp_path: Path,
 ) -> None:
     """A unit restarts except after configuration errors, and has time for a drain."""

@@ -226,10 +226,10 @@ def test_doctor_fails_rdma_table_that_disagrees_with_cables() -> None:
     ("reported_s", "expected"),
     [(1_000.0, None), (1_030.0, None), (1_100.0, "70 s ahead"), (900.0, "100 s behind")],
 )
-def test_doctor_reports_host_clock_outside_interval_of_its_request(
+def test_doctor_reports_clock_of_other_host_that_differs_beyond_request_time(
     reported_s: float, expected: str | None
 ) -> None:
-    """The other host's time must lie between two local readings."""
+    """The other host's time must lie between the local times before and after the request."""
     found = Findings("b")
 
     check_clock(found, "b", reported_s, before_s=1_000.0, after_s=1_030.0)

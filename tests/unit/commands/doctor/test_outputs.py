@@ -106,7 +106,7 @@ def test_doctor_names_available_mlx_backends_when_required_one_is_missing() -> N
     assert "`pip install '.[cuda13]'` in the checkout" in found.all[-1].remedy
 
 
-def test_doctor_fails_device_whose_mlx_product_is_wrong() -> None:
+def test_doctor_fails_device_that_computes_wrong_matrix_product() -> None:
     """A device that computes a wrong product is a fault."""
     found = Findings("a")
 

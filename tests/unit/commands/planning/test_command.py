@@ -50,10 +50,10 @@ def test_plan_for_one_host_recommends_lockstep_up_command(
     assert f"lockstep up --model {folder} --ranks 1\n" in out
 
 
-def test_plan_recommends_one_host_when_second_host_makes_it_worse(
+def test_plan_recommends_one_host_when_second_host_has_too_little_memory(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If one of two hosts is better alone, the recommendation names only that one."""
+    """Of hosts with 4 GB and 512 GB of memory, the recommendation names only the large one."""
     _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "4GB,512GB", "--json")
     best = json.loads(out)["recommendation"]
     _, table, _ = _plan(capsys, "--model", str(folder), "--memory", "4GB,512GB")
@@ -62,10 +62,10 @@ def test_plan_recommends_one_host_when_second_host_makes_it_worse(
     assert "world.size = 1, with ranks on host 1 only" in table
 
 
-def test_plan_exits_with_1_and_missing_gib_when_model_does_not_fit(
+def test_plan_exits_with_1_and_prints_missing_gib_when_model_does_not_fit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """57 GiB of weights for a GPU with 24 GiB: exit code 1, with the missing GiB."""
+    """57 GiB of weights for a GPU with 24 GiB: exit code 1, and the output has the missing GiB."""
     code, out, _ = _plan(capsys, "--model", str(folder), "--memory", "36GB", "--usable", "0.67")
 
     assert code == 1
@@ -93,10 +93,10 @@ def test_plan_exits_with_1_when_requested_sequences_do_not_fit(
     assert "Recommended" in out
 
 
-def test_plan_json_has_the_share_of_every_rank_in_bytes(
+def test_plan_json_has_weight_bytes_and_one_entry_per_rank(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sizes are bytes, and the document has the share of every rank."""
+    """The document has the size of the weights in bytes, and an entry for each rank of a split."""
     _, out, _ = _plan(capsys, "--model", str(folder), "--memory", "2x128GB", "--json")
 
     plan = json.loads(out)

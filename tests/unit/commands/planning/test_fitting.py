@@ -196,10 +196,10 @@ def _choose(
     return option.sharding, option.ranks, choice.kv_bits, choice.context_tokens
 
 
-def test_plan_recommends_all_hosts_and_expert_split_when_both_fit(
+def test_plan_uses_all_hosts_and_divides_experts_when_memory_suffices(
     dense: PlannedModel, mixture: PlannedModel
 ) -> None:
-    """All hosts are used if that works; a model with experts is split by experts."""
+    """The recommendation takes all hosts, and the expert split for a model with experts."""
     memory = memory_of_sizes([512 * GIB] * 2, "metal")
 
     assert _choose(dense, memory, DEMAND) == ("tensor", 2, 0, 32_768)

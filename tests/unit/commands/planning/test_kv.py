@@ -133,12 +133,13 @@ def _families_with(pattern: str) -> list[str]:
 
 
 @pytest.mark.parametrize("family", _families_with(r"RotatingKVCache"))
-def test_plan_knows_every_model_family_with_sliding_window(family: str) -> None:
-    """The test fails when a newer mlx-lm has one more family with a sliding window."""
+def test_kv_planning_lists_every_mlx_lm_model_family_with_sliding_window(family: str) -> None:
+    """Every family of mlx-lm with a sliding window is listed as planned or as unplanned."""
     assert family in WINDOWED.keys() | UNPLANNED
 
 
 @pytest.mark.parametrize("family", _families_with(r"\b(Arrays|Chunked\w*|Layer)Cache\("))
-def test_plan_counts_or_refuses_every_model_family_with_recurrent_state(family: str) -> None:
-    """A family with other state than keys and values is counted or marked as unplanned."""
+def test_kv_planning_lists_every_mlx_lm_model_family_with_recurrent_state(family: str) -> None:
+    """Every family of mlx-lm with other state than keys and values is listed as planned or as
+    unplanned."""
     assert family in RECURRENT | UNPLANNED

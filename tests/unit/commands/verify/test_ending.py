@@ -55,7 +55,7 @@ def _judge_fast_synch(
     return fast_synch_check.judge_fast_synch(setting, ranks, host, path, system)
 
 
-def test_verify_passes_fast_synchronization_only_after_rank_recorded_its_use(
+def test_verify_fails_metal_fast_synch_until_rank_recorded_start_that_used_it(
     tmp_path: Path,
 ) -> None:
     """The check fails until a rank has recorded a start that used the setting."""
@@ -68,6 +68,6 @@ def test_verify_passes_fast_synchronization_only_after_rank_recorded_its_use(
     assert _judge_fast_synch("on", path).verdict == "PASS"
 
 
-def test_verify_skips_fast_synchronization_check_on_linux(tmp_path: Path) -> None:
+def test_verify_skips_metal_fast_synch_check_on_linux(tmp_path: Path) -> None:
     """On Linux the check is skipped, because only Metal has fast synchronization."""
     assert _judge_fast_synch("on", tmp_path / "file", "linux").verdict == "SKIP"

@@ -32,8 +32,8 @@ def test_verify_fails_unready_gateway_with_reason_of_readyz() -> None:
     assert_fails(judging.ready(is_alive=False, code=404, reason=""), "/livez")
 
 
-def test_verify_passes_equal_canary_digests_and_notes_latency_per_rank() -> None:
-    """The detail counts the findings; a note per rank has latency and bandwidth."""
+def test_verify_passes_equal_canary_digests_and_prints_latency_of_each_rank() -> None:
+    """Equal digests pass; the output has the latency and bandwidth of each rank."""
     line = judging.canary(world_status())
     assert line.verdict == "PASS"
     assert line.detail == "1 findings are equal on 2 ranks over jaccl"

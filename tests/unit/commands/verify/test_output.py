@@ -18,8 +18,9 @@ FAILED = TimedCheck(
 SKIPPED = TimedCheck(check="clean shutdown", verdict="SKIP", detail="only with --shutdown")
 
 
-def test_verify_prints_verdict_check_seconds_and_detail_in_one_row() -> None:
-    """One row has verdict, check, seconds and detail; notes and remedy stand below it."""
+def test_verify_prints_check_with_verdict_duration_and_detail_in_one_row() -> None:
+    """One row has the verdict, the check, the seconds and the detail; notes and remedy stand below
+    it."""
     assert render([PASSED], _WIDTHS) == "PASS  one request                   0.12 s  24 tokens"
     assert render([FAILED], _WIDTHS).splitlines() == [
         "FAIL  canary on every rank          1.50 s  they differ",
@@ -29,7 +30,7 @@ def test_verify_prints_verdict_check_seconds_and_detail_in_one_row() -> None:
     ]
 
 
-def test_verify_summary_counts_verdicts_and_fails_after_one_fail() -> None:
+def test_verify_summary_counts_verdicts_and_is_fail_when_one_check_fails() -> None:
     """The summary counts the verdicts; one FAIL makes it a FAIL, and a SKIP does not."""
     assert summary([PASSED, SKIPPED]) == "PASS  1 PASS, 0 FAIL, 1 SKIP"
     assert summary([PASSED, FAILED, SKIPPED]) == "FAIL  1 PASS, 1 FAIL, 1 SKIP"

@@ -54,7 +54,7 @@ def test_generated_prompts_contain_no_token_whose_embedding_is_zero(folder: Path
     assert not silent.intersection(maker.token_prompt(2_000))
 
 
-def test_each_word_of_prompt_generator_contains_the_counted_letter_exactly_once(
+def test_prompt_generator_finds_32_tokens_whose_texts_contain_one_letter_exactly_once(
     folder: Path,
 ) -> None:
     """The number of these letters in a stream is therefore the number of its tokens."""

@@ -16,10 +16,10 @@ def test_percentile_is_one_of_the_measured_values() -> None:
 
 
 @pytest.mark.parametrize(("values", "share"), [([], 0.5), ([1.0], 1.5), ([1.0], -0.1)])
-def test_percentile_raises_error_without_values_or_with_share_outside_0_to_1(
+def test_percentile_raises_error_without_values_or_with_fraction_outside_0_to_1(
     values: list[float], share: float
 ) -> None:
-    """A percentile needs at least one value and a share between 0 and 1."""
+    """A percentile needs at least one value and a fraction between 0 and 1."""
     with pytest.raises(ValueError, match=r"no values|between"):
         numbers.percentile(values, share)
 
@@ -33,7 +33,7 @@ def test_spread_reports_median_minimum_maximum_and_values_in_time_order() -> Non
         numbers.spread([])
 
 
-def test_differences_are_taken_between_consecutive_values() -> None:
+def test_differences_of_measured_values_subtract_each_value_from_the_next() -> None:
     """Each value is subtracted from the next one, so there is one difference fewer than values."""
     assert numbers.differences([1.0, 1.5, 4.0]) == [0.5, 2.5]
     assert numbers.differences([1.0]) == []

@@ -71,7 +71,7 @@ def child(tmp_path: Path) -> Iterator[MeasuredProcess]:
     one.stop()
 
 
-def test_wait_for_server_continues_without_failure_and_ends_when_server_is_ready(
+def test_wait_for_server_lasts_until_ready_when_no_failure_is_reported(
     gateway: _Gateway, child: MeasuredProcess
 ) -> None:
     """An empty failure and a missing scheduler status do not end the wait."""

@@ -58,7 +58,7 @@ def test_bench_json_has_documented_keys_and_only_measured_metrics() -> None:
     assert case["ratios"]["lockstep/batch_generator tokens_per_s"]["median"] == 0.9
 
 
-def test_bench_text_shows_machine_medians_ratios_and_notes() -> None:
+def test_bench_text_shows_machine_notes_and_medians_and_ratios_with_ranges() -> None:
     """The text has the machine, medians with ranges, ratios and notes; a missing metric is "-"."""
     report = _report()
     report.columns = ["tokens_per_s", "ttft_p50_ms", "never"]
