@@ -37,8 +37,8 @@ def test_held_possible_stop_string_is_sent_when_completion_ends() -> None:
     assert text.finish() == ("lo", False)
 
 
-def test_completion_text_and_count_are_independent_of_tokens_per_call() -> None:
-    """With any number of tokens per call, text and count are those of one token at a time."""
+def test_completion_text_and_token_count_are_equal_for_any_size_of_token_batches() -> None:
+    """With any number of tokens at a time, text and count are those of one token at a time."""
     tokens = [token for char in "zabcab" for token in _ids(char)]
     for size in (1, 2, 3, 6):
         text = _text(["ab"])

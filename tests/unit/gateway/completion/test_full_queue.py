@@ -72,7 +72,7 @@ def test_gateway_refuses_requests_without_submission_while_scheduler_queue_is_fu
     ],
     ids=["admitted", "finished", "failed", "lost", "time"],
 )
-def test_gateway_submits_again_after_request_ends_or_session_is_lost(
+def test_gateway_submits_requests_again_when_full_scheduler_queue_may_have_room(
     harness: OpenRequestsHarness, change: Callable[[OpenRequestsHarness, str], object]
 ) -> None:
     """After an end, an admission, a lost session or FULL_MEMORY_S the queue may have room."""
@@ -95,7 +95,7 @@ def test_gateway_submits_next_request_after_client_of_waiting_request_disconnect
 @pytest.mark.parametrize(
     "cause", ["not_ready", "draining", "invalid", "too_long", "no_drafts", "deadline"]
 )
-def test_gateway_submits_next_request_after_rejection_for_other_cause(
+def test_gateway_submits_next_request_unless_scheduler_rejected_one_for_full_queue(
     harness: OpenRequestsHarness, cause: Any
 ) -> None:
     """Only the cause queue_full keeps later requests from being submitted."""

@@ -68,10 +68,11 @@ def _report(*, ready: bool) -> StatusReported:
     return status_reports.status_report(ready=ready)
 
 
-def test_accepted_request_receives_its_text_and_is_closed_at_end(
+def test_accepted_request_gets_all_token_text_and_ends_at_finish_message(
     harness: OpenRequestsHarness,
 ) -> None:
-    """Accepted, tokens, end: the sink has the text, and the request is closed."""
+    """After acceptance, tokens and end the client has the text, and the gateway holds no
+    request."""
     choice = harness.submit()
     name = choice.request_id
     harness.receive(RequestAccepted(request_id=name, queued_ahead=0), _tokens(name, 0, [40]))
@@ -86,10 +87,11 @@ def test_accepted_request_receives_its_text_and_is_closed_at_end(
     assert len(harness.requests) == 0
 
 
-def test_request_is_submitted_to_next_session_when_session_is_lost_at_once(
+def test_request_is_submitted_to_next_session_when_link_breaks_right_after_connecting(
     harness: OpenRequestsHarness,
 ) -> None:
-    """Connected and Lost in one poll: the link is gone, and the next session gets the request."""
+    """A session that starts and ends in one poll gets nothing; the next session gets the
+    request."""
     choice = harness.submit()
     harness.lose()
     harness.requests.handle([Connected(SCHEDULER), Lost(SCHEDULER, "silent")])
@@ -124,7 +126,7 @@ def test_each_scheduler_session_gets_open_request_once_with_tokens_so_far(
 
 
 @pytest.mark.parametrize("cause", ["not_ready", "queue_full", "draining"])
-def test_accepted_request_is_resubmitted_after_new_session_until_accepted_again(
+def test_request_is_submitted_repeatedly_when_new_scheduler_session_rejects_accepted_request(
     harness: OpenRequestsHarness, cause: str
 ) -> None:
     """After new sessions it is submitted every RESUME_RETRY_S, and rejections are not errors."""

@@ -68,7 +68,7 @@ def test_drain_waits_for_completely_read_requests_and_refuses_new_ones() -> None
     assert control.unanswered == 0
 
 
-def test_gateway_expects_more_requests_while_complete_bodies_are_unencoded() -> None:
+def test_more_requests_expected_is_true_only_while_read_requests_are_not_encoded() -> None:
     """Requests read completely but not encoded are expected; others are not."""
 
     async def mark_read_later(one: AdmittedRequest) -> None:

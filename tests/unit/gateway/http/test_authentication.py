@@ -114,8 +114,10 @@ def test_gateway_accepts_only_host_names_of_its_bound_address(
         ("", "address "),
     ],
 )
-def test_tenant_without_key_is_client_address_or_its_network(address: str, expected: str) -> None:
-    """Without a key a client counts by its IPv4 address, or the first 64 bits of its IPv6 one."""
+def test_clients_without_api_key_are_told_apart_by_ipv4_address_or_ipv6_network(
+    address: str, expected: str
+) -> None:
+    """Without a key a tenant is an IPv4 address or the first 64 bits of an IPv6 address."""
     assert tenant(_request("/v1/models").clone(remote=address)) == expected
 
 

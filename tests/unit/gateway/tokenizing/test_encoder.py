@@ -26,8 +26,8 @@ def _encode(content: str, backend: Tokenizer | None = None) -> list[int]:
 
 @settings(max_examples=cases(40, 200))
 @given(content=st.text(max_size=60).filter(lambda text: "<|" not in text))
-def test_encoder_gives_ids_of_tokenizer_for_text_without_special_tokens(content: str) -> None:
-    """Text without special tokens gives the tokenizer's ids of the rendered text."""
+def test_encoder_and_tokenizer_give_equal_ids_for_text_without_special_tokens(content: str) -> None:
+    """Text without special tokens gets the ids that the tokenizer gives the rendered text."""
     backend = small_tokenizers.byte_level()
     rendered = _render([{"content": content}])
     assert _encode(content) == backend.encode(rendered, add_special_tokens=False).ids

@@ -191,8 +191,9 @@ def test_long_prompt_section_without_special_tokens_has_no_cache_boundary() -> N
     assert len(_encode(template, [_user(long)]).cache_boundaries) == 1
 
 
-def test_known_instructions_are_compared_with_prompt_instead_of_rendered_again() -> None:
-    """Known instructions are compared with the prompt: a template may place tools elsewhere."""
+def test_instructions_are_rendered_once_for_prompts_that_begin_with_them() -> None:
+    """Only a prompt that does not begin with the known instructions, or follows too many others,
+    renders them again."""
     rendered: list[Any] = []
 
     def render(fields: Any, *, opens_answer: bool = True) -> str:
