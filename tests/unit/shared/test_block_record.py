@@ -132,10 +132,10 @@ def test_kv_block_record_is_refused_with_payload_of_another_record() -> None:
         check_record(build_header(IDENTITY, PAYLOAD) + other, IDENTITY)
 
 
-def test_kv_block_record_of_other_format_version_is_refused_with_version(
+def test_kv_block_record_of_later_format_version_is_refused_with_both_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A record of a later format is reported with its version, and not as damaged."""
+    """The error for a record of a later format has both versions, and does not call it damaged."""
     monkeypatch.setattr(limits, "RECORD_FORMAT_VERSION", limits.RECORD_FORMAT_VERSION + 1)
     later = build_record()
     monkeypatch.undo()

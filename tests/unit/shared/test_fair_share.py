@@ -13,17 +13,17 @@ def _take_all(shares: FairShare, tenant: str, amount: int = 1) -> int:
     return shares.held_by(tenant)
 
 
-def test_single_tenant_gets_its_share_when_it_takes_all_it_can() -> None:
-    """One tenant alone holds at most its share of the resource."""
+def test_single_tenant_holds_at_most_maximum_share_of_resource() -> None:
+    """A single tenant that takes all it can holds the share of 75 % and no more."""
     assert _take_all(FairShare(512, 0.75), "a") == 384
 
 
-def test_single_tenant_gets_everything_when_share_is_one() -> None:
+def test_single_tenant_gets_whole_resource_when_maximum_share_is_one() -> None:
     """With a share of 1, only the total limits a tenant."""
     assert _take_all(FairShare(512, 1.0), "a") == 512
 
 
-def test_newcomer_gets_room_when_four_tenants_take_all_they_can() -> None:
+def test_fifth_tenant_gets_some_resource_after_four_took_all_they_could() -> None:
     """Four tenants that take all they can leave some of the resource for a fifth."""
     shares = FairShare(1_000, 0.75)
     for number in range(4):
@@ -31,7 +31,7 @@ def test_newcomer_gets_room_when_four_tenants_take_all_they_can() -> None:
     assert shares.take("newcomer", 1)
 
 
-def test_tenant_without_holdings_gets_all_that_is_free_when_amount_is_large() -> None:
+def test_tenant_that_holds_nothing_may_take_more_than_its_share_once() -> None:
     """A tenant that holds nothing may take more than its share at once, if that much is free."""
     shares = FairShare(10, 0.5)
     assert shares.take("a", 4)
@@ -40,8 +40,8 @@ def test_tenant_without_holdings_gets_all_that_is_free_when_amount_is_large() ->
     assert not shares.has_room("c", 1)
 
 
-def test_tenant_is_forgotten_when_it_has_released_everything() -> None:
-    """A tenant that holds nothing takes no memory."""
+def test_fair_share_keeps_no_entry_of_tenant_that_released_everything() -> None:
+    """A tenant that holds nothing has no entry."""
     shares = FairShare(10, 0.5)
     shares.take("a", 2)
     shares.release("a", 2)
@@ -52,10 +52,11 @@ def test_tenant_is_forgotten_when_it_has_released_everything() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40), st.booleans()), max_size=60),
     st.sampled_from([0.25, 0.5, 0.75, 1.0]),
 )
-def test_sum_stays_within_total_when_tenants_take_and_release_at_random(
+def test_tenants_never_hold_more_than_total_when_they_take_at_random(
     steps: list[tuple[str, int, bool]], share: float
 ) -> None:
-    """The tenants together never hold more than the total, and the sum of all is `used`."""
+    """After random takes and releases the tenants together hold no more than the total, and their
+    sum is `used`."""
     shares = FairShare(100, share)
     for tenant, amount, is_taken in steps:
         if is_taken:

@@ -127,8 +127,9 @@ def test_missing_config_file_error_names_file_and_reason() -> None:
         load_config("nowhere.toml")
 
 
-def test_unset_run_folder_addresses_and_model_name_are_derived_from_port_and_model() -> None:
-    """The run folder, the addresses, the backend and the model name follow from other settings."""
+def test_defaults_of_backend_addresses_and_model_name_change_with_ranks_port_and_model() -> None:
+    """The run folder, the addresses, the backend and the model name depend on ranks, port and
+    model."""
     alone = load_config()
     pair = load_config(flags={"world.size": "2", "gateway.port": "9000"})
     named = load_config(flags={"model.path": "mlx-community/Qwen3-4B-4bit"})

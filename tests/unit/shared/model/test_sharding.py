@@ -117,7 +117,7 @@ def test_check_of_model_split_raises_no_error_for_possible_splits() -> None:
     assert possible_world_sizes(DENSE, "expert") == []
 
 
-def test_split_of_unknown_model_family_is_checked_by_config_alone() -> None:
+def test_split_of_unknown_model_family_is_refused_only_for_numbers_in_config() -> None:
     """For custom code or an unknown model type, only the numbers of the config can be an
     obstacle."""
     own = {**DENSE, "model_file": "model.py"}
@@ -180,7 +180,7 @@ def test_number_of_experts_is_found_under_every_config_key(
     assert expert_count(facts) == count
 
 
-def test_ranks_with_similar_free_memory_get_equal_shares_of_model() -> None:
+def test_ranks_with_similar_free_memory_get_equal_weights_for_splitting_model() -> None:
     """Free memory varies from start to start; equal weights keep shards, and so stored blocks,
     usable."""
     assert rank_weights([64 * GIB, 59 * GIB], 2) == [1, 1]
@@ -189,8 +189,8 @@ def test_ranks_with_similar_free_memory_get_equal_shares_of_model() -> None:
     assert rank_weights([512 * GIB, 96 * GIB], 2) == [512 * GIB, 96 * GIB]
 
 
-def test_experts_are_divided_among_ranks_in_proportion_to_their_weights() -> None:
-    """Shares are rounded to the nearest item, and each rank has at least one."""
+def test_experts_are_divided_in_proportion_to_memory_weights_of_ranks() -> None:
+    """The numbers of experts are rounded, and each rank has at least one."""
     assert divide(128, [1, 1]) == [64, 64]
     assert divide(7, [1, 1, 1]) == [3, 2, 2]
     assert divide(128, [512, 128]) == [102, 26]
@@ -201,10 +201,10 @@ def test_experts_are_divided_among_ranks_in_proportion_to_their_weights() -> Non
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 1 << 45), min_size=1, max_size=64))
-def test_rank_shares_sum_to_expert_count_and_grow_with_weight(
+def test_number_of_experts_per_rank_grows_with_memory_weight_of_rank(
     count: int, weights: list[int]
 ) -> None:
-    """For any weights, shares sum to the count, are at least one, and grow with the weight."""
+    """For any weights the numbers sum to the total, are at least one, and grow with the weight."""
     if count < len(weights):
         return
     shares = divide(count, weights)
@@ -215,7 +215,7 @@ def test_rank_shares_sum_to_expert_count_and_grow_with_weight(
         assert few <= many + (1 if light == heavy else 0)
 
 
-def test_layers_are_divided_among_ranks_by_layer_size_and_rank_weight() -> None:
+def test_ranks_get_layers_whose_total_size_is_proportional_to_memory_weight_of_rank() -> None:
     """The last rank has the first layers; a rank of small layers has more of them."""
     assert divide_layers([1] * 24, [1, 1]) == [12, 12]
     assert divide_layers([1] * 24, [3, 1]) == [18, 6]

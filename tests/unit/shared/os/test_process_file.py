@@ -64,10 +64,10 @@ def test_role_is_found_by_process_file_until_its_process_ends(start: Start, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_process_file_of_killed_role_is_ignored_and_can_be_taken(
+def test_restarted_service_reuses_process_file_of_killed_predecessor(
     start: Start, tmp_path: Path
 ) -> None:
-    """After SIGKILL the file remains without a lock: no process is found, and another one takes the
+    """After SIGKILL the file remains without a lock: no process is found, and the next one uses the
     file."""
     process = start("scheduler")
     _file_name(process)
@@ -133,8 +133,10 @@ def test_cleanup_deletes_process_files_of_ended_processes_and_no_others(
     assert find_processes(tmp_path, "gateway") == [RoleProcess("gateway", alive.pid)]
 
 
-def test_process_takes_its_file_while_threads_search_for_running_roles(tmp_path: Path) -> None:
-    """A process can take its file while other threads check again and again whether it is stale."""
+def test_process_locks_its_process_file_while_threads_search_for_running_services(
+    tmp_path: Path,
+) -> None:
+    """A process can lock its file while other threads check again and again whether it is stale."""
     stop = threading.Event()
 
     def look() -> None:
@@ -156,7 +158,7 @@ def test_process_takes_its_file_while_threads_search_for_running_roles(tmp_path:
             thread.join()
 
 
-def test_process_file_is_taken_after_deadline_when_only_searches_held_it(
+def test_process_locks_stale_process_file_after_deadline_when_only_searches_held_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the deadline has passed but others only checked the file, one more attempt is made."""

@@ -128,8 +128,8 @@ def test_session_resends_at_most_one_batch_before_acknowledgement() -> None:
     assert [frame.number for frame in second] == list(range(batch + 1, 2 * batch + 1))
 
 
-def test_session_is_silent_only_after_limit_without_frames() -> None:
-    """A session is silent when nothing has arrived for the limit, and not before."""
+def test_session_reports_silent_peer_only_after_limit_without_received_frames() -> None:
+    """A session reports silence when nothing has arrived for the limit, and not before."""
     pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.0)
     pair.pass_time(1.0)
     pair.channels[0].loss = 1.0
@@ -142,8 +142,8 @@ def test_session_is_silent_only_after_limit_without_frames() -> None:
     assert not pair.sessions[1].is_silent(pair.now_s)
 
 
-def test_idle_session_is_not_silent_while_keepalives_arrive() -> None:
-    """Sessions without messages are not silent, because keepalives arrive."""
+def test_session_without_messages_reports_no_silent_peer_while_keepalives_arrive() -> None:
+    """Keepalives that arrive keep a session without messages from reporting silence."""
     pair = Pair(seed=1, loss=0.0, repeat=0.0, delay_max_s=0.0)
 
     pair.pass_time(3 * limits.PEER_SILENCE_S)

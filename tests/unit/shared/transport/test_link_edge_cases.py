@@ -64,8 +64,10 @@ def pair(address: str) -> Iterator[_Pair]:
     pair.close()
 
 
-def test_link_descriptor_is_readable_when_message_arrives_after_drain(pair: _Pair) -> None:
-    """A caller that has drained the link may wait for its descriptor, although sends consume its
+def test_link_descriptor_becomes_readable_when_message_arrives_after_last_one_was_read(
+    pair: _Pair,
+) -> None:
+    """A caller that has read all messages may wait for the descriptor, although sends consume its
     signal."""
     peer = pair.listener.peers[0]
     events: list[LinkEvent[Any]] = []

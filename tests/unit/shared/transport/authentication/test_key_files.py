@@ -27,11 +27,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def test_load_keys_returns_key_pair_or_none_when_folder_is_missing(
+def test_load_keys_returns_none_without_secret_file_and_else_the_key_pair(
     tmp_path: Path, folder: Path
 ) -> None:
-    """A missing folder or secret means no keys; a pair is loaded, and its files have the right
-    modes."""
+    """A missing folder or secret gives None; otherwise the pair is loaded, and its files have the
+    right modes."""
     assert sockets.load_keys(tmp_path / "nowhere") is None
     assert sockets.load_keys(tmp_path) is None
 
