@@ -65,7 +65,7 @@ def _kill(child: Child) -> None:
     os.kill(child.pid, signal.SIGKILL)
 
 
-def test_child_process_reports_seconds_since_it_was_stopped_by_sigstop(child: Child) -> None:
+def test_supervisor_counts_seconds_while_child_process_is_stopped_by_sigstop(child: Child) -> None:
     """The time counts from the moment that the supervisor sees the stop, and ends with SIGCONT."""
     child.start_if_due(0.0)
     pid = child.pid
@@ -188,8 +188,10 @@ def test_overlong_output_line_of_child_is_logged_in_pieces(
     assert any(line.endswith("| after it") for line in lines)
 
 
-def test_child_reports_exit_code_0_after_clean_end(child: Child, tmp_path: Path) -> None:
-    """After a clean end the last exit code is 0."""
+def test_supervisor_records_exit_code_0_of_child_that_ends_at_sigterm(
+    child: Child, tmp_path: Path
+) -> None:
+    """After an end at the request of the supervisor the last exit code is 0."""
     child.start_if_due(0.0)
     pid = child.pid
     assert pid is not None

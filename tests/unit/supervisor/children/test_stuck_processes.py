@@ -19,9 +19,8 @@ def _dismissed(*pids: int, host: str = HOST) -> list[DismissedRank]:
     return [DismissedRank(host=host, pid=pid) for pid in pids]
 
 
-def test_dismissed_rank_must_be_killed_after_grace_period_of_half_second() -> None:
-    """The grace period of half a second counts from the first report of the rank, not from the
-    last."""
+def test_rank_dismissed_by_scheduler_is_due_for_kill_after_half_second() -> None:
+    """The half second counts from the first report of the rank, not from the last."""
     lingering_ranks = LingeringRanks(HOST)
     assert LEAVE_GRACE_S == 0.5
 

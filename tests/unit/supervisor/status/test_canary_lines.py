@@ -28,7 +28,7 @@ EXPECTED = (
 )
 
 
-def test_canary_latency_and_bandwidth_are_computed_from_measured_sums() -> None:
+def test_canary_line_has_latency_of_fastest_and_bandwidth_of_largest_collective_sum() -> None:
     """Latency is that of the fastest one-element sum, bandwidth that of the largest sum."""
     assert canary_lines.describe(FINDINGS) == EXPECTED
 
