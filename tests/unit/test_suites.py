@@ -30,7 +30,7 @@ def test_makefile_runs_every_folder_of_tests() -> None:
         assert all("pytestmark = pytest.mark.alone\n" in file.read_text() for file in files)
 
 
-def test_makefile_runs_every_folder_with_tests_marked_alone() -> None:
+def test_makefile_runs_every_folder_whose_tests_have_the_alone_mark() -> None:
     """The mark `alone` occurs only in folders that the Makefile searches for it."""
     mark = "pytest.mark." + "alone"
     marked = {
