@@ -81,10 +81,10 @@ class Probes:
         self.chosen = self._made = None
 
     def record_plan(self, *, has_drafts: bool, has_reads: bool) -> bool:
-        """Record the plan that was made after `choose`; return whether it measures drafts.
+        """Record a plan that was made; return whether it is a probe with drafts.
 
-        A plan is a probe if `choose` chose one and the plan contains it: its drafts, or its reads
-        if it only prepares a probe. A probe with drafts uses up the time saved for probes, and
+        A plan is a probe if `chosen` asks for one and the plan contains it: its drafts, or its
+        reads if it only prepares a probe. A probe with drafts uses up the time saved for probes and
         halves the weight of older acceptance counts, so that its own results weigh more.
 
         Args:
