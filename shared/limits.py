@@ -81,6 +81,10 @@ REQUEST_ID_CHARS_MAX = 128
 CACHE_SALT_CHARS_MAX = 256
 """Characters of a cache salt."""
 
+WEIGHT_MIN = 0.01
+WEIGHT_MAX = 100.0
+"""Bounds of a tenant's weight. With a smaller one it would hardly get any turn."""
+
 # --- Blocks ----------------------------------------------------------------------------------
 BLOCK_TOKENS_MIN = 16
 BLOCK_TOKENS_MAX = 1_024

@@ -27,6 +27,8 @@ from services.scheduler.events import (
 from services.scheduler.requests.drain import Drain
 from services.scheduler.requests.request_table import RETRY_AFTER_S, RequestLimits, RequestTable
 from services.scheduler.requests.sequence import Sequence, SequenceState
+from services.scheduler.requests.tenant_turns import TenantTurns
+from services.scheduler.requests.waiting_limits import WaitingLimits
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.speculation.methods import check_roll_back
 from services.scheduler.stall_detector import StallDetector
@@ -73,15 +75,17 @@ class SchedulerCore:
         """
         self._config = config
         self._actions: list[Action] = []
-        self._waiting = WaitingQueue()
-        self._requests = RequestTable(config.scheduler, self._waiting, self._actions)
-        self._batch = RunningBatch(config, self._waiting)
+        self._waiting = WaitingQueue(WaitingLimits(config.scheduler, config.tenants.share))
+        self._turns = TenantTurns()
+        self._requests = RequestTable(config.scheduler, self._waiting, self._turns, self._actions)
+        self._batch = RunningBatch(config, self._waiting, self._turns)
         self._world = World(config, jaccl_devices, self._actions, hostfile)
         self._pipeline = StepPipeline(
             config.scheduler.plans_in_flight,
             self._batch,
             self._world,
             self._requests,
+            self._turns,
             self._actions,
         )
         self._stall_detector = StallDetector()
@@ -146,6 +150,8 @@ class SchedulerCore:
         assert waiting == len(self._waiting), (waiting, len(self._waiting))
         assert len(self._requests) == waiting + len(self._batch)
         assert len(self._pipeline.in_flight) <= self._config.scheduler.plans_in_flight
+        self._waiting.limits.check_invariants(list(self._waiting))
+        assert len(self._turns) == len({sequence.tenant for sequence in self._requests})
 
     # --- gateways ----------------------------------------------------------------------------
 
@@ -383,7 +389,8 @@ class SchedulerCore:
             in_flight=self._pipeline.in_flight,
             rates=self._pipeline.rates,
             counters=self._counters,
-            waiting=len(self._waiting),
+            waiting=self._waiting,
+            turns=self._turns,
             tokens_limit=self._tokens_limit() if self._world.was_ready else 0,
             drain=self._drain,
             now_s=now_s,

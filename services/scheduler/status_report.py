@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from services.scheduler.batch.in_flight_steps import InFlightSteps
 from services.scheduler.batch.running_batch import RunningBatch
 from services.scheduler.requests.drain import Drain
+from services.scheduler.requests.tenant_turns import TenantTurns
+from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.world.world import World
 from shared.configuration.settings import Config
 from shared.messages import StatusReported
@@ -54,7 +56,8 @@ def report(
     in_flight: InFlightSteps,
     rates: TokenRates,
     counters: Mapping[str, float],
-    waiting: int,
+    waiting: WaitingQueue,
+    turns: TenantTurns,
     tokens_limit: int,
     drain: Drain,
     now_s: float,
@@ -68,7 +71,8 @@ def report(
         in_flight: plans in flight.
         rates: tokens per second of the last seconds.
         counters: counters since the scheduler started, by name.
-        waiting: number of waiting requests.
+        waiting: the waiting requests.
+        turns: the tenants with open requests.
         tokens_limit: most tokens of prompt and completion of a request; 0: unknown.
         drain: whether new requests are refused, and why.
         now_s: the time in seconds.
@@ -90,7 +94,7 @@ def report(
         dismissed=world.dismissed.report(now_s),
         failure=world.recovery.failure,
         running=len(batch),
-        waiting=waiting,
+        waiting=len(waiting),
         kv_tokens_used=batch.tokens_used,
         kv_tokens_max=batch.rows.tokens_max,
         context_tokens_max=tokens_limit,
@@ -101,7 +105,11 @@ def report(
             "memory_exhausted_total": float(world.recovery.memory_exhausted),
             **batch.report_counters(),
         },
-        gauges=_gauges(batch, in_flight, rates, now_s),
+        gauges={
+            "waiting_tokens": float(waiting.limits.tokens),
+            "active_tenants": float(len(turns)),
+            **_gauges(batch, in_flight, rates, now_s),
+        },
     )
 
 

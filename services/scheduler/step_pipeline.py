@@ -11,6 +11,7 @@ from services.scheduler.events import Action, SaveEvidence, SendToGateway, SendT
 from services.scheduler.requests.burst import Burst
 from services.scheduler.requests.request_table import RequestTable
 from services.scheduler.requests.sequence import Sequence, SequenceState
+from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.status_report import TokenRates
 from services.scheduler.world.world import World, WorldState
 from shared.identifiers import PeerId, Slot
@@ -29,6 +30,7 @@ class StepPipeline:
         batch: RunningBatch,
         world: World,
         requests: RequestTable,
+        turns: TenantTurns,
         actions: list[Action],
     ) -> None:
         self.in_flight = InFlightSteps()
@@ -37,6 +39,7 @@ class StepPipeline:
         self._batch = batch
         self._world = world
         self._requests = requests
+        self._turns = turns
         self._counters = requests.counters
         self._actions = actions
         self._had_open_requests = False
@@ -146,6 +149,7 @@ class StepPipeline:
             logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
             by_gateway[sequence.gateway].append((sequence, position, taken, logprobs))
             generated += len(taken)
+            self._turns.charge(sequence.tenant, len(taken))
             if reason is not None:
                 ended.append((sequence, reason))
         self._counters["generation_tokens_total"] += generated

@@ -45,8 +45,12 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     """Token ids that end the completion. The generated stop id is sent as its last token."""
     generated: list[TokenId] = []
     """Token ids received before a scheduler restart, when a gateway resumes a request."""
+    tenant: ShortText = ""
+    """Whose request it is. Tenants take turns, and each may use a share of the waiting queue."""
+    weight: Annotated[float, Meta(ge=limits.WEIGHT_MIN, le=limits.WEIGHT_MAX)] = 1.0
+    """Share of the tenant among those that have requests: 2 gets twice as much as 1."""
     priority: Annotated[int, Meta(ge=-1_000, le=1_000)] = 0
-    """Higher values are admitted first, equal ones in order of arrival."""
+    """Within one tenant, higher values are admitted first, equal ones in order of arrival."""
     deadline_s: Seconds = 1_800.0
     """Longest duration from arrival at the scheduler. A longer request fails."""
     cache_salt: Annotated[str, Meta(max_length=limits.CACHE_SALT_CHARS_MAX)] = ""

@@ -35,6 +35,7 @@ COUNTERS = {
     "generation_tokens_total": "Tokens released to gateways.",
     "held_plans_total": "Plans delayed until the results of drafts were back.",
     "memory_exhausted_total": "Epochs that ended because a rank ran out of device memory.",
+    "preemptions_for_fairness_total": "Sequences taken off the batch for a tenant without any.",
     "preemptions_total": "Sequences taken off the batch because memory was used up.",
     "prefill_tokens_total": "Prompt tokens computed.",
     "prompt_tokens_total": "Prompt tokens of accepted requests.",
@@ -54,6 +55,7 @@ COUNTERS = {
 }
 
 GAUGES = {
+    "active_tenants": "API keys, or else client addresses, with open requests.",
     "cache_blocks_known": "Blocks in the index, resident or stored.",
     "cache_blocks_resident": "Blocks in the ranks' memory.",
     "cache_resident_bytes": "Memory of resident blocks per rank.",
@@ -68,6 +70,7 @@ GAUGES = {
     "step_stalled_s": "Time since the oldest step in flight should have ended; 0 if none is late.",
     "tokens_per_second": "Tokens released per second, mean of the last two seconds.",
 }
+    "waiting_tokens": "Tokens of waiting requests.",
 
 
 def meaning(name: str) -> str:

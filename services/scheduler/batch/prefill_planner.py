@@ -1,10 +1,12 @@
 """Prefill planner. Owns admissions and prefill chunks of a step plan; decodes come before it.
 
-Sequences are served in order of arrival, in chunks short enough not to delay decodes too long.
-Sequences that wait for cache blocks are overtaken by later ones.
+Sequences of one tenant are served in order of arrival, in chunks short enough not to delay decodes
+too long; tenants take turns, chunk by chunk. Sequences that wait for cache blocks are overtaken by
+later ones.
 """
 
 import math
+from collections.abc import Container
 
 from services.scheduler.batch.plan_builder import PlanBuilder
 from services.scheduler.batch.prompt_budget import PromptBudget
@@ -12,13 +14,14 @@ from services.scheduler.batch.running_sequences import RunningSequences
 from services.scheduler.batch.step_timing import StepTiming
 from services.scheduler.cache.kv_rows import Rows
 from services.scheduler.cache.manager import BlockCache
-from services.scheduler.requests.sequence import Sequence
+from services.scheduler.requests.sequence import Sequence, SequenceState
+from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from shared.configuration.settings import SchedulerConfig
 from shared.messages import AdmittedSequence, PrefillChunk
 
 _SCANNED_MAX = 64
-"""Waiting sequences considered for one plan; later ones do not overtake these."""
+"""Waiting sequences of a tenant considered for one plan; later ones do not overtake these."""
 
 _LOOKAHEAD_COUNT = 8
 """Waiting sequences whose restores start before they can be admitted."""
@@ -35,6 +38,7 @@ class PrefillPlanner:
         waiting: WaitingQueue,
         cache: BlockCache,
         timing: StepTiming,
+        turns: TenantTurns,
     ) -> None:
         self._config = config
         self._rows = rows
@@ -42,6 +46,9 @@ class PrefillPlanner:
         self._waiting = waiting
         self._cache = cache
         self._timing = timing
+        self._turns = turns
+        self._refused: Sequence | None = None
+        """The waiting sequence that the last plan had no KV memory for."""
 
     def look_ahead(self, now_s: float, *, may_evict: bool) -> None:
         """Request restores of cache blocks for the first waiting sequences, before their admission.
@@ -51,8 +58,27 @@ class PrefillPlanner:
             may_evict: a plan is being made, which can carry evictions that make room for the
                 blocks.
         """
-        for sequence in self._waiting.first(_LOOKAHEAD_COUNT):
+        for sequence in self._waiting.heads(_LOOKAHEAD_COUNT)[:_LOOKAHEAD_COUNT]:
             self._cache.admission.prepare(sequence.blocks, now_s, may_evict=may_evict)
+
+    def find_locked_out(self, running: Container[str], now_s: float) -> Sequence | None:
+        """Return a waiting sequence whose turn it is, and that a full batch leaves no place.
+
+        Args:
+            running: the tenants with running sequences, none of which is locked out.
+            now_s: the time in seconds, from which deadlines of restores count.
+        """
+        if self._rows.has_free_slot and self._refused is None:
+            return None
+        for sequence in self._turns.in_turn(self._waiting.heads(1)):
+            if sequence.tenant in running:
+                return None
+            if self._rows.has_free_slot and sequence is not self._refused:
+                return None
+            is_ready = self._cache.admission.prepare(sequence.blocks, now_s, may_evict=True)
+            if is_ready and not sequence.samples_in_flight:
+                return sequence
+        return None
 
     def plan(self, plan: PlanBuilder) -> None:
         """Add prefill chunks and admissions to a plan whose decodes are complete.
@@ -60,49 +86,56 @@ class PrefillPlanner:
         Args:
             plan: the plan being built, which changes.
         """
-        position = self._next_position()
+        self._refused = None
+        candidates = [one for one in self._running if not one.is_decoding]
+        candidates += self._waiting.heads(_SCANNED_MAX)
+        position = _position_of(next(self._turns.in_turn(candidates), None))
+        # Another tenant's next chunk waits for this step as a decode does.
+        others_wait = bool(plan.decodes) or len(self._turns) > 1
         tokens_max = min(
             self._config.step_tokens_max,
-            self._timing.chunk_tokens(decoding=bool(plan.decodes), position=position),
+            self._timing.chunk_tokens(decoding=others_wait, position=position),
         )
         # Without decodes one long prompt may fill a step, but several prompts may not.
         joint_tokens_max = math.inf if plan.decodes else self._timing.joint_tokens_max(position)
         budget = PromptBudget(tokens_max, position, self._timing)
-        for sequence in self._running:
-            if not sequence.is_decoding:
-                if budget.would_cut_scrap(_unplanned_tokens(sequence), sequence.planned_tokens):
-                    return
-                self._plan_chunk(plan, sequence, budget)
-        if not plan.preempted and len(self._waiting):
-            self._admit_next(plan, budget, joint_tokens_max)
-
-    def _next_position(self) -> int:
-        """Return the position in its prompt of the next token to prefill."""
-        for sequence in self._running:
-            if not sequence.is_decoding:
-                return sequence.planned_tokens
-        return self._waiting.first(1)[0].blocks.resident_tokens if len(self._waiting) else 0
-
-    def _admit_next(self, plan: PlanBuilder, budget: PromptBudget, joint_tokens_max: float) -> None:
-        """Admit sequences that need not wait for blocks while budget and room last."""
-        for sequence in self._waiting.first(_SCANNED_MAX):
-            if not self._rows.has_free_slot:
-                return
-            if not self._cache.admission.prepare(sequence.blocks, plan.now_s, may_evict=True):
+        admits = not plan.preempted
+        for sequence in self._turns.in_turn(candidates):
+            rest, position = _unplanned_tokens(sequence), sequence.planned_tokens
+            if sequence.state is SequenceState.WAITING:
+                admits = admits and self._admit_next(plan, sequence, budget, joint_tokens_max)
                 continue
-            found = sequence.blocks.resident_tokens
-            rest = len(sequence.tokens) - found
-            if sequence.samples_in_flight or budget.would_cut_scrap(rest, found):
+            if budget.would_cut_scrap(rest, position):
                 return
-            length_max = min(rest, budget.tokens_max(found))
-            if plan.chunks and plan.chunk_tokens + length_max > joint_tokens_max:
-                return
-            if not self._admit(plan, sequence):
-                return
-            if budget.would_cut_scrap(_unplanned_tokens(sequence), sequence.planned_tokens):
-                # Blocks that it would have reused were evicted to make room for its row.
+            others = any(one.tenant != sequence.tenant for one in plan.samples)
+            length_max = min(rest, budget.tokens_max(position))
+            if others and plan.chunk_tokens + length_max > joint_tokens_max:
                 return
             self._plan_chunk(plan, sequence, budget)
+
+    def _admit_next(
+        self, plan: PlanBuilder, sequence: Sequence, budget: PromptBudget, joint_tokens_max: float
+    ) -> bool:
+        """Admit a sequence unless it waits for blocks; return False if none may follow it."""
+        if not self._rows.has_free_slot:
+            return False
+        if not self._cache.admission.prepare(sequence.blocks, plan.now_s, may_evict=True):
+            return True
+        found = sequence.blocks.resident_tokens
+        rest = len(sequence.tokens) - found
+        if sequence.samples_in_flight or budget.would_cut_scrap(rest, found):
+            return False
+        length_max = min(rest, budget.tokens_max(found))
+        if plan.chunks and plan.chunk_tokens + length_max > joint_tokens_max:
+            return False
+        if not self._admit(plan, sequence):
+            self._refused = sequence
+            return False
+        if budget.would_cut_scrap(_unplanned_tokens(sequence), sequence.planned_tokens):
+            # Blocks that it would have reused were evicted to make room for its row.
+            return False
+        self._plan_chunk(plan, sequence, budget)
+        return True
 
     def _plan_chunk(self, plan: PlanBuilder, sequence: Sequence, budget: PromptBudget) -> None:
         rest = _unplanned_tokens(sequence)
@@ -121,6 +154,7 @@ class PrefillPlanner:
         )
         sequence.planned_tokens += length
         plan.chunk_tokens += length
+        self._turns.charge(sequence.tenant, length)
         if self._cache.snapshot_state(sequence.blocks, sequence.planned_tokens, is_decode=False):
             plan.checkpoints.append(sequence.sequence_id)
         if samples:
@@ -165,6 +199,14 @@ class PrefillPlanner:
             self._running.compact(plan)
             return self._rows.resize(slots=self._rows.slots_used + 1, tokens=tokens)
         return False
+
+
+def _position_of(sequence: Sequence | None) -> int:
+    """Return the position of the first token of a sequence that its next chunk prefills."""
+    if sequence is None:
+        return 0
+    is_waiting = sequence.state is SequenceState.WAITING
+    return sequence.blocks.resident_tokens if is_waiting else sequence.planned_tokens
 
 
 def _unplanned_tokens(sequence: Sequence) -> int:

@@ -1,5 +1,6 @@
 """Running batch. Owns planning decodes, growing rows, preemption and assembling step plans."""
 
+from services.scheduler.batch import preemption
 from services.scheduler.batch.plan_builder import (
     NO_DRAFTS,
     ChosenDrafts,
@@ -17,6 +18,7 @@ from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.manager import BlockCache
 from services.scheduler.requests.sequence import Sequence, SequenceState
+from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from shared.configuration.settings import Config
 from shared.errors import InvariantBroken
@@ -30,18 +32,20 @@ _SPARSE_ROWS_MIN = 8
 class RunningBatch:
     """Plans the steps of the running sequences; owns their slots, KV rows and cache blocks."""
 
-    def __init__(self, config: Config, waiting: WaitingQueue) -> None:
+    def __init__(self, config: Config, waiting: WaitingQueue, turns: TenantTurns) -> None:
         scheduler = config.scheduler
         self.rows = Rows(scheduler.running_sequences_max, scheduler.kv_row_growth_tokens)
         self.timing = StepTiming(scheduler.decode_stall_ms)
         self.cache = BlockCache(config.cache, self.rows, self.timing.prefill_token_ms)
         self._deadlines = StepDeadlines(self.timing)
         self.preemptions = 0
+        self._preemptions_for_fairness = 0
         self._waiting = waiting
+        self._turns = turns
         self._running = RunningSequences(self.rows)
         self.speculation = SpeculationPlanner(config, self.timing.prefill_token_ms)
         self._prefill = PrefillPlanner(
-            scheduler, self.rows, self._running, waiting, self.cache, self.timing
+            scheduler, self.rows, self._running, waiting, self.cache, self.timing, turns
         )
 
     def __len__(self) -> int:
@@ -117,6 +121,7 @@ class RunningBatch:
         """Return the counters of preemptions, cache and drafts since start, by name."""
         return {
             "preemptions_total": float(self.preemptions),
+            "preemptions_for_fairness_total": float(self._preemptions_for_fairness),
             **self.cache.state.counters,
             **self.speculation.counters.totals,
         }
@@ -150,6 +155,7 @@ class RunningBatch:
         plan_builder = PlanBuilder(now_s, chosen)
         self.cache.begin_plan(now_s)
         self._keep_blocks()
+        self._make_room_for_locked_out(now_s)
         self._plan_decodes(plan_builder)
         self._prefill.plan(plan_builder)
         self.speculation.read_prompts(plan_builder, self._running)
@@ -287,15 +293,23 @@ class RunningBatch:
             plan_builder.preempted = True
 
     def _preempt_youngest(self) -> None:
-        victim = min(
-            self._running,
-            key=lambda sequence: (sequence.request.priority, -sequence.admission_number),
-            default=None,
-        )
+        victim = preemption.choose_for_memory(self._running, self._turns)
         if victim is None or len(self._running) == 1:
             raise InvariantBroken(f"a single sequence does not fit {self.rows.budget}")
         self._requeue(victim)
         self.preemptions += 1
+
+    def _make_room_for_locked_out(self, now_s: float) -> None:
+        """Preempt one sequence if a tenant with none in a full batch waits for its turn."""
+        if len(self._turns) < 2:
+            return
+        locked_out = self._prefill.find_locked_out({one.tenant for one in self._running}, now_s)
+        if locked_out is None:
+            return
+        victim = preemption.choose_for_tenant(self._running, self._turns, locked_out.tenant)
+        if victim is not None:
+            self._requeue(victim)
+            self._preemptions_for_fairness += 1
 
     def _remove(self, sequence: Sequence) -> None:
         self._running.remove(sequence)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from services.scheduler.events import Action, SendToGateway
 from services.scheduler.requests.sequence import Sequence, SequenceState
+from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.speculation.methods import WHY_NOT
 from shared.configuration.settings import SchedulerConfig
@@ -47,11 +48,16 @@ class RequestTable:
     """The open requests of all gateways; reports to each gateway what becomes of its requests."""
 
     def __init__(
-        self, config: SchedulerConfig, waiting: WaitingQueue, actions: list[Action]
+        self,
+        config: SchedulerConfig,
+        waiting: WaitingQueue,
+        turns: TenantTurns,
+        actions: list[Action],
     ) -> None:
         self.counters: defaultdict[str, float] = defaultdict(float)
         self._config = config
         self._waiting = waiting
+        self._turns = turns
         self._actions = actions
         self._open: dict[tuple[PeerId, str], Sequence] = {}
         self._arrivals = 0
@@ -87,23 +93,25 @@ class RequestTable:
         if rejection := _find_rejection(message, bounds):
             self.reject(gateway, message.request_id, *rejection)
             return
-        if len(self._waiting) >= self._config.waiting_requests_max:
-            detail = f"{len(self._waiting)} requests are waiting, which is the most allowed."
-            self.reject(gateway, message.request_id, "queue_full", detail, self._retry_after_s())
-            return
-        self._arrivals += 1
         sequence = Sequence(
-            sequence_id=SequenceId(self._arrivals),
+            sequence_id=SequenceId(self._arrivals + 1),
             gateway=gateway,
             request=message,
             tokens=[*message.prompt, *message.generated],
             tokens_max=min(len(message.prompt) + message.max_tokens, bounds.tokens_max),
-            arrival_number=self._arrivals,
+            arrival_number=self._arrivals + 1,
             deadline_at_s=now_s + message.deadline_s,
             queue_deadline_at_s=self._queue_deadline_at_s(message, now_s),
             stop_ids=frozenset(message.stop_ids),
         )
+        # A resumed request is accepted in any case, because it ran before.
+        detail = "" if message.generated else self._waiting.limits.explain_refusal(sequence)
+        if detail:
+            self.reject(gateway, message.request_id, "queue_full", detail, self._retry_after_s())
+            return
+        self._arrivals += 1
         self._open[gateway, message.request_id] = sequence
+        self._turns.enter(sequence.tenant, message.weight, self._waiting.tenants)
         ahead = self._waiting.add(sequence)
         self.counters["requests_accepted_total"] += 1
         self.counters["prompt_tokens_total"] += len(message.prompt)
@@ -241,6 +249,7 @@ class RequestTable:
         if sequence.state is SequenceState.ENDED:
             raise InvariantBroken(f"request {sequence.request.request_id} has ended already")
         sequence.state = SequenceState.ENDED
+        self._turns.leave(sequence.tenant)
         del self._open[sequence.gateway, sequence.request.request_id]
 
     def _send(self, gateway: PeerId, message: ToGateway) -> None:

@@ -74,6 +74,11 @@ class Sequence:
         self.blocks = SequenceBlocks(self.sequence_id, self.tokens, self.request)
 
     @property
+    def tenant(self) -> str:
+        """Whose request it is."""
+        return self.request.tenant
+
+    @property
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.request.prompt)

@@ -144,12 +144,12 @@ class InMemoryWorld:
     def submit(
         self, request_id: str, prompt: list[int], max_tokens: int, **options: object
     ) -> None:
-        """Submit a greedy request."""
+        """Submit a request, which is greedy without other options."""
+        options.setdefault("sampling", Sampling(seed=1, temperature=0.0))
         message = SubmitRequest(
             request_id=request_id,
             prompt=prompt,
             max_tokens=max_tokens,
-            sampling=Sampling(seed=1, temperature=0.0),
             **options,  # type: ignore[arg-type]
         )
         self.tell(GatewayMessageReceived(GATEWAY, message))

@@ -24,6 +24,7 @@ def world_factory() -> Iterator[MakeWorld]:
         hardware: RankSetup | None = None,
         world: dict[str, object] | None = None,
         speculation: dict[str, object] | None = None,
+        share: float = 1.0,
         **scheduler: object,
     ) -> InMemoryWorld:
         blocks = {"block_tokens": 16, "ssd": False, **(cache or {})}
@@ -35,6 +36,8 @@ def world_factory() -> Iterator[MakeWorld]:
                 "scheduler": policy,
                 "cache": blocks,
                 "speculation": speculation or {},
+                # Tests of a tenant's share set it themselves.
+                "tenants": {"share": share},
             }
         )
         one = InMemoryWorld(config, hardware or RankSetup(kv_tokens, context))
