@@ -149,9 +149,9 @@ class SchedulerCore:
         waiting = sum(1 for sequence in self._requests if sequence.state is SequenceState.WAITING)
         assert waiting == len(self._waiting), (waiting, len(self._waiting))
         assert len(self._requests) == waiting + len(self._batch)
-        assert len(self._pipeline.in_flight) <= self._config.scheduler.plans_in_flight
         self._waiting.limits.check_invariants(list(self._waiting))
         assert len(self._turns) == len({sequence.tenant for sequence in self._requests})
+        assert len(self._pipeline.in_flight) <= self._config.scheduler.plans_in_flight
 
     # --- gateways ----------------------------------------------------------------------------
 

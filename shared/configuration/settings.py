@@ -97,15 +97,15 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Slots: sequences that decode together in one batch."""
     waiting_requests_max: Annotated[int, Meta(ge=0, le=100_000)] = 512
     """Requests waiting for a slot. Further ones are answered with 429."""
-    step_tokens_max: Annotated[int, Meta(ge=16, le=65_536)] = 8_192
-    """Prompt tokens per step over all sequences. More let a fast device read several prompts in one
-    step and interrupt decodes less often; `decode_stall_ms` still bounds each interruption."""
-    decode_stall_ms: Annotated[float, Meta(ge=1.0, le=60_000.0)] = 150.0
     waiting_tokens_max: Annotated[int, Meta(ge=1, le=2**40)] = 16_777_216
     """Tokens of all waiting requests. Further requests are answered with 429; one alone may have
     more."""
     waiting_bytes_max: Annotated[int, Meta(ge=1, le=2**40)] = 256 * 1024 * 1024
     """Memory of all waiting requests in the scheduler. Further requests are answered with 429."""
+    step_tokens_max: Annotated[int, Meta(ge=16, le=65_536)] = 8_192
+    """Prompt tokens per step over all sequences. More let a fast device read several prompts in one
+    step and interrupt decodes less often; `decode_stall_ms` still bounds each interruption."""
+    decode_stall_ms: Annotated[float, Meta(ge=1.0, le=60_000.0)] = 150.0
     """Longest time by which the prompts of one step may delay running decodes. It bounds the size
     of prefill chunks while sequences decode."""
     plans_in_flight: Annotated[int, Meta(ge=1, le=limits.PLANS_IN_FLIGHT)] = limits.PLANS_IN_FLIGHT
