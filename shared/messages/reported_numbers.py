@@ -69,8 +69,8 @@ GAUGES = {
     "row_tokens": "Tokens that each KV row holds.",
     "step_stalled_s": "Time since the oldest step in flight should have ended; 0 if none is late.",
     "tokens_per_second": "Tokens released per second, mean of the last two seconds.",
-}
     "waiting_tokens": "Tokens of waiting requests.",
+}
 
 
 def meaning(name: str) -> str:
