@@ -1,12 +1,14 @@
 """Main thread of a rank: joins a world, loads a shard and executes step plans. Decides nothing."""
 
 import dataclasses
+import functools
 import gc
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
-from services.rank_worker import collectives, failure
+from services.rank_worker import collectives, failure, watchdog
 from services.rank_worker.batch.decode_groups import forward_cost_of
 from services.rank_worker.canary.canary import SUMS_DEADLINE_S, Canary, activations
 from services.rank_worker.collectives import Collectives
@@ -28,11 +30,12 @@ from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.speculation.load import check_drafter, open_drafter
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from services.rank_worker.watchdog import Watchdog, hard_deadline
+from shared import limits
 from shared.clock import Clock
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.log import Log
-from shared.messages import JoinWorld, RankLoading, RankReady
+from shared.messages import JoinWorld, RankFailed, RankLoading, RankReady
 from shared.model.sharding.shares import Split
 from shared.os import lifeline
 from shared.os.cpu_cores import available_cores
@@ -44,6 +47,9 @@ KV_MEMORY_SHARE = 0.6
 
 RESIDENT_MEMORY_SHARE = 0.5
 """Part of the KV budget for resident blocks where `cache.resident_bytes_max` is 0."""
+
+INIT_MIN_S = 1.0
+"""Least time for MLX's init, however late the rendezvous ended."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,16 +91,21 @@ class Worker:
         on_joined()
         proof = FastSynchProof(self.device)
         link.on_leave = proof.world_left
-        with hard_deadline(order.load_deadline_s), failure.name_model_code_line():
+        with self._load_deadline(), failure.name_model_code_line():
             hardware.wire_memory(self.device)
             loaded, drafter = self._load(source, world)
             world.check()
             self._compare_ranks(world, loaded, drafter)
         # Sums are checked before the warm-up, where wrong sums would look like damaged weights.
         canary = Canary(order, world, self.clock)
-        with hard_deadline(SUMS_DEADLINE_S), proof.withheld(), failure.name_model_code_line():
+        sums_deadline = self._deadline(
+            "The known sums over all ranks",
+            SUMS_DEADLINE_S,
+            "check the links with `lockstep doctor`",
+        )
+        with sums_deadline, proof.withheld(), failure.name_model_code_line():
             canary.check_sums(loaded.model)
-        with hard_deadline(order.load_deadline_s), proof.withheld(), failure.name_model_code_line():
+        with self._load_deadline(), proof.withheld(), failure.name_model_code_line():
             executor = self._build_executor(world, loaded, tier, drafter)
             self._report("warming", 1.0)
             self._warm_up(executor, loaded, canary)
@@ -143,12 +154,30 @@ class Worker:
         pin_cores = self.config.rank_worker.pin_cores
         cores.pin(pin_cores, on_cpu=self._on_cpu, place=place, count=count)
         self._report("joining", 0.0)
+        began_s = self.clock.now()
         rendezvous.wait_for_ranks(order)
-        # MLX holds the GIL while it waits for the other ranks.
-        with hard_deadline(order.init_deadline_s), lifeline.killed_with_parent():
+        left_s = max(INIT_MIN_S, order.init_deadline_s - (self.clock.now() - began_s))
+        remedy = "check the links with `lockstep doctor`, or raise scheduler.init_deadline_s"
+        if order.backend != "off":
+            # Said now, because MLX holds the GIL while it waits for the other ranks: at the
+            # deadline this process can only write its stacks.
+            at_deadline = (
+                f"this process writes its stacks and ends with code {limits.EXIT_DEADLINE}"
+            )
+            _log.info(
+                "mlx_init_begins",
+                backend=order.backend,
+                deadline_s=round(left_s, 1),
+                at_deadline=f"{at_deadline}: {remedy}",
+            )
+            self._report("init", 0.0)
+            self.link.wait_until_sent()
+        in_time = self._deadline(f"MLX's init of {order.backend}", left_s, remedy)
+        with in_time, lifeline.killed_with_parent():
             world = collectives.init(order.backend, order.rank, order.world_size)
             if hostfile and has_few_cores and sys.platform == "linux":
                 ring_sockets.make_blocking(hostfile)
+        self._report("loading", 0.0)
         _log.info("world_joined", epoch=order.epoch, rank=order.rank, world_size=order.world_size)
         self.ranks_on_host = count
         return world
@@ -157,12 +186,37 @@ class Worker:
         """Tell the scheduler which part of loading is done: a stage and its fraction, 0 to 1."""
         self.link.send(RankLoading(stage=stage, loaded=fraction))
 
+    def _load_deadline(self) -> AbstractContextManager[None]:
+        """Return a context in which a part of loading must end within its deadline."""
+        remedy = "raise scheduler.load_deadline_s, or use a faster disk"
+        return self._deadline("Loading", self.order.load_deadline_s, remedy)
+
+    def _deadline(self, what: str, seconds: float, remedy: str) -> AbstractContextManager[None]:
+        """Return a context that ends this process, with a sentence, after too long a time.
+
+        Args:
+            what: what must end, the beginning of the sentence.
+            seconds: its longest time.
+            remedy: the end of the sentence.
+        """
+        detail = f"{what} took longer than {seconds:.0f} s: {remedy}."
+        return hard_deadline(seconds, functools.partial(self._end_late, detail))
+
+    def _end_late(self, detail: str) -> None:
+        _log.error("rank_failed", detail=detail)
+        watchdog.write_stacks()
+        order = self.order
+        failed = RankFailed(rank=order.rank, epoch=order.epoch, detail=detail, permanent=False)
+        self.link.send(failed)
+        self.link.exit(limits.EXIT_DEADLINE)
+
     def _load(
         self, source: ModelSource | None, world: Collectives
     ) -> tuple[LoadedModel, LoadedDrafter | None]:
         """Load this rank's shard and the drafter, once both are known to fit in memory."""
         config, order = self.config, self.order
-        memory_bytes = rank_memory_bytes(self.device, self.ranks_on_host)
+        share = config.rank_worker.memory_share
+        memory_bytes = rank_memory_bytes(self.device, self.ranks_on_host, share)
         split = Split(order.sharding, order.rank, order.world_size, order.memory_bytes)
         opened = open_model(config.model, source, split, world, self._report)
         drafter = open_drafter(
@@ -209,7 +263,6 @@ class Worker:
         drafter: LoadedDrafter | None,
     ) -> Executor:
         order = self.order
-        free_bytes = hardware.free_bytes(self.device, self.ranks_on_host)
         return Executor(
             loaded.model,
             rank=order.rank,
@@ -219,7 +272,7 @@ class Worker:
             sum_ids=world.sum_ids if order.world_size > 1 else None,
             forward_cost_tokens=forward_cost_of(order.backend, on_cpu=self._on_cpu),
             kv_bits=self.config.rank_worker.kv_bits,
-            profile=execution_profile(self.device, order.backend, free_bytes),
+            profile=execution_profile(self.device, order.backend, self._free_bytes()),
             take_restored=tier.take,
             drafter=drafter,
             traits=loaded.traits,
@@ -241,7 +294,12 @@ class Worker:
 
     def _free_kv_bytes(self) -> int:
         """Return the part of the memory that is free now that KV may use, in bytes."""
-        return int(KV_MEMORY_SHARE * hardware.free_bytes(self.device, self.ranks_on_host))
+        return int(KV_MEMORY_SHARE * self._free_bytes())
+
+    def _free_bytes(self) -> int:
+        """Return the memory that is free now for this rank, in bytes."""
+        share = self.config.rank_worker.memory_share
+        return hardware.free_bytes(self.device, self.ranks_on_host, share)
 
     def _ready_message(
         self,
@@ -277,14 +335,14 @@ class Worker:
         # All objects so far live as long as the process; later garbage collections skip them.
         gc.collect()
         gc.freeze()
-        watchdog = Watchdog(self.clock)
-        watchdog.start()
+        step_watchdog = Watchdog(self.clock)
+        step_watchdog.start()
         StepLoop(
             self.order,
             executor,
             self.link,
             tier,
-            watchdog,
+            step_watchdog,
             self.clock,
             on_cpu=self._on_cpu,
             on_first_step=on_first_step,

@@ -4,15 +4,15 @@
 comments in `lockstep.example.toml`.
 """
 
-import os
-import tempfile
+import contextlib
 from pathlib import Path
 from typing import Annotated, Literal
 
-import platformdirs
 from msgspec import Meta, Struct
 
 from shared import limits
+from shared.errors import ConfigError
+from shared.os import user_folders
 
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
@@ -25,8 +25,9 @@ class PathsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Folders of Lockstep's own files."""
 
     run_dir: str = ""
-    """Folder of sockets and lock files, created with mode 0700. "": a folder in the system's
-    temporary folder, named by user and gateway port."""
+    """Folder of sockets and process files, created with mode 0700. An existing one must not be
+    accessible to other users. "": a folder named by the gateway port in this user's state
+    folder."""
     keys_dir: str = ""
     """Folder of the keys for links over tcp, with mode 0700. `lockstep keys new` creates keys. "":
     `lockstep/keys` in this user's configuration folder."""
@@ -58,6 +59,9 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     api_keys_file: Annotated[str, Meta(max_length=4_096)] = ""
     """File of API keys, created with `lockstep api-key new`. With it every request must carry a
     key. "": only the keys in LOCKSTEP_API_KEYS (`name=key,name=key`), if any."""
+    public_metrics: bool = False
+    """Serve /metrics and /openapi.json without an API key. False: if the gateway has keys, these
+    paths need one too."""
     allowed_hosts: list[HostName] = []
     """Additional host names that a request's Host header may contain. The gateway's own address and
     loopback names are always allowed."""
@@ -183,7 +187,12 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A rank's use of its device: memory and precision of KV, CPU cores, matrix library."""
 
     kv_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Memory for KV rows. 0: 60 % of the device memory that is free after loading."""
+    """Memory for KV rows. 0: 60 % of the memory that is free after loading, on the device or, on
+    CPUs, on the machine and within the limits of its container."""
+    memory_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Part of the machine's memory for this rank. Set it where ranks do not see that they share a
+    machine, as in containers of their own. 0: equal parts for the ranks known to run on it. With
+    CUDA each rank has its own GPU, and this has no effect."""
     kv_bits: Literal[0, 4, 8] = 0
     """Bits per KV number, in rows and blocks. 8 and 4 hold twice and almost four times as many
     tokens of a 16-bit model, at some loss of quality and speed. 0: as computed."""
@@ -264,17 +273,28 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of sockets and lock files; `prepare_run_dir` creates it."""
+        """Folder of sockets and process files; `prepare_run_dir` creates it.
+
+        Raises:
+            ConfigError: when it depends on a home folder and there is none.
+        """
         if self.paths.run_dir:
-            return Path(self.paths.run_dir).expanduser()
-        return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{self.gateway.port}"
+            return user_folders.expand(self.paths.run_dir, "paths.run_dir")
+        return user_folders.run_folders() / str(self.gateway.port)
 
     @property
-    def keys_dir(self) -> Path:
-        """Folder of this host's key pair and its list of allowed peers."""
+    def keys_dir(self) -> Path | None:
+        """Folder of this host's key pair and its list of allowed peers; None: no home folder."""
+        with contextlib.suppress(ConfigError):
+            return self.required_keys_dir
+        return None
+
+    @property
+    def required_keys_dir(self) -> Path:
+        """The same folder, for commands that cannot do without. Raises ConfigError."""
         if self.paths.keys_dir:
-            return Path(self.paths.keys_dir).expanduser()
-        return platformdirs.user_config_path("lockstep") / "keys"
+            return user_folders.expand(self.paths.keys_dir, "paths.keys_dir")
+        return user_folders.config_folder("paths.keys_dir") / "keys"
 
     @property
     def gateway_address(self) -> str:
@@ -293,10 +313,14 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def cache_directory(self) -> Path:
-        """Folder of the blocks stored on this host; the cache store creates it."""
+        """Folder of the blocks stored on this host; the cache store creates it.
+
+        Raises:
+            ConfigError: as `run_dir`.
+        """
         if self.cache.directory:
-            return Path(self.cache.directory).expanduser()
-        return platformdirs.user_cache_path("lockstep") / "blocks"
+            return user_folders.expand(self.cache.directory, "cache.directory")
+        return user_folders.cache_folder("cache.directory") / "blocks"
 
     @property
     def backend(self) -> Literal["off", "ring", "nccl", "jaccl"]:
@@ -319,7 +343,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return self.model.served_name
         if self.model.path == "demo":
             return "lockstep-demo"
-        folder = Path(self.model.path).expanduser()
+        folder = user_folders.expand(self.model.path, "model.path")
         if not folder.is_dir():
             return self.model.path
         # "." and ".." are resolved. A symbolic link keeps its own name, which users chose.

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-import psutil
 from msgspec import Struct
 
 from services.commands.doctor.reading.linux import GPU_QUERY, read_gpus
 from services.commands.doctor.reading.macos import read_number
 from services.commands.doctor.system_commands import RunCommand, run_command
 from shared.errors import UnavailableError, UsageError
+from shared.os.memory import usable_memory
 
 DeviceKind = Literal["metal", "cuda", "cpu"]
 
@@ -121,8 +121,8 @@ def memory_of_this_machine(
         limit = _sysctl(runner, "iogpu.wired_limit_mb") * 2**20
         allowed = limit if limit and share is None else usable_bytes_of(total, kind, share)
     else:
-        # The memory available without swapping, as the rank worker counts it.
-        total = int(psutil.virtual_memory().available)
+        # Available without swapping and within a container's limit, as the rank worker counts it.
+        total = usable_memory().free_bytes
         allowed = usable_bytes_of(total, kind, share)
     if not total:
         raise UnavailableError("The system does not report how much memory it has: give --memory.")

@@ -25,6 +25,19 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that the rank may use, including weights."""
 
 
+def own_part(device: Device, ranks_on_host: int, machine_share: float = 0.0) -> int:
+    """Return the bytes of a device's memory for one of the ranks that share it.
+
+    Args:
+        device: the device.
+        ranks_on_host: number of ranks that share it in equal parts.
+        machine_share: part for this rank, instead of an equal one; 0: an equal one.
+    """
+    if machine_share:
+        return int(device.memory_bytes * machine_share)
+    return device.memory_bytes // max(1, ranks_on_host)
+
+
 def describe_in_subprocess() -> Device:
     """Describe MLX's default device from another process; this process can still choose its GPU.
 

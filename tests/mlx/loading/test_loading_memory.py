@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from services.rank_worker.device import hardware
 from services.rank_worker.device.description import Device
 from services.rank_worker.model.loading import memory_fit
 from shared.configuration.settings import ModelConfig
@@ -23,6 +24,7 @@ from tests.mlx.loading.model_checkpoints import (
     save_checkpoint,
 )
 from tests.mlx.models import MODEL_FACTORIES
+from tests.support.control_groups import show_control_groups
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -165,15 +167,27 @@ def test_ranks_of_host_share_memory_limit_but_not_cuda_gpus(
     cpu = Device(kind="cpu", name="", memory_bytes=1)
     metal = Device(kind="metal", name="", memory_bytes=6_000)
     cuda = Device(kind="cuda", name="", memory_bytes=6_000)
-    limit = tmp_path / "memory.max"
-    limit.write_text("8000\n")
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(memory_fit, "CGROUP_LIMIT", limit)
+    show_control_groups(tmp_path, monkeypatch, {"memory.max": "8000", "memory.current": "2000"})
 
     sizes = [memory_fit.rank_memory_bytes(device, 2) for device in (cpu, metal, cuda)]
     assert sizes == [4_000, 3_000, 6_000]
-    limit.write_text("max\n")
+    assert memory_fit.rank_memory_bytes(metal, 2, machine_share=0.25) == 1_500
+    show_control_groups(tmp_path, monkeypatch, {"memory.max": "max", "memory.current": "2000"})
     assert memory_fit.rank_memory_bytes(cpu, 1) > 10**6
+
+
+def test_kv_budget_of_cpu_rank_stays_within_limit_of_its_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The free memory of a CPU rank is what its control group has left, not what the machine
+    has."""
+    cpu = Device(kind="cpu", name="", memory_bytes=1)
+    show_control_groups(tmp_path, monkeypatch, {"memory.max": "8000", "memory.current": "2000"})
+
+    assert hardware.free_bytes(cpu, 1) == 6_000
+    assert hardware.free_bytes(cpu, 2) == 3_000
+    assert hardware.free_bytes(cpu, 1, machine_share=0.5) == 6_000
+    assert hardware.describe_device().memory_bytes == 6_000
 
 
 if __name__ == "__main__":

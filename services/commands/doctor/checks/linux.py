@@ -2,11 +2,10 @@
 
 import importlib.metadata
 
-import psutil
-
 from services.commands.doctor.facts import Findings
 from services.commands.doctor.reading import linux
 from services.commands.doctor.system_commands import CommandOutcome
+from shared.os.memory import usable_memory
 
 GIB = 2**30
 _ONLY_MACS = {
@@ -106,19 +105,22 @@ def check_memory(found: Findings, weights_bytes: int | None) -> None:
         weights_bytes: approximate weights of this host's ranks; None: not in this memory (they
             are on a GPU, no rank runs here, or the model is not here).
     """
-    sizes = psutil.virtual_memory()
-    if weights_bytes is not None and weights_bytes > sizes.available:
+    memory = usable_memory()
+    free, total = f"{memory.free_bytes / GIB:.1f} GiB", f"{memory.total_bytes / GIB:.1f} GiB"
+    if memory.limited_by:
+        total += f", the limit of the control group {memory.limited_by}"
+    if weights_bytes is not None and weights_bytes > memory.free_bytes:
         found.fail(
             "free memory",
-            f"{sizes.available / GIB:.1f} GiB are free, and the weights for this host take about "
+            f"{free} of {total} are free, and the weights for this host take about "
             f"{weights_bytes / GIB:.1f} GiB",
             "end other programs or use more hosts: `lockstep plan` says what fits",
         )
-    elif sizes.available < 0.1 * sizes.total:
+    elif memory.free_bytes < 0.1 * memory.total_bytes:
         found.warn(
             "free memory",
-            f"only {sizes.available / GIB:.1f} GiB of {sizes.total / GIB:.1f} GiB are free",
+            f"only {free} of {total} are free",
             "end programs that use much memory",
         )
     else:
-        found.ok("free memory", f"{sizes.available / GIB:.1f} GiB of {sizes.total / GIB:.1f} GiB")
+        found.ok("free memory", f"{free} of {total}")

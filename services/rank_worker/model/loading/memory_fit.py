@@ -1,40 +1,37 @@
 """Checks that a shard fits into this rank's memory before any weight is read."""
 
 import dataclasses
-import os
-import sys
-from pathlib import Path
 
 import mlx.core as mx
 from mlx import nn
 
-from services.rank_worker.device.description import Device
+from services.rank_worker.device.description import Device, own_part
 from services.rank_worker.kv_cache.rows.kv_shapes import cache_bytes, read_shape
 from shared.errors import ConfigError
 from shared.log import Log
+from shared.os.memory import usable_memory
 
 _log = Log("rank_worker.loading")
 
 CONTEXT_TOKENS_MIN = 1_024
 """A rank must have room for the KV of at least one sequence of this length."""
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""File with the memory limit of a container, in bytes."""
 
-
-def rank_memory_bytes(device: Device, ranks_on_host: int) -> int:
+def rank_memory_bytes(device: Device, ranks_on_host: int, machine_share: float = 0.0) -> int:
     """Return the most memory that this rank may use, in bytes, including memory in use now.
 
-    Ranks of one host share its memory equally; with CUDA each rank has its own GPU.
+    Ranks of one host share its memory; with CUDA each rank has its own GPU.
 
     Args:
         device: the rank's device.
         ranks_on_host: number of ranks on this host.
+        machine_share: this rank's part of the host's memory; 0: equal parts.
     """
     if device.kind == "cuda":
         return device.memory_bytes
-    total = device.memory_bytes if device.kind == "metal" else _host_bytes()
-    return total // max(1, ranks_on_host)
+    if device.kind == "metal":
+        return own_part(device, ranks_on_host, machine_share)
+    return usable_memory(ranks_on_host, machine_share).total_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,14 +103,6 @@ def check_fits(
         f"{_size(kv_bytes)} for {tokens:,} tokens of KV{in_use} are {_size(need)}, the device has "
         f"{_size(memory_bytes)}: use more ranks, {remedy} quantized model."
     )
-
-
-def _host_bytes() -> int:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if sys.platform == "linux" and CGROUP_LIMIT.is_file():
-        text = CGROUP_LIMIT.read_text().strip()
-        return min(total, int(text)) if text.isdigit() else total
-    return total
 
 
 def _size(count: int) -> str:

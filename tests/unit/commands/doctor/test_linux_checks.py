@@ -13,6 +13,7 @@ from services.commands.doctor.examiner import Examiner
 from services.commands.doctor.facts import Finding, Findings
 from services.commands.doctor.system_commands import CommandOutcome
 from shared.configuration.loading import load_config
+from tests.support.control_groups import hide_control_groups, show_control_groups
 from tests.unit.commands.doctor import recorded
 from tests.unit.commands.doctor.test_checks import _only_finding, _share
 
@@ -20,6 +21,7 @@ from tests.unit.commands.doctor.test_checks import _only_finding, _share
 def _set_memory(monkeypatch: pytest.MonkeyPatch, total: int, available: int) -> None:
     sizes = SimpleNamespace(total=total, available=available)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: sizes)
+    hide_control_groups(monkeypatch)
 
 
 def _check_linux_memory(
@@ -55,6 +57,23 @@ def test_doctor_counts_weights_of_cpu_rank_as_float32(
     assert _check_linux_memory(monkeypatch, tmp_path, between, no_gpus).verdict == "FAIL"
     assert _check_linux_memory(monkeypatch, tmp_path, between, no_gpus, "bfloat16").verdict == "OK"
     assert _check_linux_memory(monkeypatch, tmp_path, half // 2, gpus).verdict == "OK"
+
+
+def test_doctor_compares_weights_with_limit_of_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Weights that the machine could hold and the container cannot are a FAIL that names the
+    limit."""
+    _set_memory(monkeypatch, 16 * linux.GIB, 16 * linux.GIB)
+    limit = {"memory.max": str(2 * linux.GIB), "memory.current": str(linux.GIB)}
+    show_control_groups(tmp_path, monkeypatch, limit)
+    found = Findings("a")
+
+    linux.check_memory(found, 3 * linux.GIB // 2)
+
+    (finding,) = found.all
+    assert finding.verdict == "FAIL"
+    assert f"1.0 GiB of 2.0 GiB, the limit of the control group {tmp_path}" in finding.detail
 
 
 def test_doctor_checks_gpus_cores_and_memory_of_linux_host(

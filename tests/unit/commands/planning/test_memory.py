@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -20,6 +21,7 @@ from services.commands.planning.hosts import (
     usable_bytes_of,
 )
 from shared.errors import UnavailableError, UsageError
+from tests.support.control_groups import hide_control_groups, show_control_groups
 
 
 @pytest.mark.parametrize(
@@ -54,9 +56,9 @@ def test_byte_count_is_printed_in_largest_fitting_unit() -> None:
     ]
 
 
-def test_usable_memory_is_documented_share_of_each_device() -> None:
-    """The share is two thirds of a small Mac, three quarters of a large one, all of an NVIDIA
-    GPU."""
+def test_usable_memory_is_documented_fraction_of_memory_of_mac_or_gpu() -> None:
+    """Two thirds of a small Mac's memory are usable, three quarters of a large one's, and all of an
+    NVIDIA GPU's."""
     assert usable_bytes_of(32 * GIB, "metal") == int(32 * GIB * 2 / 3)
     assert usable_bytes_of(512 * GIB, "metal") == 384 * GIB
     assert usable_bytes_of(80 * GIB, "cuda") == 80 * GIB
@@ -101,8 +103,21 @@ def test_ranks_on_one_linux_host_divide_its_available_memory(
     """The ranks divide the MemAvailable of Linux."""
     sizes = SimpleNamespace(total=16 * GIB, available=8 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: sizes)
+    hide_control_groups(monkeypatch)
 
     assert [m.usable_bytes for m in memory_of_this_machine(2, "cpu")] == [4 * GIB] * 2
+
+
+def test_plan_in_a_container_counts_what_its_limit_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan for this machine counts the memory that the rank worker would."""
+    sizes = SimpleNamespace(total=16 * GIB, available=8 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: sizes)
+    files = {"memory.max": str(3 * GIB), "memory.current": str(GIB)}
+    show_control_groups(tmp_path, monkeypatch, files)
+
+    assert [m.usable_bytes for m in memory_of_this_machine(2, "cpu")] == [GIB] * 2
 
 
 def test_plan_asks_for_memory_flag_when_memory_of_mac_is_unknown() -> None:
