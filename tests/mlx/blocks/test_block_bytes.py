@@ -122,8 +122,10 @@ def test_packed_kv_block_shares_no_memory_with_rows(members: list[BlockPart]) ->
     assert mx.get_active_memory() <= before + layout.block_bytes(2_048)
 
 
-def test_kv_layout_text_differs_when_block_bytes_differ() -> None:
-    """Layouts with other heads, widths, dtypes or numbers of layers have other texts."""
+def test_description_of_block_layout_differs_when_heads_widths_dtypes_or_layers_differ() -> None:
+    """The description of a block layout differs for other heads, widths, dtypes and numbers of
+    layers.
+    """
     variants = [
         [BlockPart(2, 4, BFLOAT16)] * 2,
         [BlockPart(2, 4, FLOAT16)] * 2,
@@ -159,8 +161,8 @@ def test_decoded_state_checkpoint_equals_encoded_arrays_bit_for_bit() -> None:
             assert _bits(old) == _bits(new)
 
 
-def test_damaged_state_checkpoint_is_never_decoded() -> None:
-    """A checkpoint that is cut, doubled or has a damaged header is never decoded."""
+def test_decoding_damaged_state_checkpoint_raises_invariant_broken() -> None:
+    """Decoding a checkpoint that is cut, doubled or has a damaged header raises InvariantBroken."""
     payload = np.array(encode_state(CheckpointState(5, [[_noise((1, 4), mx.float32)]])))
     wrong: list[Any] = [payload[:cut] for cut in range(0, len(payload), 7)]
     wrong.append(np.concatenate([payload, payload]))

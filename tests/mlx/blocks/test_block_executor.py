@@ -132,10 +132,10 @@ def test_plan_contradicting_resident_blocks_is_refused(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_plan_can_spill_reuse_and_evict_blocks_it_keeps(
+def test_block_kept_in_plan_is_spilled_reused_and_evicted_by_same_plan(
     make_model: MakeModel, family: str
 ) -> None:
-    """One plan can spill, reuse and evict the blocks that it keeps itself."""
+    """A block that a plan keeps can be spilled, reused and evicted by the same plan."""
     model = make_model(family)
     driver = BlockDriver(model)
     driver.start_from_blocks(1, 0, PROMPT[:16])
@@ -179,8 +179,10 @@ def test_kv_cache_that_no_layer_uses_adds_no_block_bytes(
     assert driver.tokens[1] == driver.tokens[2] == generate_alone(make_model(family), PROMPT, 2)
 
 
-def test_checkpoint_of_dropped_sequence_cannot_be_kept(make_model: MakeModel) -> None:
-    """A checkpoint that was not kept before its sequence was dropped cannot be kept later."""
+def test_keeping_checkpoint_after_its_sequence_was_dropped_raises_invariant_broken(
+    make_model: MakeModel,
+) -> None:
+    """A plan that keeps a checkpoint of a sequence dropped earlier raises InvariantBroken."""
     driver = BlockDriver(make_model("mamba2"))
     driver.start_from_blocks(1, 0, PROMPT[:8])
     driver._blocks_to_keep, driver._checkpoints_to_keep = [], []
@@ -202,7 +204,7 @@ def test_executor_without_cache_store_refuses_to_adopt_restored_blocks(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_partly_adopted_restore_makes_only_first_items_resident(
+def test_adopting_first_items_of_restore_makes_only_these_resident(
     make_model: MakeModel, family: str
 ) -> None:
     """The first `count` items of a restore become resident; blocks already resident stay."""
@@ -224,7 +226,9 @@ def _with_changes(item: CachedItem, **changes: Any) -> CachedItem:
     return CachedItem(**{**fields, **changes})
 
 
-def test_restored_items_with_wrong_bytes_are_refused(make_model: MakeModel) -> None:
+def test_restored_blocks_or_checkpoints_with_wrong_size_kind_or_position_are_refused(
+    make_model: MakeModel,
+) -> None:
     """Restored items with a wrong size, kind, position or payload are refused when they are
     adopted.
     """
@@ -281,10 +285,12 @@ def test_kv_block_and_checkpoint_take_reported_bytes(make_model: MakeModel, fami
             assert 0 <= item.payload.nbytes - executor.kv_bytes_per_row <= 1_024
 
 
-def test_kv_layout_text_differs_between_model_families_and_precisions(
+def test_description_of_block_layout_differs_between_model_families_and_precisions(
     make_model: MakeModel,
 ) -> None:
-    """Every family, and every precision of a family, has a KV layout text of its own."""
+    """Every family, and every precision of a family, has its own description of the block
+    layout.
+    """
     half = MODEL_FACTORIES["qwen3"]()
     half.set_dtype(mx.float16)
     texts = [make_executor(make_model(family)).store.layout_text for family in FAMILIES]

@@ -68,10 +68,12 @@ def test_spilled_block_bytes_stay_unchanged_while_plans_run_and_evict(
     assert any(any(one) for one in first)
 
 
-def test_keeping_many_blocks_needs_temporary_memory_for_one_run_only(
+def test_keeping_many_blocks_takes_temporary_memory_below_limit_for_one_copy(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keeping any number of blocks needs temporary memory for one run of blocks only."""
+    """Keeping any number of blocks takes less temporary memory than the limit for blocks copied
+    together.
+    """
     model = make_model("llama")
     driver = BlockDriver(model, row_count=4, row_tokens=1_100, block_tokens=64)
     size = driver.executor.store.block_bytes(64)
@@ -151,10 +153,10 @@ def test_plan_keeping_blocks_and_moving_rows_copies_no_kv_rows(
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_checkpoint_of_sliding_window_holds_window_without_longer_prefill_chunk(
+def test_checkpoint_of_sliding_window_after_long_prefill_chunk_holds_only_window(
     make_model: MakeModel, family: str
 ) -> None:
-    """A checkpoint holds the window, not the longer chunk that filled it."""
+    """A checkpoint taken after a prefill chunk longer than the window holds only the window."""
     held = []
     for checkpoints in ([], [1]):
         driver = ExecutorDriver(make_model(family), row_tokens=2_100)
@@ -175,10 +177,12 @@ def test_checkpoint_of_sliding_window_holds_window_without_longer_prefill_chunk(
     assert 0 < held[1] - held[0] < 2 * per_row
 
 
-def test_spill_returns_copy_where_host_reads_move_memory(
+def test_spilled_blocks_on_cuda_are_copies_with_equal_bytes_at_other_addresses(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where reads by the host move memory, a spill returns a copy with the same bytes."""
+    """On CUDA, where reads by the host would move the memory, a spill returns copies with the same
+    bytes.
+    """
     driver = BlockDriver(make_model("qwen3"))
     driver.start_from_blocks(1, 1, make_prompt(1, 20))
     driver.step()

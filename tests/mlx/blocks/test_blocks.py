@@ -46,10 +46,10 @@ def test_sequence_reusing_resident_blocks_gets_tokens_of_full_prefill(
 
 @pytest.mark.parametrize("blocks_per_run", [0, 2, 3, 6, 100])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_tokens_do_not_depend_on_blocks_copied_per_run(
+def test_tokens_are_equal_for_blocks_copied_singly_or_several_at_once(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, family: str, blocks_per_run: int
 ) -> None:
-    """Tokens are the same for blocks that are copied singly and in runs of any length."""
+    """Tokens are the same when blocks are copied singly and when several are copied at once."""
     model = make_model(family)
     prompt = make_prompt(5, 60)
     expected = generate_alone(model, prompt, 5)

@@ -61,8 +61,8 @@ def test_host_buffer_is_reused_only_after_its_last_view_ends() -> None:
     assert [len(view) for view in again] == [STEP, 1]
 
 
-def test_reserved_host_buffers_serve_announced_blocks_without_new_memory() -> None:
-    """Reserved buffers serve the announced number of blocks; one more block allocates memory."""
+def test_reserved_host_buffers_hold_reserved_number_of_blocks_without_new_allocation() -> None:
+    """Reserved buffers hold the reserved number of blocks; one more block allocates memory."""
     heap = _RecordingHeap()
     memory = HostBuffers(heap)
     memory.reserve(5 * STEP, 3)
@@ -117,10 +117,10 @@ def test_host_copy_of_cuda_array_has_equal_bytes() -> None:
             assert bytes(view) == bytes(number * 7 % 251 for number in range(first, size))
 
 
-def test_rank_serves_without_host_copier_when_kernel_compilation_fails(
+def test_opening_host_copier_returns_none_when_kernel_compilation_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A machine without the headers of CUDA serves without the host copier."""
+    """Without the headers of CUDA no host copier is opened, and no error is raised."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu, 0))
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
 

@@ -37,8 +37,10 @@ def test_bytes_written_to_view_appear_in_mlx_array() -> None:
         assert bytes(memoryview(array)) == written  # type: ignore[arg-type]
 
 
-def test_array_filled_by_other_thread_is_usable_in_main_thread_computation() -> None:
-    """An array that another thread filled can be used in computations of the main thread."""
+def test_array_filled_by_other_thread_gives_equal_matrix_product_in_main_thread() -> None:
+    """Computations of the main thread with an array that another thread filled give equal
+    results.
+    """
     expected = mx.random.normal((64, 128)).astype(mx.float16)
     data = bytes(memoryview(expected.view(mx.uint8).reshape(-1)))  # type: ignore[arg-type]
     filled: list[mx.array] = []
