@@ -57,8 +57,10 @@ def test_mlx_on_linux_cpu_calls_preloaded_openblas(tmp_path: Path) -> None:
     assert library.startswith("/proc/self/fd/") or "openblas" in library
 
 
-def test_environment_variables_alone_make_other_programs_use_openblas(tmp_path: Path) -> None:
-    """Environment variables alone make a program without our packages bind to OpenBLAS."""
+def test_environment_variables_make_program_without_preload_call_use_openblas(
+    tmp_path: Path,
+) -> None:
+    """The environment variables make a program that does not call the preload bind to OpenBLAS."""
     if sys.platform != "linux":
         assert blas.environment(tmp_path) == {}
         return
@@ -78,8 +80,8 @@ def test_mlx_uses_blas_of_its_wheel_without_preload(tmp_path: Path) -> None:
     assert "libblas" in library
 
 
-def test_blas_preload_after_mlx_import_changes_nothing() -> None:
-    """After the import of MLX the preload reports the reference BLAS and changes nothing."""
+def test_blas_preload_after_mlx_import_reports_reference_blas() -> None:
+    """After the import of MLX the preload has no effect and reports the reference BLAS."""
     if sys.platform != "linux":
         return
     code = "import mlx.core; from services.rank_worker.device import blas; print(blas.preload())"

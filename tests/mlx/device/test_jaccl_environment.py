@@ -109,7 +109,7 @@ def _hostfile(folder: Path, backend: str, matrix: list[list[Any]]) -> Path:
 @pytest.mark.parametrize(
     ("backend", "matrix"), [("jaccl", PAIR), ("jaccl", MESH_4), ("jaccl-ring", RING_4)]
 )
-def test_jaccl_is_initialized_with_devices_coordinator_and_rank_of_order(
+def test_jaccl_is_initialized_with_devices_coordinator_and_rank_of_join_order(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     init_calls: list[dict[str, Any]],
@@ -153,7 +153,7 @@ def test_jaccl_is_initialized_with_devices_coordinator_and_rank_of_order(
         ("off", True, False),
     ],
 )
-def test_all_ranks_use_fast_synchronization_by_setting_and_proof(
+def test_fast_synchronization_needs_setting_on_or_auto_with_stored_test_result(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     init_calls: list[dict[str, Any]],
@@ -161,7 +161,9 @@ def test_all_ranks_use_fast_synchronization_by_setting_and_proof(
     proven: bool,
     is_on: bool,
 ) -> None:
-    """All ranks use fast synchronization or none, independent of the shell."""
+    """All ranks use fast synchronization with `on`, and with `auto` after a stored success; the
+    shell's variable has no effect.
+    """
     for order in _join_orders(_hostfile(tmp_path, "jaccl", PAIR), proven, metal_fast_synch=setting):
         monkeypatch.delenv("MLX_RANK", raising=False)
         with join.world_environment(order, tmp_path):
