@@ -96,7 +96,7 @@ def test_draft_chunk_for_sequence_with_unverified_drafts_is_refused(make_model: 
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_rank_without_draft_model_refuses_draft_chunks_and_counts(
+def test_rank_refuses_draft_chunks_without_draft_model_and_draft_counts_without_drafter(
     make_model: MakeModel, *, head: bool
 ) -> None:
     """A rank without a draft model refuses draft chunks; one without a drafter also refuses draft
@@ -215,9 +215,11 @@ def test_draft_model_with_vocabulary_below_its_tokenizer_is_refused(tmp_path: Pa
         check_drafter(_config(folder))
 
 
-def test_draft_tokenizer_without_json_is_refused_unless_files_are_equal(tmp_path: Path) -> None:
-    """Tokenizers without a tokenizer.json must have equal files; without any file they are
-    refused.
+def test_draft_model_without_tokenizer_json_is_accepted_only_with_equal_tokenizer_files(
+    tmp_path: Path,
+) -> None:
+    """Without a tokenizer.json a draft model is accepted only if both folders have equal tokenizer
+    files.
     """
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):

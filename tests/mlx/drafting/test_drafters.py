@@ -234,10 +234,12 @@ def test_receipts_differ_between_ranks_that_propose_different_drafts(make_model:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_warm_up_runs_drafter_and_leaves_rows_and_receipts_fresh(
+def test_rank_after_drafter_warm_up_gives_tokens_and_digests_of_fresh_rank(
     make_model: MakeModel, make_draft: Callable[[str], LoadedDrafter]
 ) -> None:
-    """The warm-up runs the drafter; rows and receipts are those of a fresh rank afterwards."""
+    """The warm-up runs the drafter; afterwards the rank gives the tokens and digests of a fresh
+    rank.
+    """
     model = make_model("qwen3")
     warm, fresh = (DrafterDriver(model, make_draft("qwen3"), row_count=2) for _ in range(2))
     asked: list[list[int]] = []

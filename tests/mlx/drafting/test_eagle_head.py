@@ -62,7 +62,7 @@ def _expected(model: nn.Module, draft: LoadedDrafter, known: list[int], count: i
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
-def test_eagle_drafts_equal_those_of_head_over_whole_sequence(
+def test_eagle_drafts_of_many_steps_equal_drafts_recomputed_over_whole_sequence(
     make_model: MakeModel, family: str, layers: int
 ) -> None:
     """Drafts equal those of the head over all hidden states of the sequence at once.
@@ -233,7 +233,7 @@ INVALID_HEADS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize(
     ("config", "weights", "message"), INVALID_HEADS.values(), ids=INVALID_HEADS
 )
-def test_eagle_head_with_files_not_fitting_model_is_refused(
+def test_eagle_head_with_config_or_weights_contradicting_model_is_refused(
     tmp_path: Path, config: dict[str, Any], weights: dict[str, Any], message: str
 ) -> None:
     """A head whose files do not fit the model is refused with the mismatch."""
