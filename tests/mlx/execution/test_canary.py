@@ -88,15 +88,15 @@ def test_expected_canary_sums_are_exact_in_every_dtype(world_size: int) -> None:
         assert (np.array(total.astype(mx.float32)) == expected).all()
 
 
-def test_canary_sum_shifted_by_buffer_length_differs_from_expected_sum() -> None:
-    """A sum shifted by a typical buffer length differs from the expected sum."""
+def test_canary_sum_with_elements_shifted_by_buffer_length_has_most_elements_wrong() -> None:
+    """In a sum shifted by a typical buffer length, most elements differ from the expected ones."""
     place = sums.period_indices(70_000, 2)
     for shift in (1, 2, 64, 1_024, 1_000, 4_096, 8_192, 16_384, 32_768):
         assert (place[:-shift] != place[shift:]).mean() > 0.5
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_canary_sums_one_element_to_whole_chunk_in_every_dtype(dtype: mx.Dtype) -> None:
+def test_canary_checks_sums_from_one_element_to_whole_chunk_in_every_dtype(dtype: mx.Dtype) -> None:
     """The canary sums 1 element to a whole chunk, in the dtype of the activations and others.
 
     All ranks have the same digests.
@@ -136,8 +136,8 @@ def test_canary_fails_when_sum_repeats_previous_result() -> None:
         sums.check_sums(world, HIDDEN, mx.float32, SystemClock())
 
 
-def test_checking_canary_sum_takes_under_one_float_per_element() -> None:
-    """Checking a sum takes less memory than one float per element besides the sum."""
+def test_checking_canary_sum_takes_under_four_bytes_of_memory_per_element() -> None:
+    """Checking a sum takes less than four bytes of memory per element besides the sum."""
     hidden_size = 4_096
     elements = sums.CHUNK_TOKENS * hidden_size
     tracemalloc.start()
@@ -152,8 +152,10 @@ def test_checking_canary_sum_takes_under_one_float_per_element() -> None:
 
 
 @pytest.mark.parametrize("count", [1, sums.COMPARED_ELEMENTS - 1, sums.COMPARED_ELEMENTS + 3])
-def test_wrong_sum_element_is_reported_by_index_in_whole_sum(count: int) -> None:
-    """A sum is compared in blocks; a wrong element is reported by its index in the whole sum."""
+def test_canary_error_gives_index_of_wrong_element_in_whole_sum(count: int) -> None:
+    """A sum is compared in blocks; the error gives the index of a wrong element in the
+    whole sum.
+    """
     index = np.arange(count)
     period = len(sums.expected_sum(2, 0))
     place = sums.period_indices(count, 2)
@@ -312,7 +314,7 @@ class TickingClock(ManualClock):
 @pytest.mark.parametrize(
     ("wanted_s", "deadline_s", "tokens"), [(0.0, 3_600.0, 999), (3_600.0, 1e-6, 64), (1e-9, 9, 64)]
 )
-def test_canary_starts_no_longer_prompt_beyond_configured_time(
+def test_canary_time_limit_or_load_deadline_stops_longer_prompts(
     make_model: MakeModel, wanted_s: float, deadline_s: float, tokens: int
 ) -> None:
     """A longer prompt runs only within the configured time and the load deadline."""

@@ -192,8 +192,10 @@ def test_broadcast_sampling_gives_all_ranks_tokens_of_rank_0(make_model: MakeMod
         make_executor(model, world_size=2)
 
 
-def test_ranks_sampling_independently_run_no_collective_for_ids(make_model: MakeModel) -> None:
-    """With "independent" the collective for ids is never run."""
+def test_ranks_with_independent_sampling_run_no_collective_for_token_ids(
+    make_model: MakeModel,
+) -> None:
+    """With "independent" the collective for token ids is never run."""
 
     def never(ids: mx.array) -> mx.array:
         raise AssertionError

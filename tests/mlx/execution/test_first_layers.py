@@ -57,11 +57,11 @@ def _run_with_early_starts(driver: ExecutorDriver, plans: Iterator[dict[str, Any
     return begun
 
 
-def test_steps_with_early_first_layers_give_tokens_of_whole_steps(
+def test_starting_first_layers_early_changes_no_tokens_or_receipt_digests(
     six_layer_model: nn.Module,
 ) -> None:
-    """Steps with early first layers give the tokens and receipts of whole steps; only decodes start
-    early.
+    """Starting the first layers before the previous result is read changes no tokens or receipts;
+    only decodes start early.
     """
     whole, begun = ExecutorDriver(six_layer_model), ExecutorDriver(six_layer_model)
     for fields in _plans():
@@ -73,7 +73,7 @@ def test_steps_with_early_first_layers_give_tokens_of_whole_steps(
     assert begun.digests == whole.digests
 
 
-def test_step_with_early_first_layers_copies_no_kv_rows(six_layer_model: nn.Module) -> None:
+def test_starting_first_layers_early_copies_no_kv_rows(six_layer_model: nn.Module) -> None:
     """Early first layers write rows in place while the previous step is still computed."""
     driver = ExecutorDriver(six_layer_model, row_count=8, row_tokens=4_096)
     layer_bytes = driver.executor.store.bytes_per_token * 8 * 4_096 // 6

@@ -146,8 +146,8 @@ def test_top_k_top_p_and_min_p_keep_tokens_numpy_keeps() -> None:
         assert set(order[row][kept[row]].tolist()) == _kept(scaled[row], sampling)
 
 
-def test_draws_never_return_token_that_was_cut_off() -> None:
-    """Thousands of draws never hit a token that was cut off."""
+def test_draws_return_only_tokens_that_top_k_and_top_p_keep() -> None:
+    """Thousands of draws return only tokens that top-k and top-p keep."""
     sampling = Sampling(seed=3, temperature=1.5, top_k=6, top_p=0.95)
     logits = _logits(1, seed=6)
     sampler = _sampler([sampling] * 500)
@@ -284,7 +284,7 @@ def test_extreme_sampling_settings_and_infinite_logits_draw_valid_token() -> Non
     assert got[4] == got[5] == 9
 
 
-def test_bfloat16_logits_give_valid_draw_and_lowest_tied_id() -> None:
+def test_bfloat16_greedy_row_takes_lowest_tied_token_and_sampled_row_valid_one() -> None:
     """bfloat16 logits give a valid draw; ties of greedy rows go to the lowest id."""
     logits = mx.zeros((2, VOCAB), dtype=mx.bfloat16)
     mixes = [Sampling(seed=1, temperature=0.0), Sampling(seed=1, temperature=1.0)]

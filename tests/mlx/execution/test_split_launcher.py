@@ -96,9 +96,11 @@ def _run_ahead(driver: ExecutorDriver, plans: Iterator[dict[str, Any]]) -> list[
     return settled
 
 
-def test_split_steps_give_tokens_and_receipts_of_whole_steps(six_layer_model: nn.Module) -> None:
-    """Split steps give the tokens and receipts of whole steps; each finishes the step before
-    once.
+def test_steps_launched_in_two_halves_give_tokens_and_receipts_of_unsplit_steps(
+    six_layer_model: nn.Module,
+) -> None:
+    """Steps launched in two halves give the tokens and receipts of unsplit steps; each finishes the
+    step before once.
     """
     whole, parts = ExecutorDriver(six_layer_model), _driver(six_layer_model)
     for fields in _plans():
@@ -156,7 +158,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
     return made
 
 
-def test_each_half_step_starts_after_equal_half_of_previous_step(
+def test_half_of_step_starts_after_same_half_of_previous_step_is_computed(
     six_layer_model: nn.Module, calls: RecordedCalls
 ) -> None:
     """Each half of a forward starts after the same half of the forward before is computed.

@@ -214,9 +214,9 @@ def test_step_loop_restores_spilled_blocks_and_keeps_tokens(scheduler: Scheduler
     ]
 
 
-def test_plan_without_forward_keeps_busy_time_of_last_forward(scheduler: Scheduler) -> None:
-    """A plan without a forward returns no tokens and keeps the measured time of the last
-    forward.
+def test_plan_without_forward_leaves_measured_step_time_unchanged(scheduler: Scheduler) -> None:
+    """A plan without a forward returns no tokens and leaves the measured time of the last forward
+    unchanged.
     """
     scheduler.plan(admitted=[admission(1, 0, PROMPT)], prefill_chunks=[prefill_chunk(1, 0, 20, 20)])
     scheduler.plan(decodes=[1])
@@ -292,15 +292,15 @@ def test_gpu_sends_result_before_whole_next_step_is_started(
     assert events[8] == whole[1]
 
 
-def test_first_step_callback_runs_once_after_its_receipt(scheduler: Scheduler) -> None:
-    """The callback for the first step runs once, after its receipt is sent."""
+def test_first_step_callback_runs_once_after_first_receipt_is_sent(scheduler: Scheduler) -> None:
+    """The callback for the first step runs once, after the receipt of this step is sent."""
     for _ in range(3):
         scheduler.plan()
     scheduler.finished()
     assert scheduler.receipts_at_first_step == [1]
 
 
-def test_prefill_whose_launch_waits_for_device_starts_after_earlier_results(
+def test_long_prefill_of_divided_experts_starts_after_earlier_results_are_sent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A long prefill of divided experts starts after all earlier results are sent.
