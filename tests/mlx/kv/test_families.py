@@ -172,10 +172,10 @@ def test_plans_launched_ahead_give_tokens_and_digests_of_sequential_plans(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_row_paused_for_steps_continues_unchanged_and_disturbs_none(
+def test_row_skipped_in_some_decode_steps_gets_tokens_of_mlx_lm(
     make_model: MakeModel, family: str
 ) -> None:
-    """A row that is not decoded in some steps continues unchanged and disturbs no other row."""
+    """A row that is not decoded in some steps, and the rows beside it, get the tokens of mlx-lm."""
     model = make_model(family)
     prompts = {i: make_prompt(20 + i, n) for i, n in {1: 4, 2: 12, 3: 9}.items()}
     driver = ExecutorDriver(model)

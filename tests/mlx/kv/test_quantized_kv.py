@@ -75,10 +75,12 @@ def test_quantized_kv_rows_give_tokens_of_mlx_lm(model: nn.Module, bits: int) ->
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_token_with_quantized_kv_takes_bytes_of_bits_and_scales(
+def test_reported_kv_bytes_per_token_are_quantized_numbers_plus_scales_and_biases(
     model: nn.Module, bits: int
 ) -> None:
-    """A token takes the quantized numbers and two more numbers per group."""
+    """The reported bytes of a token are those of the quantized numbers and of two more numbers per
+    group.
+    """
     plain = make_executor(model).store.bytes_per_token
     executor = make_executor(model, kv_bits=bits)
     width = model.layers[0].self_attn.q_norm.weight.shape[0]

@@ -83,10 +83,8 @@ def test_verifying_k_drafts_gives_logits_of_single_steps(
 
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
-def test_row_filled_from_blocks_continues_like_computed_row(
-    make_model: MakeModel, family: str
-) -> None:
-    """A row filled with blocks of another row continues as if it had been computed."""
+def test_row_filled_from_blocks_gets_tokens_of_mlx_lm(make_model: MakeModel, family: str) -> None:
+    """A row filled with blocks of another row gets the tokens of mlx-lm."""
     model = make_model(family)
     prompt = make_prompt(3, 20)
     truth = generate_with_mlx_lm(model, prompt, 4)[0]
@@ -217,10 +215,12 @@ def test_prompts_prefilled_in_one_forward_get_tokens_of_single_prefills(
     }
 
 
-def test_model_without_separate_head_gets_unchanged_tokens_from_split_chunks(
+def test_model_computing_logits_of_all_positions_gets_tokens_of_mlx_lm(
     make_model: MakeModel,
 ) -> None:
-    """A model whose head cannot be narrowed is served with split chunks and the same tokens."""
+    """A model whose head cannot be limited to some positions is served with split chunks and the
+    same tokens.
+    """
     model = SoftCappedModel(make_model("qwen3"))
     driver = ExecutorDriver(model)
     prompts = {1: make_prompt(1, 40), 2: make_prompt(2, 3)}
