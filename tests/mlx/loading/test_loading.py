@@ -186,8 +186,10 @@ def test_weight_file_truncated_during_read_raises_config_error_naming_it(
         _load(folder)
 
 
-def test_process_exits_normally_after_failed_load(folder: Path) -> None:
-    """After a failed load no thread of MLX remains that would end the process with a signal."""
+def test_process_exits_with_configuration_error_code_after_failed_load(folder: Path) -> None:
+    """After a failed load the process exits with the code of the error; no thread of MLX ends it
+    with a signal.
+    """
     code = (
         "import sys, pytest, tests.mlx.loading.test_loading as here, pathlib\n"
         "folder = pathlib.Path(sys.argv[1])\n"
@@ -211,8 +213,8 @@ def test_missing_model_folder_is_refused_before_loading(tmp_path: Path) -> None:
         _load(tmp_path / "nothing")
 
 
-def test_cpu_ranks_of_one_host_share_its_free_memory() -> None:
-    """CPU ranks of one host share its free memory."""
+def test_free_memory_per_cpu_rank_does_not_grow_with_ranks_on_host() -> None:
+    """The free memory of a CPU rank is no larger when a second rank runs on the host."""
     here = hardware.describe_device()
     alone, shared = hardware.free_bytes(here, 1), hardware.free_bytes(here, 2)
 

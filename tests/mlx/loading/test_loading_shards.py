@@ -156,7 +156,7 @@ def _with_separate_experts(weights: Weights) -> Weights:
 
 
 @pytest.mark.parametrize(("sharding", "size"), [("tensor", 2), ("expert", 2), ("expert", 4)])
-def test_rank_stacks_its_separate_experts_without_reading_others(
+def test_rank_stacks_separate_expert_matrices_and_reads_only_its_own(
     tmp_path: Path, computed: list[str], sharding: Sharding, size: int
 ) -> None:
     """Separate expert matrices are stacked as in mlx-lm; a rank reads only its own."""
@@ -239,10 +239,10 @@ def test_fp8_weights_are_converted_and_others_read_directly(
     assert set(computed) == {path}
 
 
-def test_model_inspecting_weights_while_loading_is_read_whole(
+def test_model_whose_code_inspects_weights_is_read_whole_with_equal_shards(
     tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A family that inspects weights while loading is read whole, with the same result."""
+    """A family whose code inspects weights while loading is read whole, with equal shards."""
     model = moe_models.make_moe_model("qwen3_moe")
     save_checkpoint(tmp_path, model_weights(model), moe_models.moe_config("qwen3_moe"))
     kind: Any = type(model)

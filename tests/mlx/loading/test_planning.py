@@ -158,10 +158,10 @@ SPLITS = [
 
 @pytest.mark.usefixtures("no_sums")
 @pytest.mark.parametrize(("family", "sharding"), SPLITS)
-def test_planned_bytes_of_each_rank_equal_split_model(
+def test_planned_weight_and_kv_bytes_of_rank_equal_those_of_its_shard(
     family: str, sharding: Sharding, tmp_path: Path
 ) -> None:
-    """The planned weights and KV of each rank equal those of the split model."""
+    """The planned weights and KV of each rank equal those of its shard."""
     config = moe_config(family, **VOCAB)
     checkpoint = _written(make_moe_model(family, **VOCAB), config, tmp_path)
     plan = PlannedModel(checkpoint, model_kv(checkpoint))
@@ -183,10 +183,10 @@ def test_planned_bytes_of_each_rank_equal_split_model(
 
 @pytest.mark.parametrize("memory", [[8, 8], [16, 8]])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
-def test_planned_bytes_of_each_pipeline_rank_equal_split_model(
+def test_planned_weight_bytes_of_pipeline_rank_equal_those_of_its_layers(
     family: str, memory: list[int], tmp_path: Path
 ) -> None:
-    """Each rank of a pipeline has the planned bytes, with equal and unequal memory."""
+    """Each rank of a pipeline has the planned weight bytes, with equal and unequal memory."""
     config = moe_config(family)
     checkpoint = _written(make_moe_model(family), config, tmp_path)
     plan = PlannedModel(checkpoint, model_kv(checkpoint))
