@@ -72,8 +72,10 @@ def test_table_of_moe_families_lists_every_one_in_mlx_lm() -> None:
     assert found <= set(MOE_FAMILIES)
 
 
-def test_moe_model_needing_metal_is_divided_with_sums_after_experts() -> None:
-    """A family that needs Metal is divided; its sums come directly after the experts."""
+def test_model_needing_metal_has_experts_divided_and_summed_directly_after_them() -> None:
+    """The experts of a family that needs Metal are divided; the sum over the ranks is directly
+    after them.
+    """
     model = make_moe_model("muse_spark")
     description = apply_split(
         model, moe_config("muse_spark"), Split("expert", 1, 2), unlinked_collectives(1, 2)
@@ -160,10 +162,12 @@ def test_bias_of_divided_experts_is_added_once(monkeypatch: pytest.MonkeyPatch) 
     assert places == [[4, 4], [3, 3]], "of each slot, or of each token"
 
 
-def test_custom_moe_layer_gets_sums_directly_after_experts(
+def test_custom_non_linear_moe_block_gives_logits_of_one_rank_when_divided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A custom block, which may be non-linear, gets its sums directly after the experts."""
+    """A custom block, which may be non-linear, gives the same logits: its sums are directly after
+    the experts.
+    """
 
     class NonLinearBlock(qwen3_moe.Qwen3MoeSparseMoeBlock):
         def __call__(self, x: mx.array) -> mx.array:
@@ -186,8 +190,8 @@ def test_custom_moe_layer_gets_sums_directly_after_experts(
     assert float(mx.abs(logits[1] - whole).max()) < 1e-4
 
 
-def test_rank_holds_replicated_weights_and_only_its_expert_share() -> None:
-    """A rank has the replicated weights and its share of the experts, within 5 %."""
+def test_weight_bytes_of_rank_are_replicated_weights_plus_half_of_experts() -> None:
+    """One of two ranks has the replicated weights and half of the experts, within 5 %."""
     sizes = {"moe_intermediate_size": 256, "num_experts": 16, "num_hidden_layers": 4}
     config = moe_config("qwen3_5_moe", **sizes)
     model = make_moe_model("qwen3_5_moe", **sizes)
@@ -200,13 +204,13 @@ def test_rank_holds_replicated_weights_and_only_its_expert_share() -> None:
     assert held == pytest.approx(replicated + experts / 2, rel=0.05)
 
 
-def test_split_description_differs_when_expert_sums_are_placed_elsewhere(
+def test_description_of_expert_split_names_position_of_sums_over_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The description of a split says where its sums are.
+    """The description of a split says where the sums over the ranks are.
 
-    A rank without the source of mlx-lm places them elsewhere; ranks compare the description when
-    they join.
+    A rank without the source of mlx-lm puts them elsewhere; ranks compare the description when they
+    join.
     """
 
     def description() -> str:

@@ -83,8 +83,12 @@ def _row_handling(model: nn.Module, traits: UnshardedTraits | None) -> tuple[obj
 @pytest.mark.parametrize(
     "name", sorted(set(filter(_pipelines, MOE_FAMILIES)) - METAL_ONLY - WITHOUT_OWN_LAYERS)
 )
-def test_pipeline_rank_lacking_layer_kinds_handles_rows_like_whole_model(name: str) -> None:
-    """Every rank handles rows like the whole model, even if it lacks some kinds of layers."""
+def test_pipeline_rank_lacking_layer_kinds_groups_and_restores_rows_like_whole_model(
+    name: str,
+) -> None:
+    """Every rank orders, groups, cuts and restores rows like the whole model, even if it lacks some
+    kinds of layers.
+    """
     sizes = {"num_hidden_layers": 6} if name == "bailing_hybrid" else {}
     ranks = 2 if name == "bailing_hybrid" else 3
     expected = _row_handling(make_moe_model(name, **sizes), None)
@@ -104,10 +108,10 @@ def test_pipeline_rank_lacking_layer_kinds_handles_rows_like_whole_model(name: s
         assert _row_handling(model, traits) == expected
 
 
-def test_pipeline_rank_narrows_head_only_if_whole_model_allows() -> None:
-    """A rank narrows the head only if the whole model allows it.
+def test_pipeline_rank_computes_selected_logits_only_if_whole_model_can() -> None:
+    """A rank computes logits of selected positions only if the whole model can.
 
-    A rank that cannot narrow it although the whole model can is refused.
+    A rank that cannot although the whole model can is refused.
     """
     traits = read_traits(make_moe_model("qwen2"))
     assert traits.can_select
@@ -165,8 +169,8 @@ def test_pipeline_is_refused_for_models_without_support_or_enough_layers() -> No
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_OWN_LAYERS))
-def test_pipeline_of_model_not_naming_rank_layers_is_refused(name: str) -> None:
-    """A family that does not name the layers of a rank is refused when loaded."""
+def test_pipeline_is_refused_for_model_code_not_stating_layers_of_rank(name: str) -> None:
+    """A family whose code does not state the layers of a rank is refused when loaded."""
     with pytest.raises(
         ConfigError, match="does not say which layers of a pipeline belong to this rank"
     ):
