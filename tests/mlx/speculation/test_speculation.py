@@ -150,8 +150,12 @@ def test_row_moved_before_roll_back_continues_unchanged(
     assert [len(driver.tokens[one]) for one in (2, 3, 4)] == [10, 9, 4]
 
 
-def test_row_dropped_with_accepted_drafts_leaves_nothing_in_slot(make_model: MakeModel) -> None:
-    """A sequence that is dropped with accepted drafts leaves nothing in its slot or its counts."""
+def test_new_sequence_gets_its_own_tokens_after_drop_with_accepted_drafts(
+    make_model: MakeModel,
+) -> None:
+    """After a sequence is dropped with accepted drafts, the next one in its slot gets its own
+    tokens.
+    """
     model = make_model("qwen3")
     sampling = SETTINGS["all"]
     prompts = {1: make_prompt(61, 12), 2: make_prompt(62, 7)}
@@ -267,8 +271,12 @@ def test_verifying_and_rolling_back_drafts_copies_no_kv_rows(
     assert mx.get_peak_memory() - before < layer_bytes // 2
 
 
-def test_model_without_separate_head_verifies_drafts(make_model: MakeModel) -> None:
-    """A model whose head cannot be narrowed verifies drafts too."""
+def test_model_computing_logits_of_all_positions_accepts_right_drafts(
+    make_model: MakeModel,
+) -> None:
+    """A model whose head cannot be limited to some positions accepts right drafts with unchanged
+    tokens.
+    """
     model = SoftCappedModel(make_model("qwen3"))
     prompts = {1: make_prompt(1, 8), 2: make_prompt(2, 3)}
     truths = {one: generate_alone(model, prompt, 9) for one, prompt in prompts.items()}

@@ -92,8 +92,12 @@ def test_valid_variants_of_refused_draft_plans_are_executed(make_model: MakeMode
     driver.step()
 
 
-def test_rank_applies_roll_back_before_finishing_that_step_itself(make_model: MakeModel) -> None:
-    """A rank that has not finished the step yet applies the same roll-back with the same tokens."""
+def test_roll_back_in_plan_launched_before_step_finished_gives_same_tokens(
+    make_model: MakeModel,
+) -> None:
+    """A rank that has not finished a step yet applies its roll-back with the same tokens and
+    digests.
+    """
     driver = ExecutorDriver(make_model("qwen3"), row_count=1, row_tokens=32)
     ahead = ExecutorDriver(make_model("qwen3"), row_count=1, row_tokens=32)
     for one in (driver, ahead):
