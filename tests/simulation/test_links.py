@@ -54,7 +54,7 @@ class _LinkPair:
         return heard
 
 
-def test_blocked_listener_cannot_send_into_next_session_of_lost_peer() -> None:
+def test_sending_to_lost_peer_after_listener_was_blocked_raises_peer_unknown() -> None:
     """A listener that was blocked learns of a session's end before it can send into the next
     session.
 
@@ -116,10 +116,10 @@ def _poll_until_lost(link: Listener[Any], limit_s: float) -> str:
     return ""
 
 
-def test_killed_peer_is_noticed_at_once_by_its_closed_connection(
+def test_closed_connection_of_killed_peer_is_reported_as_gone(
     connected_ends: tuple[Listener[Any], Dialer[Any]],
 ) -> None:
-    """A killed process sends no goodbye, but its closed connection is noticed at once."""
+    """A killed process sends no goodbye, but its closed connection is reported as `gone`."""
     listener, dialer = connected_ends
 
     dialer.socket.close()
