@@ -218,7 +218,9 @@ def test_message_of_main_thread_does_not_wait_for_next_heartbeat(
     assert clock.now() - before_s < scheduler_link.HEARTBEAT_S / 2
 
 
-def test_link_driven_without_thread_sends_hello_messages_and_exit(tmp_path: Path) -> None:
+def test_scheduler_link_run_without_thread_sends_hello_and_last_message_before_exit(
+    tmp_path: Path,
+) -> None:
     """A link that is driven turn by turn, without a thread, sends its hello, messages and last
     message before the exit."""
     address = f"ipc://{tmp_path}/r.sock"

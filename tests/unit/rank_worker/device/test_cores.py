@@ -32,8 +32,8 @@ def test_ranks_of_one_host_get_equal_runs_of_cores(
     assert cores.share(available, place, count) == expected
 
 
-def test_hostfile_gives_rank_count_and_place_on_each_host() -> None:
-    """The hostfile determines the number of ranks on a host and the place of each."""
+def test_hostfile_gives_rank_count_and_rank_index_on_each_host() -> None:
+    """The hostfile determines the number of ranks on a host and the index of each on it."""
     assert [cores.place_on_host(HOSTFILE, rank) for rank in range(3)] == [(0, 2), (1, 2), (0, 1)]
 
 
@@ -49,8 +49,8 @@ def test_rank_without_hostfile_counts_as_only_one_on_host() -> None:
     assert cores.place_on_host("", 0) == (0, 1)
 
 
-def test_hostfile_named_in_environment_is_read_when_order_has_none(tmp_path: Path) -> None:
-    """Without a hostfile in the order, the one named in the environment is read."""
+def test_hostfile_named_in_environment_is_read_when_join_order_has_none(tmp_path: Path) -> None:
+    """Without a hostfile in the join order, the one named in the environment is read."""
     (tmp_path / "hosts").write_text(HOSTFILE + "\n")
     order = _order_without_hostfile()
     assert cores.hostfile(order, {"MLX_HOSTFILE": str(tmp_path / "hosts")}) == HOSTFILE
@@ -79,7 +79,7 @@ def test_pinning_to_cores_affects_only_calling_thread() -> None:
 @pytest.mark.parametrize(
     ("choice", "on_cpu", "count"), [("off", True, 2), ("auto", False, 2), ("auto", True, 1)]
 )
-def test_no_thread_is_pinned_when_off_on_gpu_or_alone(
+def test_no_thread_is_pinned_with_pinning_off_on_gpu_or_for_single_rank(
     choice: str, on_cpu: bool, count: int
 ) -> None:
     """No thread is pinned when pinning is off, on a GPU, or for a single rank of a host."""

@@ -36,10 +36,12 @@ def _proven(path: Path) -> str:
     return build
 
 
-def test_build_counts_as_proven_after_world_with_fast_synchronization_serves(
+def test_passed_test_result_is_stored_after_world_with_fast_synchronization_serves(
     tmp_path: Path,
 ) -> None:
-    """A world that passes the canary and serves proves fast synchronization for this build only."""
+    """A world that passes the canary and serves proves fast synchronization, only for this device,
+    system build and MLX version.
+    """
     path = tmp_path / "lockstep" / fast_synch.FILE_NAME
     build = fast_synch.platform_build(METAL.kind, METAL.name, "darwin")
     assert fast_synch.proof_state(path, build) == "unproven"
@@ -68,7 +70,7 @@ def test_build_counts_as_proven_after_world_with_fast_synchronization_serves(
         ("metal", "darwin", ON, FOUND[1:]),
     ],
 )
-def test_build_stays_unproven_without_metal_variable_or_full_canary(
+def test_no_test_result_is_stored_for_other_devices_unset_variable_or_partial_canary(
     tmp_path: Path,
     kind: str,
     system: str,
@@ -84,8 +86,12 @@ def test_build_stays_unproven_without_metal_variable_or_full_canary(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"proven": 1}', '{"proven": [1]}', "{}"])
-def test_damaged_or_foreign_writable_proof_file_proves_nothing(tmp_path: Path, text: str) -> None:
-    """A damaged file, or one that others can write, proves nothing; the next proof replaces it."""
+def test_damaged_result_file_or_one_writable_by_others_counts_as_unproven(
+    tmp_path: Path, text: str
+) -> None:
+    """A damaged file, or one that others can write, counts as `unproven`; the next success replaces
+    it.
+    """
     path = tmp_path / "file"
     path.write_text(text)
     assert fast_synch.proof_state(path, "a") == "unproven"
@@ -116,10 +122,10 @@ def test_failed_canary_deletes_stored_test_result_of_fast_synchronization(
 
 
 @pytest.mark.parametrize("error", [WorldLost("gone"), ConfigError("too large"), MemoryError()])
-def test_failures_other_than_canary_keep_fast_synchronization_proof(
+def test_failures_other_than_canary_keep_stored_test_result_of_fast_synchronization(
     tmp_path: Path, error: Exception
 ) -> None:
-    """Failures other than of the canary keep the proof."""
+    """Failures other than of the canary keep the stored result."""
     path = tmp_path / "file"
     build = _proven(path)
 
@@ -129,8 +135,10 @@ def test_failures_other_than_canary_keep_fast_synchronization_proof(
     assert fast_synch.proof_state(path, build) == "proven"
 
 
-def test_failed_canary_without_fast_synchronization_keeps_proof(tmp_path: Path) -> None:
-    """Without the variable a failed canary keeps the proof."""
+def test_failed_canary_keeps_stored_test_result_when_fast_synchronization_was_off(
+    tmp_path: Path,
+) -> None:
+    """Without the variable a failed canary keeps the stored result."""
     path = tmp_path / "file"
     build = _proven(path)
     proof = FastSynchProof(METAL, path=path, system="darwin", environment={})
@@ -144,8 +152,10 @@ def test_failed_canary_without_fast_synchronization_keeps_proof(tmp_path: Path) 
     assert fast_synch.proof_state(path, build) == "proven"
 
 
-def test_order_to_leave_for_canary_removes_fast_synchronization_proof(tmp_path: Path) -> None:
-    """An order to leave because of the canary removes the proof; other orders keep it."""
+def test_order_to_leave_for_canary_deletes_stored_test_result_of_fast_synchronization(
+    tmp_path: Path,
+) -> None:
+    """An order to leave because of the canary deletes the stored result; other orders keep it."""
     path = tmp_path / "file"
     build = _proven(path)
     proof = _proof(path)
@@ -163,8 +173,10 @@ def test_order_to_leave_for_canary_removes_fast_synchronization_proof(tmp_path: 
     assert fast_synch.proof_state(path, build) == "unproven"
 
 
-def test_process_killed_during_canary_leaves_no_fast_synchronization_proof(tmp_path: Path) -> None:
-    """The proof is removed before the canary runs, so a killed process leaves none."""
+def test_process_killed_during_canary_leaves_no_stored_result_of_fast_synchronization(
+    tmp_path: Path,
+) -> None:
+    """The stored result is deleted before the canary runs, so a killed process leaves none."""
     path = tmp_path / "file"
     build = _proven(path)
     program = f"""
@@ -186,8 +198,8 @@ def test_process_killed_during_canary_leaves_no_fast_synchronization_proof(tmp_p
     assert fast_synch.proof_state(path, "another") == "proven"
 
 
-def test_truncated_proof_file_proves_nothing(tmp_path: Path) -> None:
-    """A proof file truncated at any length proves nothing."""
+def test_result_file_truncated_at_any_length_counts_as_unproven(tmp_path: Path) -> None:
+    """A file truncated at any length counts as `unproven`."""
     path = tmp_path / "file"
     build = _proven(path)
     data = path.read_bytes().rstrip()
@@ -199,10 +211,10 @@ def test_truncated_proof_file_proves_nothing(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, build) == "proven"
 
 
-def test_proof_names_differ_by_system_build_and_mlx_version(
+def test_stored_results_are_separate_by_system_build_and_mlx_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Builds of the system and versions of MLX have separate proofs."""
+    """Builds of the system and versions of MLX have separate results."""
     system_file = tmp_path / "SystemVersion.plist"
     monkeypatch.setattr(fast_synch, "_SYSTEM_FILE", system_file)
     builds = {fast_synch.platform_build(METAL.kind, METAL.name, "darwin")}
@@ -222,8 +234,8 @@ def test_proof_names_differ_by_system_build_and_mlx_version(
     assert sum("25C57" in build for build in builds) == 1
 
 
-def test_proof_file_drops_oldest_builds_beyond_limit(tmp_path: Path) -> None:
-    """The proof file keeps a bounded number of builds."""
+def test_oldest_stored_results_are_dropped_beyond_limit(tmp_path: Path) -> None:
+    """The file keeps the results of a bounded number of builds and drops the oldest."""
     path = tmp_path / "file"
     for number in range(fast_synch.BUILDS_MAX + 3):
         fast_synch.record_proof(path, f"build {number}")
@@ -231,8 +243,8 @@ def test_proof_file_drops_oldest_builds_beyond_limit(tmp_path: Path) -> None:
     assert fast_synch.proof_state(path, "build 3") == "proven"
 
 
-def test_rank_continues_when_proof_file_cannot_be_written(tmp_path: Path) -> None:
-    """If the proof cannot be written, it is lost and the rank continues."""
+def test_result_that_cannot_be_written_stays_unproven_without_error(tmp_path: Path) -> None:
+    """If the result cannot be written, it stays `unproven` and no error is raised."""
     (tmp_path / "in-the-way").write_text("")
     path = tmp_path / "in-the-way" / "file"
     note = _proof(path).recorder(FOUND)
@@ -244,10 +256,10 @@ def test_rank_continues_when_proof_file_cannot_be_written(tmp_path: Path) -> Non
     )
 
 
-def test_proof_file_lies_in_cache_folder_of_user(
+def test_result_file_is_in_lockstep_folder_of_user_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The proof file is in Lockstep's part of the user's cache folder."""
+    """The file of results is in Lockstep's part of the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert fast_synch.proof_file().name == fast_synch.FILE_NAME
     assert fast_synch.proof_file().parent.name == "lockstep"

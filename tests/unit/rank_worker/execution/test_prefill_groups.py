@@ -55,8 +55,8 @@ def test_prefill_group_never_exceeds_tokens_of_one_forward() -> None:
     assert [one for group in groups for one in group] == chunks
 
 
-def test_partial_and_long_prefill_chunks_run_alone() -> None:
-    """Chunks that are only a part of their prompt, or long, run alone."""
+def test_partial_or_long_prefill_chunk_is_not_grouped_with_others() -> None:
+    """A chunk that is only a part of its prompt, or long, is in a group of its own."""
     chunks = [
         PrefillChunk(sequence_id=1, start=0, length=20, samples=False),
         PrefillChunk(sequence_id=2, start=5, length=20, samples=True),

@@ -36,8 +36,8 @@ def test_ranks_with_equal_settings_find_no_difference() -> None:
 
 
 @pytest.mark.parametrize("name", list(OTHER_FACTS))
-def test_rank_differing_in_one_setting_is_refused_by_its_name(name: str) -> None:
-    """A rank that differs in one setting is refused with the name of this setting."""
+def test_error_about_ranks_differing_in_one_setting_names_only_this_setting(name: str) -> None:
+    """A rank that differs in one setting is refused with the name of this setting only."""
     message = _find_difference(EQUAL_FACTS, {**EQUAL_FACTS, name: OTHER_FACTS[name]})
     assert message is not None
     assert message.startswith(f"The ranks are set up differently: {name} is ")
@@ -75,8 +75,8 @@ def test_long_setting_values_with_equal_start_count_as_different() -> None:
     assert f"a is {shown} on rank 0 and {shown} on rank 1" in message
 
 
-def test_encoded_settings_changed_by_wrong_sum_are_detected() -> None:
-    """A row changed by a wrong sum is detected and not taken for other settings."""
+def test_encoded_settings_with_one_changed_number_count_as_damaged() -> None:
+    """Encoded settings that a wrong sum has changed count as damaged, not as other settings."""
     whole = agreement.encode_row(EQUAL_FACTS)
     for place in range(len(whole)):
         wrong = [*whole]

@@ -33,7 +33,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_join_order_sets_variables_and_private_files_while_world_exists(tmp_path: Path) -> None:
+def test_variables_and_files_of_join_order_exist_only_inside_with_statement(tmp_path: Path) -> None:
     """Variables and files of the order exist inside the `with` statement only; the files are
     private."""
     with join.world_environment(_order(), tmp_path):
@@ -146,15 +146,17 @@ def test_rank_started_by_launcher_refuses_order_for_other_rank(
         pass
 
 
-def test_mlx_rank_that_is_no_number_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An MLX_RANK that is not a number is refused by name."""
+def test_mlx_rank_variable_without_number_raises_config_error_naming_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An MLX_RANK that is not a number raises ConfigError with its name."""
     monkeypatch.setenv("MLX_RANK", "one")
     with pytest.raises(ConfigError, match="MLX_RANK is 'one'"):
         join.launched_rank()
 
 
-def test_hello_of_unlaunched_process_has_data_address_and_any_rank() -> None:
-    """A process without a launcher sends its data address and takes any rank."""
+def test_hello_of_process_without_launcher_has_data_address_and_no_fixed_rank() -> None:
+    """A process without a launcher sends its data address and no fixed rank."""
     said = join.hello(-1, "127.0.0.1:5", Device(kind="cpu", name="x", memory_bytes=8))
 
     assert (said.device, said.memory_bytes, said.fast_synch) == ("cpu x", 8, "unproven")
@@ -162,8 +164,8 @@ def test_hello_of_unlaunched_process_has_data_address_and_any_rank() -> None:
     assert (said.pid, said.host) == (os.getpid(), socket.gethostname())
 
 
-def test_data_port_is_taken_until_released() -> None:
-    """The data port is taken until it is released, and can be listened on afterwards."""
+def test_reserved_data_port_can_be_listened_on_only_after_release() -> None:
+    """The data port is in use until it is released, and can be listened on afterwards."""
     port = join.DataPort("127.0.0.1")
     number = int(port.address.rpartition(":")[2])
     with socket.socket() as other_program, pytest.raises(OSError, match="in use"):
@@ -193,7 +195,9 @@ def test_mlx_can_bind_reserved_data_port_but_other_programs_cannot() -> None:
     port.release()
 
 
-def test_data_host_setting_of_other_machine_is_refused_by_name() -> None:
-    """A world.data_host of another machine is refused by name."""
+def test_data_host_setting_with_address_of_other_machine_raises_config_error() -> None:
+    """A world.data_host with the address of another machine raises ConfigError with the setting's
+    name.
+    """
     with pytest.raises(ConfigError, match=r"world\.data_host 192\.0\.2\.7 .*set it to an address"):
         join.DataPort("192.0.2.7")

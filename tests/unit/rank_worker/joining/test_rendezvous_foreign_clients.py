@@ -194,8 +194,8 @@ def test_rendezvous_error_keeps_cause_from_before_interrupted_last_attempt(
         assert call._try() == ("no answer", False)
 
 
-def test_rank_that_disconnected_after_greeting_must_greet_again() -> None:
-    """A rank that greeted and disconnected must greet again, and is accepted then."""
+def test_rendezvous_ends_only_after_disconnected_rank_greets_again() -> None:
+    """When a rank greets and disconnects, the rendezvous ends only after it has greeted again."""
     orders, place = star_orders(3)
 
     with ThreadPoolExecutor(2) as pool:

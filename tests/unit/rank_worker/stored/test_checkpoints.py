@@ -80,8 +80,10 @@ def test_restore_of_resident_blocks_reads_only_checkpoint(store: ScriptedStore) 
     assert [item.hash for item in rank.adopt(answer.restore_id, 6)] == [checkpoint_hash(5)]
 
 
-def test_adopting_items_short_of_checkpoint_raises_invariant_broken(store: ScriptedStore) -> None:
-    """Adopting fewer items than the prefix up to the checkpoint raises InvariantBroken."""
+def test_adopting_restored_blocks_without_their_checkpoint_raises_invariant_broken(
+    store: ScriptedStore,
+) -> None:
+    """Adopting fewer items than the prefix with its last checkpoint raises InvariantBroken."""
     rank = _rank_with_checkpoints(store, (2, 5))
     answer = rank.restore(_restore_items(range(8)))
 
@@ -89,10 +91,12 @@ def test_adopting_items_short_of_checkpoint_raises_invariant_broken(store: Scrip
         rank.adopt(answer.restore_id, 3)
 
 
-def test_restore_stages_nothing_when_deadline_passes_before_checkpoint(
+def test_restore_not_reaching_checkpoint_by_deadline_returns_late_without_blocks(
     store: ScriptedStore,
 ) -> None:
-    """When the deadline passes before the checkpoint is read, no block is staged."""
+    """When the deadline passes before the checkpoint is read, the answer is `late`
+    without blocks.
+    """
     rank = _rank_with_checkpoints(store, (5,))
     hanging_file = hang_reads_of(store, block_hash(4))
     answer = rank.restore(_restore_items(range(8)), deadline_s=0.2)

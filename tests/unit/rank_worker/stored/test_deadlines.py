@@ -83,10 +83,12 @@ def test_restore_without_answer_of_store_stops_at_deadline_with_cause_late(
     assert (answer.count, answer.stopped_by) == (0, "late")
 
 
-def test_restore_that_ended_releases_late_located_items_unread(
+def test_block_locations_arriving_after_restore_ended_are_released_without_reading(
     store: ScriptedStore, rank: Rank
 ) -> None:
-    """A restore that has ended reads nothing when the store answers, and releases the pins."""
+    """When the store locates blocks after the restore has ended, nothing is read and the pins are
+    released.
+    """
     store.is_mute = True
     late = rank.start_restore(restore_items(range(8)), deadline_s=0.1)
     wait_until(lambda: len(store.messages_of(LocateBlocks)) == 1)
@@ -135,7 +137,9 @@ def test_items_read_beyond_hanging_item_are_freed(
     assert sorted(staged._records) == [0, 1, 2]
 
 
-def test_restore_is_answered_off_at_once_when_no_store_runs(tmp_path: Path) -> None:
+def test_restore_without_store_process_returns_cause_off_before_its_deadline(
+    tmp_path: Path,
+) -> None:
     """Without a store process the restore is answered at once, not at its deadline."""
     rank = Rank(ScriptedStore(tmp_path).address, connects=False)
     answer = rank.restore(restore_items(range(8)), deadline_s=1_000.0)
@@ -143,18 +147,22 @@ def test_restore_is_answered_off_at_once_when_no_store_runs(tmp_path: Path) -> N
     assert (answer.count, answer.stopped_by) == (0, "off")
 
 
-def test_disabled_tier_answers_restore_off_without_asking_store(store: ScriptedStore) -> None:
-    """A tier that is off sends nothing to the store."""
+def test_restore_with_ssd_cache_off_returns_cause_off_without_asking_store(
+    store: ScriptedStore,
+) -> None:
+    """With the SSD cache off a restore sends nothing to the store and returns the cause `off`."""
     rank = Rank(store.address, is_on=False)
 
     assert rank.restore(restore_items(range(8))).stopped_by == "off"
     assert store.messages == []
 
 
-def test_restores_are_answered_off_until_store_is_on_again(
+def test_restores_return_cause_off_while_store_is_switched_off(
     store: ScriptedStore, rank: Rank
 ) -> None:
-    """A store that switches off ends open and new restores until it is on again."""
+    """Open and new restores return the cause `off` when the store switches off, until it is on
+    again.
+    """
     hanging_file = hang_reads_of(store, block_hash(3))
     hanging_id = rank.start_restore(restore_items(range(8)), deadline_s=1_000.0)
     rank.wait_for_read(hanging_id, 3)

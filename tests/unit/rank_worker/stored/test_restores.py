@@ -49,8 +49,10 @@ def test_restore_returns_spilled_items_in_order(store: ScriptedStore, rank: Rank
     check_all_released(store)
 
 
-def test_new_tier_restores_blocks_stored_by_earlier_tier(store: ScriptedStore, rank: Rank) -> None:
-    """A new tier restores blocks that an earlier tier stored."""
+def test_second_client_of_store_restores_blocks_stored_by_first(
+    store: ScriptedStore, rank: Rank
+) -> None:
+    """A second client of the store restores the blocks that the first one stored."""
     other = Rank(store.address)
     answer = other.restore(restore_items(range(8)))
 
@@ -147,10 +149,12 @@ def test_deleted_file_ends_restored_prefix_without_quarantine(
     assert store.messages_of(QuarantineBlocks) == []
 
 
-def test_record_at_place_of_other_block_counts_as_unreadable(
+def test_record_found_at_location_of_other_block_counts_as_unreadable(
     store: ScriptedStore, rank: Rank
 ) -> None:
-    """A whole record at the place of another block is a miss."""
+    """A whole record at the location of another block is unreadable and ends the restored
+    prefix.
+    """
     places = store.places
     places[block_hash(2)], places[block_hash(3)] = places[block_hash(3)], places[block_hash(2)]
     answer = rank.restore(restore_items(range(8)))

@@ -120,8 +120,8 @@ def test_spill_is_reported_lost_at_once_when_no_store_runs(tmp_path: Path) -> No
     wait_until(lambda: len(rank.lost) == 2)
 
 
-def test_disabled_tier_reports_each_spilled_block_as_lost(store: ScriptedStore) -> None:
-    """A tier that is off sends nothing to the store and reports each hash as lost."""
+def test_spilled_blocks_are_reported_lost_with_ssd_cache_off(store: ScriptedStore) -> None:
+    """With the SSD cache off nothing is sent to the store and each hash is reported as lost."""
     rank = Rank(store.address, is_on=False)
     rank.spill(spill_item(block_hash(0)))
 
@@ -129,8 +129,8 @@ def test_disabled_tier_reports_each_spilled_block_as_lost(store: ScriptedStore) 
     assert store.messages == []
 
 
-def test_spill_order_hash_without_block_is_reported_lost(store: ScriptedStore) -> None:
-    """A hash that the order names without a block is reported as lost."""
+def test_spill_order_naming_hash_without_block_reports_it_lost(store: ScriptedStore) -> None:
+    """A hash that the spill order names without a block is reported as lost."""
     rank = Rank(store.address)
     order = SpillOrder(namespace=NAMESPACE, hashes=[block_hash(0), block_hash(1)])
     rank.tier.spill(order, [spill_item(block_hash(1))])
@@ -317,10 +317,12 @@ def test_queued_blocks_of_old_namespace_are_lost_after_namespace_change(
     wait_until(lambda: partial_files(store) == [])
 
 
-def test_unexpected_error_makes_tier_answer_all_orders_lost_or_off(
+def test_unexpected_error_makes_open_and_later_spills_lost_and_restores_off(
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an unexpected error the tier answers open and later orders as lost or off."""
+    """After an unexpected error open and later spills are lost, and restores return the cause
+    `off`.
+    """
     rank = Rank(store.address)
     rank.store(range(1))
 
