@@ -81,9 +81,12 @@ def test_no_token_is_sent_before_all_receipts_agree(make_world: MakeWorld) -> No
     world.settle()
 
 
-def test_different_receipt_digests_end_epoch_and_save_evidence(make_world: MakeWorld) -> None:
-    """After unequal digests no token of the step is sent, all ranks leave, and the request
-    continues in the next epoch."""
+def test_different_receipt_digests_end_epoch_and_send_no_token_of_step(
+    make_world: MakeWorld,
+) -> None:
+    """After unequal digests no token of the step is sent, evidence is saved, all ranks leave, and
+    the request continues in the next epoch.
+    """
     world = make_world(ranks=2)
     world.submit("a", [1, 2, 3], 6)
     world.step()
@@ -238,7 +241,7 @@ def test_request_of_higher_priority_is_admitted_first(make_world: MakeWorld) -> 
     assert list(world.ends) == ["running", "urgent", "first", "second"]
 
 
-def test_repeated_submit_resumes_once_after_generated_tokens(
+def test_repeated_submit_with_generated_tokens_resumes_after_them_only_once(
     make_world: MakeWorld,
 ) -> None:
     """A repeated submit changes nothing; one with `generated` continues at that position."""

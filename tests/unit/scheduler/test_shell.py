@@ -164,11 +164,12 @@ def test_sigusr1_ends_ranks_but_no_gateway_request(
     assert _request_ends(gateway) == []
 
 
-def test_request_gets_plan_before_tick_when_announced_one_is_missing(
+def test_request_gets_plan_without_periodic_timer_when_announced_one_is_missing(
     connect: Connect, folder: Path
 ) -> None:
-    """When no announced request follows and the next tick is far away, the waiting request still
-    gets its plan."""
+    """When no announced request follows and no periodic timer runs, the waiting request still gets
+    its plan.
+    """
     settings = {"LOCKSTEP_PATHS_RUN_DIR": str(folder), "LOCKSTEP_WORLD_SIZE": "1"}
     with subprocess.Popen(
         [sys.executable, "-c", SCHEDULER_WITHOUT_TICKS],

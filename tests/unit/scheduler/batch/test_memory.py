@@ -48,7 +48,7 @@ def peer(rank: int, epoch: int) -> PeerId:
     return PeerId(b"rank-%d-%d" % (rank, epoch))
 
 
-def test_memory_failures_cut_kv_budget_of_ranks_limited_by_draft_rows() -> None:
+def test_each_memory_failure_cuts_kv_budget_to_four_fifths_with_draft_rows() -> None:
     """Each memory failure cuts the KV budget to four fifths when draft rows limit one rank and the
     model's rows limit another."""
     speculation = {"method": "draft_model", "draft_model": "small"}

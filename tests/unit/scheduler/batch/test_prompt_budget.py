@@ -65,8 +65,10 @@ def test_step_reads_fewer_tokens_at_deep_prompt_positions() -> None:
     assert budget.would_cut_scrap(FAR, 0)
 
 
-def test_prompt_start_beside_deep_prompt_never_exceeds_step_token_budget() -> None:
-    """Beside a deep prompt no more tokens are read than the step allows."""
+def test_step_with_deep_prompt_takes_only_remaining_tokens_of_next_prompt() -> None:
+    """Beside 500 tokens of a deep prompt, a step of 2,000 tokens takes only 1,500 of the next
+    prompt.
+    """
     budget = PromptBudget(2_000, 30_000, _timing({0: 0.1, 30_000: 0.2}))
 
     assert budget.take(500, 30_000, FAR) == 500

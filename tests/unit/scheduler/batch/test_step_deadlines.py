@@ -167,8 +167,12 @@ def test_receipts_that_arrive_while_scheduler_is_suspended_meet_their_deadlines(
     assert world.tokens["a"] == completion([1, 2, 3], 30)
 
 
-def test_epoch_continues_when_receipt_is_handled_before_clock_jump(make_world: MakeWorld) -> None:
-    """When receipts are handled before the jumped clock, the new plan's deadline begins anew."""
+def test_epoch_continues_when_receipts_are_read_before_first_timer_after_clock_jump(
+    make_world: MakeWorld,
+) -> None:
+    """When receipts are read before the first timer after a clock jump, the new plan gets its full
+    deadline.
+    """
     world = make_world()
     world.submit("a", [1, 2, 3], 30)
     world.tell(TimePassed())
@@ -183,8 +187,8 @@ def test_epoch_continues_when_receipt_is_handled_before_clock_jump(make_world: M
     assert world.tokens["a"] == completion([1, 2, 3], 30)
 
 
-def test_stuck_rank_misses_full_deadline_counted_from_clock_jump(make_world: MakeWorld) -> None:
-    """A clock jump delays a deadline and does not cancel it."""
+def test_stuck_rank_is_dismissed_one_full_deadline_after_clock_jump(make_world: MakeWorld) -> None:
+    """A clock jump delays the deadline of a stuck rank and does not cancel it."""
     world = make_world()
     world.submit("a", [1, 2, 3], 3)
     world.tell(TimePassed())

@@ -28,8 +28,8 @@ def test_prefill_chunks_grow_at_most_twofold_up_to_decode_stall_limit() -> None:
     assert 1_250 <= sizes[-1] <= 1_350, "0.9 of the allowed stall"
 
 
-def test_one_slow_prefill_chunk_makes_next_chunk_small() -> None:
-    """One slow chunk is enough to make the next one small."""
+def test_slow_first_prefill_chunk_makes_next_chunk_small() -> None:
+    """A slow first chunk is enough to make the next one small."""
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
     timing.record_step(128, 4, 20.0 + 128 * 10.0)
@@ -72,8 +72,10 @@ def test_prefill_chunks_grow_when_fixed_cost_per_forward_dominates() -> None:
     assert max(80.0 + 0.02 * size for size in sizes) <= 150.0
 
 
-def test_only_second_slow_chunk_in_a_row_shrinks_next_chunk() -> None:
-    """One chunk that takes seconds may compile a kernel and is ignored; the second one counts."""
+def test_after_fast_chunks_only_second_slow_chunk_in_row_shrinks_next_chunk() -> None:
+    """After fast chunks, one that takes seconds may compile a kernel and is ignored; a second one
+    in a row counts.
+    """
     timing = StepTiming(decode_stall_ms=150.0)
     timing.record_step(0, 4, 20.0)
     before = run_chunks(timing, token_ms=0.1, decoding=True)[-1]

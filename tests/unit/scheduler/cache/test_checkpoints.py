@@ -101,7 +101,9 @@ def test_checkpoint_reused_by_other_request_stays_when_owner_continues(
     assert {16, used, 64} <= {block.end for block in resident}
 
 
-def test_requests_sharing_system_prompt_wait_for_its_checkpoint_only(make_world: MakeWorld) -> None:
+def test_requests_sharing_system_prompt_reuse_its_checkpoint_before_first_prompt_ends(
+    make_world: MakeWorld,
+) -> None:
     """Requests that share a system prompt wait for its checkpoint and not for the whole prompt."""
     world = make_stateful_world(make_world, step_tokens_max=32)
     system = [7 * number % 1_000 for number in range(200)]

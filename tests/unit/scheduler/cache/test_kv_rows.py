@@ -38,8 +38,8 @@ def test_kv_row_growing_token_by_token_is_copied_few_times() -> None:
     assert len(shapes) < 60
 
 
-def test_long_sequence_arriving_alone_gets_one_kv_row() -> None:
-    """A long text that comes alone gets one row instead of all idle ones."""
+def test_kv_rows_are_reduced_to_one_for_single_long_sequence() -> None:
+    """For a long sequence without others, the idle rows are replaced by one long row."""
     rows = make_rows(tokens=1_000_000)
     assert rows.resize(slots=3, tokens=200)
     assert rows.row_count == 4
@@ -77,8 +77,8 @@ def test_kv_row_resize_beyond_memory_budget_is_refused() -> None:
     assert (rows.row_count, rows.row_tokens) == shape
 
 
-def test_longest_accepted_sequence_fits_kv_budget_alone() -> None:
-    """The longest sequence that is accepted can always run alone."""
+def test_kv_budget_fits_one_sequence_of_longest_accepted_length() -> None:
+    """One sequence of the longest accepted length fits the KV budget."""
     rows = make_rows(tokens=1_000)
     assert rows.longest_sequence_tokens() == 960
     assert rows.resize(slots=1, tokens=rows.longest_sequence_tokens())
@@ -99,7 +99,7 @@ def test_release_of_slot_by_sequence_not_holding_it_raises() -> None:
     ),
     st.integers(64, 5_000),
 )
-def test_every_slot_is_free_or_held_after_any_operations(
+def test_free_and_held_slots_add_up_to_all_slots_after_any_operations(
     steps: list[tuple[str, int]], tokens: int
 ) -> None:
     """Free plus held slots are all slots after any sequence of operations (I9)."""

@@ -106,10 +106,10 @@ def test_request_starts_no_second_restore_after_late_partial_answer(make_world: 
     assert world.cached["a"] == CachedPrefix(stored_tokens=32, miss="slow")
 
 
-def test_returning_preempted_sequence_finds_restored_blocks_in_memory(
+def test_preempted_sequence_resumes_from_memory_instead_of_second_restore_from_ssd(
     make_world: MakeWorld,
 ) -> None:
-    """A preempted sequence that returns finds its blocks in memory instead of SSD."""
+    """A preempted sequence that returns reuses its restored blocks in memory instead of SSD."""
     disks: Disks = {}
     world = restart_world(make_world, disks)
     for number in range(2):
@@ -143,9 +143,12 @@ def test_restore_deadline_equals_predicted_prefill_time(make_world: MakeWorld) -
     assert len(world.restores) == count
 
 
-def test_restore_deadline_stays_valid_when_receipt_reports_years(make_world: MakeWorld) -> None:
-    """After a receipt that reports years for a step, the next restore order still has a valid
-    deadline."""
+def test_restore_deadline_is_120_s_when_receipt_reports_step_of_years(
+    make_world: MakeWorld,
+) -> None:
+    """After a receipt that reports years for a step, the next restore order has a deadline of 120
+    s.
+    """
     world = restart_world(make_world, {})
     world.change_receipt = lambda receipt: msgspec.structs.replace(receipt, busy_ms=1e12)
     run_request(world, "learn", [1] * 2_000)
@@ -268,7 +271,7 @@ def test_request_waits_behind_hanging_restores_no_longer_than_prefill(
     world.settle()
 
 
-def test_store_answering_off_gets_no_restore_for_10_s(make_world: MakeWorld) -> None:
+def test_no_restore_is_ordered_for_10_s_after_store_answers_off(make_world: MakeWorld) -> None:
     """After an answer `off` no restore is ordered for 10 s."""
     world = restart_world(make_world, {})
     world.restore_answer = lambda rank, order: (0.0, rank.answer(order, 0, "off"))

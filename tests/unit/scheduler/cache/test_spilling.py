@@ -12,9 +12,10 @@ from tests.unit.scheduler.cache.cache_requests import (
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
-def test_store_that_refuses_blocks_gets_one_after_10_s(make_world: MakeWorld) -> None:
-    """A store that refuses gets no block for 10 s and then one; when it accepts that, all
-    follow."""
+def test_store_that_refused_blocks_is_offered_only_one_after_10_s(make_world: MakeWorld) -> None:
+    """A store that refused blocks gets none for 10 s and then one; when it accepts that, all
+    follow.
+    """
     world = restart_world(make_world, {})
     world.accepts_spill = lambda rank, name: False
     run_request(world, "a", PROMPT)
@@ -67,8 +68,12 @@ def test_blocks_being_written_to_ssd_stay_within_spill_bytes_max(make_world: Mak
     assert read_metrics(world)["cache_blocks_spilled_total"] == 150_000 // 16
 
 
-def test_store_that_evicted_is_told_least_valuable_blocks(make_world: MakeWorld) -> None:
-    """After a store has evicted, orders name the least valuable blocks, children first."""
+def test_spill_order_after_eviction_by_store_names_blocks_to_evict_first(
+    make_world: MakeWorld,
+) -> None:
+    """After a store has evicted, spill orders name the least valuable blocks to evict first,
+    children first.
+    """
     world = restart_world(make_world, {})
     run_request(world, "old", [1] * 40)
     run_request(world, "new", [2] * 40)

@@ -71,7 +71,7 @@ def test_request_starts_without_awaiting_announced_ones_while_others_run(
 
 
 @pytest.mark.parametrize(("pause_s", "shared"), [(0.004, [2, 2]), (0.06, [2, 1, 1])])
-def test_clients_whose_requests_ended_together_share_next_plan(
+def test_new_requests_of_clients_that_ended_together_are_admitted_in_one_plan(
     make_world: MakeWorld, pause_s: float, shared: list[int]
 ) -> None:
     """The first client to return waits for the second, unless both were away for long."""
@@ -103,11 +103,12 @@ def test_client_that_does_not_return_is_awaited_only_once(make_world: MakeWorld)
     world.settle()
 
 
-def test_returning_client_waits_for_second_after_stop_string_not_abort(
+def test_request_waits_for_second_client_after_stop_strings_but_not_after_aborts(
     make_world: MakeWorld,
 ) -> None:
-    """After stop strings the first client to return waits for the second; after aborts it does
-    not."""
+    """After two ends by stop strings a new request waits for that of the second client; after
+    aborts it does not.
+    """
     for reason, waits in (("stop", True), ("abort", False)):
         world = make_world()
         for name in ("a", "b"):

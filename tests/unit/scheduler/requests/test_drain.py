@@ -121,7 +121,7 @@ def test_repeated_submit_of_open_request_is_not_refused_while_draining(
     assert world.tokens["a"] == completion([1], 5)
 
 
-def test_scheduler_still_stops_on_sigterm_when_operator_drain_ends(make_world: MakeWorld) -> None:
+def test_end_of_operator_drain_does_not_cancel_stop_by_sigterm(make_world: MakeWorld) -> None:
     """The end of an operator's drain does not cancel SIGTERM."""
     world = make_world()
     world.submit("a", [1], 5)
@@ -186,8 +186,12 @@ def test_stopping_scheduler_begins_no_epoch_with_spare_process(make_world: MakeW
     assert spare not in world.ranks
 
 
-def test_scheduler_hand_over_exits_at_once_and_ends_no_request(make_world: MakeWorld) -> None:
-    """Ranks leave, the process exits with 0 at once, and every request stays with its gateway."""
+def test_scheduler_exits_with_0_at_hand_over_and_next_one_finishes_requests(
+    make_world: MakeWorld,
+) -> None:
+    """Ranks leave, the process exits with 0 at once, and another scheduler finishes the
+    requests.
+    """
     world = make_world(ranks=2)
     for name, prompt in (("a", [1, 2]), ("b", [3])):
         world.submit(name, prompt, 500)

@@ -78,7 +78,7 @@ def test_request_gets_drafts_of_requested_method_or_none(
     "world", [(server, adaptive, 2) for server in SERVER_METHODS for adaptive in (True, False)],
     indirect=True,
 )  # fmt: skip
-def test_no_row_gets_drafts_above_disable_above_sequences(
+def test_no_row_gets_drafts_beyond_configured_number_of_sequences(
     world: InMemoryWorld, requested: RequestedMethod
 ) -> None:
     """Above `disable_above_sequences` no row gets drafts; a single request afterwards does."""
@@ -101,8 +101,10 @@ def test_no_row_gets_drafts_above_disable_above_sequences(
     "world", [(server, adaptive, 0) for server in SERVER_METHODS for adaptive in (True, False)],
     indirect=True,
 )  # fmt: skip
-def test_rows_with_different_draft_methods_share_batch_and_keep_texts(world: InMemoryWorld) -> None:
-    """In a batch with all methods each text is right and each row has only its own method."""
+def test_rows_with_different_draft_methods_in_one_batch_keep_tokens(world: InMemoryWorld) -> None:
+    """In a batch with all methods each request gets its tokens and drafts of its own
+    method only.
+    """
     for requested in REQUESTED_METHODS:
         world.submit(requested, make_prompt(0), TOKENS, speculation=Speculation(method=requested))
     world.settle()

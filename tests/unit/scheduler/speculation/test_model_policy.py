@@ -105,8 +105,8 @@ def test_measured_cost_of_one_draft_count_predicts_other_counts() -> None:
     assert costs.draft_ms(1, "draft_model") == pytest.approx(2.0, rel=0.1)
 
 
-def test_idle_time_after_verification_costs_equally_for_any_draft_count() -> None:
-    """With distant ranks the wait is a cost of any number of drafts."""
+def test_idle_time_after_verification_is_added_once_for_any_draft_count() -> None:
+    """With distant ranks the wait is added once to the time of a step with any number of drafts."""
     costs = StepCosts()
     record_steps(costs, DecodeWork(1, 1, 0), 10.0)
     for number in range(20):

@@ -108,7 +108,7 @@ def test_drafts_resume_when_text_becomes_easy() -> None:
     assert sum(map(bool, late)) > 80
 
 
-def test_draft_row_reads_missing_prompt_before_proposing_drafts() -> None:
+def test_draft_row_without_prompt_reads_it_before_proposing_drafts() -> None:
     """A draft row that lacks its prompt reads it before it proposes drafts."""
     ratio, replay = measure_model_speedup(GPU, texts(0.95, 1), prompt=2_000)
     assert ratio > 1.8

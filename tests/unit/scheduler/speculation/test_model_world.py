@@ -33,9 +33,7 @@ def make_world() -> Iterator[MakeWorld]:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_good_drafts_give_undrafted_tokens_in_fewer_steps(
-    make_world: MakeWorld, method: str
-) -> None:
+def test_good_drafts_give_same_tokens_in_fewer_steps(make_world: MakeWorld, method: str) -> None:
     """Good drafts give the tokens of a run without drafts in fewer steps; accepted drafts are
     reported by method and request."""
     world = make_world(method, hardware=RankSetup(draft_quality=0.9))
@@ -77,7 +75,7 @@ def test_plans_with_eagle_contain_no_draft_chunks(make_world: MakeWorld) -> None
     assert not any(plan.draft_chunks for plan in world.plans)
 
 
-def test_draft_rows_read_no_more_than_plan_prefills(make_world: MakeWorld) -> None:
+def test_draft_rows_read_no_more_tokens_than_same_plan_prefills(make_world: MakeWorld) -> None:
     """Draft rows read at most the tokens that are prefilled in the same plan."""
     world = make_world(step_tokens_max=32)
     world.submit("a", list(range(300)), 40)

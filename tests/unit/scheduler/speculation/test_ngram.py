@@ -115,8 +115,8 @@ def test_ngram_index_finds_true_matches_when_all_hashes_are_equal(
 
 
 @given(texts)
-def test_drafts_continue_longest_match_of_text_indexed_at_once(tokens: list[int]) -> None:
-    """A text indexed at once is matched as a full search does."""
+def test_drafts_of_text_indexed_at_once_equal_those_of_full_search(tokens: list[int]) -> None:
+    """The match and the drafts of a text indexed at once equal those of a full search."""
     proposer = index_text(tokens)
     source, matched = search_longest_match(tokens)
     assert proposer.matched == matched
@@ -232,8 +232,10 @@ def test_partly_indexed_prompt_gets_drafts_from_indexed_part_only() -> None:
     assert proposer.propose(2) == [704, 705]
 
 
-def test_tokens_returning_together_count_as_neither_hit_nor_miss() -> None:
-    """Tokens that return after a restart were not sampled one by one, so they are not judged."""
+def test_tokens_added_many_at_once_count_as_neither_hit_nor_miss() -> None:
+    """Tokens that return after a restart were not sampled one by one, so they are neither hits nor
+    misses.
+    """
     judged: list[tuple[int, bool]] = []
     tokens = [1, 2, 3, 4] * 5
     proposer = index_text(tokens, judged)

@@ -353,8 +353,8 @@ def test_plain_step_is_run_periodically_while_drafts_gain() -> None:
     assert chosen([0.9], 1, FREE, verified=1_024) == PLAIN_STEP
 
 
-def test_no_drafts_are_computed_when_even_accepted_ones_would_lose() -> None:
-    """Where even fully accepted drafts would lose, no proposals are computed."""
+def test_drafts_that_would_slow_decoding_even_if_accepted_are_not_computed() -> None:
+    """If even fully accepted drafts would slow the decoding, no drafts are computed."""
     assert can_pay(4, 4, 5, FREE)
     assert not can_pay(4, 4, 16, EXPENSIVE)
     assert not can_pay(1, 64, 5, [10.0 + 2.0 * drafts for drafts in range(WIDTHS)])

@@ -78,8 +78,8 @@ def test_row_with_ngram_match_gets_its_continuation_as_drafts() -> None:
     assert planned.decode_work(3) == DecodeWork(3, 6, 1)
 
 
-def test_plan_without_ngram_match_has_width_of_plain_step() -> None:
-    """A plan without drafts has the width of a plain step."""
+def test_row_without_ngram_match_is_planned_as_step_without_drafts() -> None:
+    """A row without a match is planned as a step of one token that waits for no results."""
     speculator = measured_speculator()
     planned = speculator.choose([DecodingRow(new_drafts(speculator, list(range(100))), 0, 1_000)])
     assert (planned.drafts, planned.waits_for_results) == ([], False)
@@ -158,8 +158,8 @@ def test_new_batch_size_runs_plain_steps_before_first_drafts() -> None:
     assert len(speculator.choose(rows).drafts) == 9
 
 
-def test_new_epoch_forgets_step_costs_and_keeps_indexed_texts() -> None:
-    """Costs belong to one world; indexed texts stay."""
+def test_new_epoch_sends_no_drafts_until_plain_steps_are_measured_again() -> None:
+    """A new epoch measures plain steps again before it sends drafts; texts stay indexed."""
     speculator = measured_speculator()
     row = DecodingRow(new_drafts(speculator, PERIOD * 9), 0, 1_000)
     assert speculator.choose([row]).drafts
@@ -170,8 +170,8 @@ def test_new_epoch_forgets_step_costs_and_keeps_indexed_texts() -> None:
     assert speculator.choose([row]).drafts
 
 
-def test_drafts_follow_text_that_grew_while_request_waited() -> None:
-    """After a wait in the queue, or a new epoch, proposals follow the current text."""
+def test_drafts_continue_text_that_grew_while_request_waited() -> None:
+    """After a wait in the queue, or a new epoch, drafts continue the current text."""
     speculator = measured_speculator()
     tokens = PERIOD * 3
     row = DecodingRow(new_drafts(speculator, tokens), 0, 1_000)

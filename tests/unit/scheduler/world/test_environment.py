@@ -218,12 +218,12 @@ def test_loopback_address_is_refused_for_ranks_on_several_machines(backend: Any)
         rank_environment(backend, 0, 2, reported, machines=["a", "b"])
 
 
-def test_order_for_single_rank_sets_no_environment_variable() -> None:
+def test_join_order_for_single_rank_sets_no_environment_variable() -> None:
     """Without collectives no variable is set."""
     assert rank_environment("off", 0, 1, ["127.0.0.1:1"]) == ({}, {})
 
 
-def test_rank_gets_gpu_by_its_place_on_its_host() -> None:
+def test_first_rank_of_each_host_gets_first_gpu_of_host() -> None:
     """The third rank is the first one on its host, so it gets that host's first GPU."""
     addresses = ["10.0.0.1:7000", "10.0.0.1:7001", "10.0.0.2:7000"]
     devices = [

@@ -206,7 +206,7 @@ def test_epochs_ended_by_unreachable_ranks_do_not_fail_world() -> None:
     assert starts.core._world.explain() == "0 of 2 ranks are connected."
 
 
-def test_epoch_does_not_count_when_later_failure_is_unavailable() -> None:
+def test_epoch_with_later_cause_unavailable_does_not_count_as_failed() -> None:
     """When another rank's collective fails first, a later cause `unavailable` still excuses that
     epoch."""
     starts = WorldStarts(epochs_failed_max=2)
@@ -219,7 +219,7 @@ def test_epoch_does_not_count_when_later_failure_is_unavailable() -> None:
     assert starts.failure == "epochs"
 
 
-def test_next_epoch_counts_as_failed_after_epoch_excused_as_unavailable() -> None:
+def test_failed_epoch_after_unavailable_one_counts_as_failed() -> None:
     """The cause of one epoch does not excuse the next one."""
     starts = WorldStarts(epochs_failed_max=1)
     starts.fail("unavailable", "unavailable")
