@@ -164,10 +164,10 @@ def test_second_turn_reuses_blocks_of_first_prompt_and_completion(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_rows_built_from_shared_blocks_change_no_other_row(
+def test_two_rows_filled_from_same_blocks_keep_tokens_of_all_rows(
     make_model: MakeModel, family: str
 ) -> None:
-    """Two rows that are built from the same blocks in one plan change no other row."""
+    """When two rows are filled from the same blocks in one plan, all rows get their own tokens."""
     model = make_model(family)
     prompts = {2: PROMPT[:24] + make_prompt(21, 6), 3: PROMPT[:24] + make_prompt(22, 3)}
     driver = BlockDriver(model)

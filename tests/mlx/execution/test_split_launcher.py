@@ -232,7 +232,9 @@ def _never() -> None:
     raise AssertionError("the step before must not be finished")
 
 
-def test_rows_resized_or_filled_during_split_step_keep_tokens(six_layer_model: nn.Module) -> None:
+def test_resizing_or_filling_rows_during_split_step_changes_no_tokens(
+    six_layer_model: nn.Module,
+) -> None:
     """Rows that are resized or filled from blocks while a step is computed give the same tokens."""
     prompt = make_prompt(9, 40)
     kept = [

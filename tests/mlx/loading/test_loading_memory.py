@@ -158,11 +158,11 @@ def test_shard_fitting_beside_used_memory_is_loaded(tmp_path: Path) -> None:
     assert rank.load(settings, memory_bytes=needed).shard_bytes > 0
 
 
-def test_ranks_of_host_share_memory_limit_but_not_cuda_gpus(
+def test_host_memory_is_divided_among_cpu_or_metal_ranks_but_not_cuda_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of a host share its memory or the limit of its container; a CUDA GPU belongs to one
-    rank.
+    """The memory of a host, or the limit of its container, is divided among its ranks; a CUDA GPU
+    belongs to one rank.
     """
     cpu = Device(kind="cpu", name="", memory_bytes=1)
     metal = Device(kind="metal", name="", memory_bytes=6_000)
