@@ -18,7 +18,7 @@ SEEDS_PER_CHUNK = 100
 
 @pytest.mark.deep
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_no_invariant_breaks_and_no_state_remains_under_simulated_faults(chunk: int) -> None:
+def test_simulated_faults_violate_no_invariant_and_leave_no_request_state(chunk: int) -> None:
     """I1 to I9 hold at every event, every stream ends correctly, and no state is left over."""
     broken = {}
     finished = faults = 0
