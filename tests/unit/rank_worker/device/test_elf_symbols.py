@@ -27,8 +27,8 @@ def test_library_without_section_table_is_refused() -> None:
         elf_symbols.remove_prefix(_library().read_bytes()[: 1 << 20], b"scipy_")
 
 
-def test_prefixed_library_exports_working_functions_under_plain_names() -> None:
-    """Plain names are found, prefixed ones are not, and the function multiplies."""
+def test_openblas_package_loads_with_working_functions_without_name_prefix() -> None:
+    """The function is found without the prefix and multiplies; the prefixed name is not found."""
     if sys.platform != "linux":
         return
     code = """

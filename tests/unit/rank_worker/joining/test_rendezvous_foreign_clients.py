@@ -170,7 +170,7 @@ def test_ranks_with_different_neighbours_refuse_each_other() -> None:
     assert f"127.0.0.1:{own} (a rank of another epoch, world or address" in foreign_message
 
 
-def test_rendezvous_error_keeps_cause_from_before_interrupted_last_attempt(
+def test_rendezvous_error_keeps_earlier_cause_when_deadline_interrupts_last_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A last attempt cut short by the deadline reports the cause of an earlier attempt."""

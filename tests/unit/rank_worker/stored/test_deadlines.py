@@ -234,7 +234,9 @@ def test_restore_dropped_while_reading_is_answered_without_items(
     check_all_released(store)
 
 
-def test_spills_wait_for_restore_until_their_queue_is_half_full(store: ScriptedStore) -> None:
+def test_spills_are_written_during_restore_only_when_spill_queue_is_half_full(
+    store: ScriptedStore,
+) -> None:
     """While a restore is read no spill is written, until the spill queue is half full."""
     rank = Rank(store.address, spill_bytes_max=MIB)
     rank.store(range(4))
