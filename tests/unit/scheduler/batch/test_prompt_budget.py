@@ -47,9 +47,10 @@ def test_prompt_above_forward_limit_is_cut_and_fills_step_alone() -> None:
     assert budget.would_cut_scrap(limits.FORWARD_TOKENS_MAX, 0)
 
 
-def test_prompt_stopped_at_cache_boundary_leaves_rest_of_forward_to_others() -> None:
-    """A prompt that stops at a boundary leaves the rest of its forward to others, not of the whole
-    step."""
+def test_next_prompt_fills_forward_of_prompt_that_stops_at_cache_boundary() -> None:
+    """After a prompt that stops at a boundary, the next one takes the rest of that forward, not of
+    the whole step.
+    """
     budget = PromptBudget(4 * limits.FORWARD_TOKENS_MAX, 0, StepTiming(150.0))
 
     assert budget.take(3 * limits.FORWARD_TOKENS_MAX, 0, 1_000) == 1_000

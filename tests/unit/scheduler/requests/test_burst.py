@@ -86,8 +86,10 @@ def test_new_requests_of_clients_that_ended_together_are_admitted_in_one_plan(
     assert _admitted(world) == shared
 
 
-def test_client_that_does_not_return_is_awaited_only_once(make_world: MakeWorld) -> None:
-    """When one of two clients does not return, the other one waits only the first time."""
+def test_request_waits_only_once_for_client_that_does_not_return(make_world: MakeWorld) -> None:
+    """When one of two clients does not return, a request of the other one waits for it only the
+    first time.
+    """
     world = make_world()
     world.submit("a", [1, 2, 3], 5, more_requests_expected=True)
     world.submit("b", [1, 2, 3], 5)

@@ -73,10 +73,10 @@ def test_adaptive_draft_count_gains_nine_tenths_of_best_fixed_count(
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 @pytest.mark.parametrize("device", ["gpu", "mac", "small_gpu"])
-def test_drafts_stop_on_hard_text_and_resume_on_easy_text(
+def test_drafts_stop_on_text_they_miss_and_resume_on_predictable_text(
     device: str, method: Method, rows: int
 ) -> None:
-    """Drafts end while a text is hard, resume while it is easy, and end again."""
+    """Drafts end while most of them are rejected, resume while most are accepted, and end again."""
     hard, easy = 800, 2_000
 
     def make(seed: int) -> ReplayedText:

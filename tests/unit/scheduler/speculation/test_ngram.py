@@ -186,8 +186,8 @@ def test_drafts_continue_longer_match_instead_of_later_shorter_one() -> None:
     assert proposer.propose(2) == [50, 51]
 
 
-def test_drafts_follow_copied_passage_past_line_that_occurs_often() -> None:
-    """A line that occurs a hundred times does not move a copy to another place."""
+def test_drafts_continue_copied_passage_after_line_that_occurs_often() -> None:
+    """A line that occurs a hundred times does not move the drafts to another passage."""
     line = [1, 2, 3, 4, 5]
     prompt = [token for number in range(100) for token in (*line, 1_000 + number)]
     tokens = prompt + prompt[: 6 * 20]

@@ -150,8 +150,10 @@ def test_idle_time_after_verification_counts_as_cost_of_verification() -> None:
     )
 
 
-def test_idle_time_before_held_plan_counts_as_cost_of_starting_drafts() -> None:
-    """The idle time before a held plan counts as a cost of switching from plain steps to drafts."""
+def test_idle_time_before_plan_that_waited_counts_as_cost_of_starting_drafts() -> None:
+    """The idle time before a plan that waited for results counts as a cost of switching from plain
+    steps to drafts.
+    """
     costs = StepCosts()
     record_steps(costs, 1, 1, 10.0)
     before = costs.switch_ms
@@ -330,7 +332,7 @@ def test_row_sends_only_drafts_whose_chance_exceeds_their_cost() -> None:
     assert count_worth_sending(acceptance(0.3), 5, 5, free.chance_min) == 3
 
 
-def test_large_batch_sends_no_drafts_when_one_row_would_gain() -> None:
+def test_large_batch_sends_no_drafts_although_single_row_would() -> None:
     """Rows are padded, so one row's drafts cost time for all rows."""
     periods = [10.0 + 2.0 * drafts for drafts in range(WIDTHS)]
     assert chosen([0.95], 1, periods).drafts > 0

@@ -38,8 +38,8 @@ def new_drafts(speculator: Speculator, tokens: list[int], tokens_max: int = 0) -
     return found
 
 
-def test_server_without_speculation_drafts_only_for_requests_for_ngrams() -> None:
-    """A server without speculation gives drafts only to requests for n-grams."""
+def test_server_with_speculation_off_gives_drafts_only_to_requests_naming_ngrams() -> None:
+    """A server without speculation gives drafts only to requests that name n-grams."""
     off = Speculator(SpeculationConfig())
     for method in ("default", "off", "draft_model", "eagle"):
         assert off.new_draft_state([1], Speculation(method=method)) is None
@@ -117,8 +117,8 @@ def test_row_with_tokens_in_flight_gets_no_drafts() -> None:
     assert speculator.choose(rows).drafts == [[1, 2, 3, 4, 5], []]
 
 
-def test_plan_with_possible_drafts_is_held_while_tokens_are_unknown() -> None:
-    """A plan is held while tokens are unknown, and only then: results must end the wait."""
+def test_plan_with_possible_drafts_waits_for_results_of_running_step() -> None:
+    """A plan that may have drafts waits for the results of the running step, and only for them."""
     speculator = measured_speculator()
     tokens = PERIOD * 9
     draft_state = new_drafts(speculator, tokens)
@@ -132,8 +132,8 @@ def test_plan_with_possible_drafts_is_held_while_tokens_are_unknown() -> None:
     assert speculator.counters.totals["drafted_steps_total"] == 2
 
 
-def test_plan_is_not_held_for_sequence_that_ends_in_flight() -> None:
-    """A sequence that ends with the tokens in flight holds no plan."""
+def test_plan_does_not_wait_for_sequence_that_running_step_ends() -> None:
+    """A sequence that ends with the tokens of the running step makes no plan wait."""
     speculator = measured_speculator()
     assert not speculator.choose(
         [DecodingRow(new_drafts(speculator, PERIOD * 9), 1, 2)]
@@ -202,8 +202,8 @@ def test_each_plan_indexes_bounded_number_of_prompt_tokens() -> None:
     assert not any(unindexed_tokens(proposer) for proposer in proposers)
 
 
-def test_row_beside_long_prompt_gets_drafts_at_once() -> None:
-    """A row with a long text is indexed in slices; a row beside it gets drafts at once."""
+def test_row_gets_drafts_while_long_text_of_other_row_is_indexed() -> None:
+    """A row with a long text is indexed in slices; another row gets drafts meanwhile."""
     speculator = measured_speculator()
     long = DecodingRow(new_drafts(speculator, list(range(20_000))), 0, 1_000)
     short = DecodingRow(new_drafts(speculator, PERIOD * 9), 0, 1_000)

@@ -192,7 +192,7 @@ def test_configured_device_matrix_and_coordinator_override_hostfile() -> None:
 
 @pytest.mark.parametrize("backend", ["jaccl", "ring", "nccl"])
 @pytest.mark.parametrize("fast_synch", [False, True])
-def test_hostfile_variable_does_not_enable_fast_synchronization(
+def test_fast_synchronization_variable_in_hostfile_has_no_effect(
     backend: str, fast_synch: bool
 ) -> None:
     """A hostfile that sets the variable does not enable fast synchronization."""

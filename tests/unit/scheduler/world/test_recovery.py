@@ -294,8 +294,10 @@ def test_mlx_errors_for_lack_of_memory_get_cause_memory(text: str) -> None:
     assert failure_cause(MemoryError()) == "memory"
 
 
-def test_errors_unrelated_to_memory_get_cause_error_or_unavailable() -> None:
-    """Other errors get the cause `error`, and services that do not answer `unavailable`."""
+def test_unreachable_hub_gets_cause_unavailable_and_other_failures_cause_error() -> None:
+    """A service that does not answer gets the cause `unavailable`, and other failures the cause
+    `error`.
+    """
     for text in ("[ring] Send of 4096 bytes failed.", "Slice sizes differ."):
         assert failure_cause(RuntimeError(text)) == "error"
     assert failure_cause(UnavailableError("The hub does not answer.")) == "unavailable"
