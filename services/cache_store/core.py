@@ -25,13 +25,15 @@ _CAUSE_CHARS_MAX = 4_000
 class StoreCore:
     """Decides what the cache store does, without I/O: turns events into actions for the shell."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, ttl_s: float = 0.0) -> None:
         """Start switched off. The first TimePassed causes the scan of the directory.
 
         Args:
             directory: its absolute path, for messages and log lines.
+            ttl_s: seconds after their last use at which records are deleted; 0: never.
         """
         self._directory = directory
+        self._ttl_s = ttl_s
         self._actions: list[Action] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._switch = Switch()
@@ -90,6 +92,10 @@ class StoreCore:
         if self._switch.is_due(now_s):
             self._actions.append(self._switch.start_check(now_s))
         self._sessions.sweep(now_s, is_on=self.is_on)
+        if self._ttl_s and self.is_on:
+            expired = self._files.expire(now_s - self._ttl_s)
+            if expired:
+                self._log("info", "records_expired", files=expired, ttl_s=self._ttl_s)
 
     def _turn_on(self, opened: events.DirectoryOpened, now_s: float) -> None:
         self._switch.turn_on(now_s)
@@ -240,6 +246,7 @@ class StoreCore:
             directory=self._directory,
             bytes_used=self._files.bytes_used,
             bytes_max=self._files.bytes_max,
+            ttl_s=self._ttl_s,
             records=index.record_count,
             namespaces=len({folder.namespace for folder in index.folders()}),
             foreign_files=self._foreign_files,

@@ -45,7 +45,7 @@ class Shell:
         """
         self._clock = SystemClock()
         self._log = log.Log("cache_store")
-        self._core = StoreCore(str(directory.path))
+        self._core = StoreCore(str(directory.path), config.cache.ttl_s)
         self._disk = Disk(directory)
         self._link: Listener[ToStore] = Listener(
             config.store_address,

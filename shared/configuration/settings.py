@@ -220,12 +220,20 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ssd_bytes_max: Annotated[int, Meta(ge=0, le=2**60)] = 0
     """SSD space for the blocks of all ranks of this host. 0: a quarter of the free space at start,
     at most 100 GiB."""
+    ttl_days: Annotated[float, Meta(ge=0.0, le=3_650.0)] = 0.0
+    """Time to live: blocks that were not used for so many days are deleted from memory and SSD, and
+    their tokens forgotten. 0: only memory and SSD space bound them."""
     store_address: str = ""
     """Address on which this host's cache store listens for rank workers. "": an ipc socket in
     run_dir."""
     spill_bytes_max: Annotated[int, Meta(ge=2**20, le=2**40)] = 512 * 1024 * 1024
     """Bytes per rank waiting to be written to SSD. Beyond it the oldest are dropped. With CUDA this
     much host memory, at most 1 GiB, is allocated at start."""
+
+    @property
+    def ttl_s(self) -> float:
+        """`ttl_days` in seconds; 0: no limit."""
+        return self.ttl_days * 86_400.0
 
 
 class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -132,6 +132,8 @@ class StoreReported(Message, frozen=True, kw_only=True):
     directory: ShortText
     bytes_used: Count
     bytes_max: Count
+    ttl_s: Seconds = 0.0
+    """Time after its last use at which a record is deleted; 0: never."""
     records: Count
     namespaces: Count
     foreign_files: Count

@@ -14,6 +14,7 @@ from pathlib import Path
 from services.cache_store import file_names
 from services.cache_store.events import DirectoryOpened
 from services.cache_store.files.scan import scan
+from shared import limits
 from shared.errors import ConfigError
 
 FREE_BYTES_MIN = 16 * 1024 * 1024
@@ -22,7 +23,6 @@ FREE_BYTES_MIN = 16 * 1024 * 1024
 FREE_BYTES_AGAIN = 2 * FREE_BYTES_MIN
 """Free space needed to turn on, so that the store does not turn on and off repeatedly."""
 
-DEFAULT_BYTES_MAX = 100 * 2**30
 DEFAULT_SHARE = 4
 """Without a configured limit: the divisor of the free space, which includes the store's files."""
 
@@ -208,4 +208,4 @@ def default_bytes_max(free_bytes: int) -> int:
     Args:
         free_bytes: free space of the disk plus the space of the store's own files.
     """
-    return min(free_bytes // DEFAULT_SHARE, DEFAULT_BYTES_MAX)
+    return min(free_bytes // DEFAULT_SHARE, limits.STORE_BYTES_DEFAULT_MAX)

@@ -223,14 +223,24 @@ class StoredFiles:
             return False
         for name in list(self._quarantined)[: len(self._quarantined) - len(old)]:
             self._drop_quarantined(name)
-        for key, file in victims.items():
-            records = self.index.record_count
-            self.index.remove(key)
-            self._counters["evicted_files_total"] += 1
-            self._counters["evicted_records_total"] += records - self.index.record_count
-            self._counters["evicted_bytes_total"] += file.size_bytes
-            self._remove(key, file.size_bytes, "delete")
+        for file in victims.values():
+            self._delete(file, "evicted")
         return True
+
+    def expire(self, used_before_s: float) -> int:
+        """Delete the files that were last used before a time; pinned ones stay.
+
+        Args:
+            used_before_s: that time, in monotonic seconds.
+
+        Returns:
+            The number of deleted files.
+        """
+        old = itertools.takewhile(lambda file: file.used_at_s < used_before_s, self.index)
+        expired = [file for file in old if file.key not in self.pins]
+        for file in expired:
+            self._delete(file, "expired")
+        return len(expired)
 
     def evictable(self, folder: FolderKey, hashes: Sequence[bytes]) -> list[IndexedFile]:
         """Return the files whose records are all in `hashes`, in the order in which to evict them.
@@ -330,6 +340,15 @@ class StoredFiles:
             assert key in self.pins or not self._is_open, key
             assert key not in self.index, key
         assert len(self._quarantined) <= QUARANTINED_MAX
+
+    def _delete(self, file: IndexedFile, cause: Literal["evicted", "expired"]) -> None:
+        """Remove an indexed file from index and disk, and count it under its cause."""
+        records = self.index.record_count
+        self.index.remove(file.key)
+        self._counters[f"{cause}_files_total"] += 1
+        self._counters[f"{cause}_records_total"] += records - self.index.record_count
+        self._counters[f"{cause}_bytes_total"] += file.size_bytes
+        self._remove(file.key, file.size_bytes, "delete")
 
     def _remove_released(self, keys: Iterable[FileKey]) -> None:
         for key in keys:

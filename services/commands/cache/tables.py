@@ -28,6 +28,7 @@ def stats(report: StoreReported, *, is_running: bool) -> str:
         first,
         f"  directory  {report.directory}",
         f"  used       {used}",
+        *([f"  lifetime   {_duration(report.ttl_s)} after the last use"] if report.ttl_s else []),
         f"  records    {report.records:,} in {counted(report.namespaces, 'namespace')}",
         f"  index      read in {report.started_s:.2f} s",
     ]
@@ -69,7 +70,9 @@ def _row(folder: StoredFolder) -> tuple[str, ...]:
 
 
 def _ago(seconds: float) -> str:
-    for unit_s, unit in _AGES:
-        if seconds >= 2.0 * unit_s:
-            return f"{seconds / unit_s:.0f} {unit} ago"
-    return "just now"
+    return f"{_duration(seconds)} ago" if seconds >= 2.0 else "just now"
+
+
+def _duration(seconds: float) -> str:
+    unit_s, unit = next((one for one in _AGES if seconds >= 2.0 * one[0]), _AGES[-1])
+    return f"{seconds / unit_s:.0f} {unit}"

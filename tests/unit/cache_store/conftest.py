@@ -16,10 +16,10 @@ def make_store(tmp_path: Path) -> Iterator[MakeStore]:
     does."""
     stores: list[Store] = []
 
-    def make(bytes_max: int = NO_LIMIT) -> Store:
+    def make(bytes_max: int = NO_LIMIT, ttl_s: float = 0.0) -> Store:
         if stores:
             stores[-1].close()
-        stores.append(Store(tmp_path / "blocks", bytes_max))
+        stores.append(Store(tmp_path / "blocks", bytes_max, ttl_s))
         return stores[-1]
 
     yield make

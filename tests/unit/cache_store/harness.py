@@ -193,10 +193,10 @@ class Rank:
 class Store:
     """The store's core with its disk and a manual clock."""
 
-    def __init__(self, path: Path, bytes_max: int = NO_LIMIT) -> None:
+    def __init__(self, path: Path, bytes_max: int = NO_LIMIT, ttl_s: float = 0.0) -> None:
         self.clock = ManualClock(1_000.0)
         self.directory = Directory(path, bytes_max, "")
-        self.core = StoreCore(str(self.directory.path))
+        self.core = StoreCore(str(self.directory.path), ttl_s)
         self.disk = Disk(self.directory)
         self.log_lines: list[WriteLog] = []
         self.sent: list[Send] = []

@@ -11,7 +11,6 @@ import pytest
 
 from services.cache_store.files import directory as directory_module
 from services.cache_store.files.directory import (
-    DEFAULT_BYTES_MAX,
     Directory,
     DirectoryHeld,
     default_bytes_max,
@@ -101,8 +100,11 @@ def test_cache_directory_owned_by_another_user_is_refused(
     assert list(path.iterdir()) == []
 
 
-def test_cache_directory_is_refused_when_shared_and_holding_foreign_files(tmp_path: Path) -> None:
-    """A folder that other users may read and that holds foreign files is not taken over."""
+def test_cache_directory_with_foreign_files_is_refused_when_other_users_can_read_it(
+    tmp_path: Path,
+) -> None:
+    """A folder that other users may read and that holds foreign files is refused and stays
+    unchanged."""
     path = tmp_path / "home"
     path.mkdir(0o755)
     (path / "letter.txt").write_text("dear")
@@ -231,7 +233,7 @@ def test_block_file_moved_into_folder_of_other_rank_is_quarantined(make_store: M
 
 @pytest.mark.parametrize(
     ("free", "expected"),
-    [(0, 0), (400, 100), (8 * DEFAULT_BYTES_MAX, DEFAULT_BYTES_MAX)],
+    [(0, 0), (400, 100), (8 * limits.STORE_BYTES_DEFAULT_MAX, limits.STORE_BYTES_DEFAULT_MAX)],
 )
 def test_default_cache_size_limit_is_quarter_of_free_space(free: int, expected: int) -> None:
     """The default limit is a quarter of the free space, at most 100 GiB."""

@@ -222,3 +222,44 @@ def test_block_file_with_modification_time_in_future_is_located(make_store: Make
     rank = Rank(make_store())
 
     assert rank.has(1) == [True]
+
+
+def test_records_unused_for_their_time_to_live_are_deleted(make_store: MakeStore) -> None:
+    """A locate counts as use; a record that a rank reads stays until the rank has released it."""
+    rank = Rank(make_store(ttl_s=60.0))
+    for number in (1, 2, 3):
+        rank.commit(number)
+    rank.store.advance_time(40.0)
+    rank.has(2)
+    query_id, _ = rank.locate(3)
+    rank.store.advance_time(40.0)
+
+    assert rank.has(1, 2) == [False, True]
+    assert len(rank.store.files()) == 2
+    rank.store.advance_time(40.0)
+    assert len(rank.store.files()) == 2, "the third is still read"
+    rank.release(query_id)
+    rank.store.advance_time(40.0)
+    assert rank.store.files() == []
+
+    report = rank.store.report()
+    assert (report.records, report.bytes_used, report.ttl_s) == (0, 0, 60.0)
+    assert report.counters["expired_records_total"] == 3
+    assert report.counters["expired_bytes_total"] == 3 * RECORD_BYTES
+    assert "records_expired" in rank.store.log_events()
+
+
+def test_records_expire_after_restart_by_their_last_use(make_store: MakeStore) -> None:
+    """Time in which no store ran counts too: the age of a file is on the disk."""
+    rank = Rank(make_store(ttl_s=3_600.0))
+    rank.commit(1)
+    rank.commit(2)
+    (old, _) = rank.store.files()
+    day_ago_s = old.stat().st_mtime - 86_400.0
+    os.utime(old, (day_ago_s, day_ago_s))
+
+    rank = Rank(make_store(ttl_s=3_600.0))
+    rank.store.advance_time(1.0)
+
+    assert rank.has(1, 2).count(True) == 1
+    assert not old.exists()
