@@ -11,15 +11,18 @@ import click
 
 from services.commands.cli.click_support import Command, json_option, json_text, seconds
 from services.commands.cli.flags import SettingSources, settings_options
+from services.commands.cli.running_config import names_one, running_config
 from services.supervisor.console.console import Console
 from services.supervisor.restarting import RoleRestart
+from services.supervisor.status.running import find_running
 from services.supervisor.status.service_queries import (
     ANSWER_DEADLINE_S,
     StatusWatch,
+    ask_all,
     ask_status,
     no_answer_error,
 )
-from services.supervisor.status.status_table import render
+from services.supervisor.status.status_table import render, render_all
 from shared import limits
 from shared.clock import SystemClock
 from shared.configuration.settings import Config
@@ -35,9 +38,20 @@ _STATUS_INTERVAL_S = 0.25
 @click.command(cls=Command)
 @settings_options
 @json_option
-def status(sources: SettingSources, *, as_json: bool) -> int:
-    """Show the state of a running Lockstep."""
-    reported = ask_status(sources.share().config)
+@click.option("--all", "is_all", is_flag=True, help="List every Lockstep that runs here.")
+def status(sources: SettingSources, *, as_json: bool, is_all: bool) -> int:
+    """Show the state of a running Lockstep.
+
+    Without flags it is the one that you run on this machine, or a list of all if there are several.
+    """
+    found = [] if names_one(sources) and not is_all else find_running()
+    if is_all or len(found) > 1:
+        if not found:
+            raise UnavailableError("You run no Lockstep on this machine: start `lockstep up`.")
+        summaries = ask_all(found)
+        print_line(json_text(summaries) if as_json else render_all(summaries))
+        return limits.EXIT_OK
+    reported = ask_status(running_config(sources))
     print_line(json_text(reported) if as_json else render(reported))
     return limits.EXIT_OK
 
@@ -54,7 +68,7 @@ def restart(sources: SettingSources, *, role: str, number: int | None) -> int:
     ROLE is gateway, scheduler, store, rank (with its number N), or ranks for all ranks of this
     host.
     """
-    config, console = sources.share().config, Console(sys.stdout)
+    config, console = running_config(sources), Console(sys.stdout)
     if role == "rank" and number is None:
         raise UsageError(
             "The rank's number is missing: `lockstep restart rank 0`, or `lockstep restart ranks`."
@@ -91,7 +105,7 @@ def restart(sources: SettingSources, *, role: str, number: int | None) -> int:
 @settings_options
 def drain(sources: SettingSources, *, off: bool, wait_s: float | None) -> int:
     """Refuse new requests and let running ones finish."""
-    config, console = sources.share().config, Console(sys.stdout)
+    config, console = running_config(sources), Console(sys.stdout)
     order = OrderDrain(is_on=not off)
     watch = StatusWatch(config, _STATUS_INTERVAL_S, identity="operator", order=order)
     try:

@@ -9,6 +9,7 @@ import click
 
 from services.commands.cli.click_support import Command
 from services.commands.cli.flags import SettingSources, settings_options
+from services.supervisor.status import running
 from shared import limits
 from shared.configuration import host_selection
 from shared.configuration.host_share import HostShare
@@ -130,7 +131,9 @@ def process_file_held(config: Config, name: str, *, by_pid: bool = False) -> Ite
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         try:
-            file = ProcessFile(prepare_run_dir(config), name, by_pid=by_pid)
+            folder = prepare_run_dir(config)
+            running.register(folder)
+            file = ProcessFile(folder, name, by_pid=by_pid, facts=running.facts(config))
         except OSError as error:
             # A role can serve without its file, for example on a full disk.
             _warn(

@@ -1,18 +1,15 @@
-"""`lockstep up` for one host. Owns the run folder's lock, the port check and the final cleanup.
+"""`lockstep up` for one host. Owns the run folder's claim, the port check and the final cleanup.
 
 It serves no requests. In production launchd or systemd start the same roles instead.
 """
 
-import contextlib
-import os
 import socket
 import sys
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from services.supervisor.children import process_group
 from services.supervisor.console.console import Console, non_blocking
+from services.supervisor.status import running
 from services.supervisor.supervisor import Supervisor
 from shared.configuration.host_share import HostShare
 from shared.configuration.loading import prepare_run_dir
@@ -20,6 +17,7 @@ from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.model import location
 from shared.os import lifeline, process_file
+from shared.os.process_file import NameTaken, ProcessFile
 
 
 def run(share: HostShare) -> int:
@@ -33,37 +31,40 @@ def run(share: HostShare) -> int:
     if share.roles.ranks or share.roles.gateway:
         location.local_folder(config.model.path)
     folder = prepare_run_dir(config)
-    with _lock_run_dir(folder):
+    held = _claim_run_dir(folder, share)
+    running.register(folder)
+    try:
         process_file.delete_stale_files(folder)
         if share.roles.gateway:
             _check_port(config)
-        share.write_files()
         console = Console(non_blocking(sys.stdout))
         code = Supervisor(share, process_group.create_group(share, folder, console), console).run()
         _clean_run_dir(config, folder)
         return code
+    finally:
+        held.release()
 
 
-def _lock_run_dir(folder: Path) -> contextlib.AbstractContextManager[object]:
-    """Lock the run folder; leaving the result's block, or the process's end, drops the lock.
+def _claim_run_dir(folder: Path, share: HostShare) -> ProcessFile:
+    """Take the supervisor's place in the run folder, which each folder has once.
 
     Raises:
-        ConfigError: when another process holds the lock.
+        ConfigError: when another supervisor has it, or the folder cannot be written.
     """
-    path = folder / "lock"
-    lock = FileLock(path, timeout=0, mode=0o600, fallback_to_soft=False)
     try:
-        held = lock.acquire()
-    except Timeout:
-        holder = path.read_text(errors="replace").strip() or "unknown"
+        return ProcessFile(
+            folder, process_file.SUPERVISOR, is_only=True, facts=running.facts(share.config)
+        )
+    except NameTaken as taken:
         raise ConfigError(
-            f"Lockstep already runs with the run folder {folder} (process {holder}): stop it, "
-            "or choose another --port or paths.run_dir."
+            f"Lockstep already runs with the run folder {folder} (process "
+            f"{taken.pid or 'unknown'}): stop it, or choose another --port or paths.run_dir."
         ) from None
-    # The process id only serves the message above, so a full disk is no reason to fail.
-    with contextlib.suppress(OSError):
-        path.write_text(f"{os.getpid()}\n")
-    return held
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write to the run folder {folder}: {error.strerror}. Free space there, or set "
+            "paths.run_dir."
+        ) from None
 
 
 def _clean_run_dir(config: Config, folder: Path) -> None:

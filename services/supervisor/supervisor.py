@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from types import FrameType
 
-from services.supervisor.children.child import PERMANENT, Child
+from services.supervisor.children.child import LONGEST_DELAY_S, PERMANENT, Child
 from services.supervisor.children.process_group import ProcessGroup
 from services.supervisor.children.stuck_processes import LingeringRanks, SchedulerLiveness
 from services.supervisor.console.announcer import Announcer
@@ -77,6 +77,8 @@ class Supervisor:
         """Time of the latest status."""
         self._answered_gateway = 0
         """Number of the latest gateway process that has answered."""
+        self._has_served = False
+        """The world has been ready, so that every setting has worked once."""
 
     def run(self) -> int:
         """Start all children, watch them until a stop signal or a permanent failure, stop them.
@@ -114,12 +116,8 @@ class Supervisor:
         now_s = self._tick()
         for child in children:
             code = child.reap(now_s)
-            if code in PERMANENT:
-                if child not in self._children.stores:
-                    self._log_permanent_failure(child, code, "stopping everything")
-                    return code
-                self._log_permanent_failure(child, code, "serving continues without blocks on SSD")
-                child.disable_restart()
+            if code in PERMANENT and not self._continues_without(child, code):
+                return code
             child.start_if_due(now_s)
             stopped_max_s = RANK_STOPPED_S if child in self._children.ranks else STOPPED_S
             if child.stopped_s(now_s) >= stopped_max_s:
@@ -142,10 +140,25 @@ class Supervisor:
             return None
         return self._apply_status(status)
 
+    def _continues_without(self, child: Child, code: int | None) -> bool:
+        """Log an exit after which a restart cannot help; return whether the others continue."""
+        if self._has_served:
+            # The cause arose since, for example a key file that others can write, and may go again.
+            child.retry_slowly(self._now_s)
+            consequence = f"the others continue; trying again in {LONGEST_DELAY_S:.0f} s"
+        elif child in self._children.stores:
+            child.disable_restart()
+            consequence = "serving continues without blocks on SSD"
+        else:
+            consequence = "stopping everything"
+        self._log_permanent_failure(child, code, consequence)
+        return self._has_served or child in self._children.stores
+
     def _apply_status(self, status: StatusReported) -> int | None:
         """Update the children's health from a status; return as `_check_children`."""
         scheduler, gateway = self._children.scheduler, self._children.gateway
         self._status_at_s = self._now_s
+        self._has_served |= status.ready
         # For a scheduler on another host, count the processes that this link has met.
         start = scheduler.starts if scheduler else self._scheduler_watch.schedulers
         self._scheduler_liveness.update(start, self._now_s)

@@ -7,6 +7,7 @@ unknown key or a value out of range is a ConfigError that names it.
 import dataclasses
 import ipaddress
 import os
+import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Struct
 
+from shared import limits
 from shared.configuration import hostfile, world_addresses
 from shared.configuration.setting_rules import check_consistency
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
+from shared.os import run_folder, user_folders
 
 API_KEYS_VARIABLE = "LOCKSTEP_API_KEYS"
 """Variable with API keys (name=key,name=key), for containers and other places without a file."""
@@ -64,12 +67,8 @@ def config_from_tree(tree: dict[str, Any], *, has_api_keys: bool = False) -> Con
         config = msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_sentence(str(error))) from None
-    if not (is_loopback(config.gateway.host) or config.gateway.api_keys_file or has_api_keys):
-        raise ConfigError(
-            f"gateway.host is {config.gateway.host}, which other machines can reach, so clients "
-            "need API keys: set gateway.api_keys_file and create a key with `lockstep api-key new "
-            "NAME`, or use 127.0.0.1."
-        )
+    if not (config.gateway.api_keys_file or has_api_keys):
+        _check_unreachable(config.gateway.host)
     check_consistency(config)
     return config
 
@@ -96,8 +95,8 @@ def read_world_files(config: Config) -> WorldFiles:
     """
     if config.backend == "off":
         return WorldFiles("", "", [])
-    hosts = _read_text(config.world.hostfile, "world.hostfile")
-    devices = _read_text(config.world.jaccl_devices, "world.jaccl_devices")
+    hosts = read_text(config.world.hostfile, "world.hostfile")
+    devices = read_text(config.world.jaccl_devices, "world.jaccl_devices")
     return WorldFiles(hosts, devices, world_addresses.check_addresses(config, hosts, devices))
 
 
@@ -110,20 +109,21 @@ def is_loopback(host: str) -> bool:
 
 
 def prepare_run_dir(config: Config) -> Path:
-    """Create the run folder with mode 0700 and return it.
+    """Create the run folder with mode 0700, or check an existing one; return it.
 
     Raises:
-        ConfigError: when it cannot be created or belongs to another user.
+        ConfigError: when it cannot be created, its sockets' paths would be too long, or other users
+            can access or replace it.
     """
     folder = config.run_dir
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise ConfigError(f"The folder {folder} belongs to another user: set paths.run_dir.")
-        folder.chmod(0o700)
-    except OSError as error:
-        raise ConfigError(f"Cannot use {folder} as paths.run_dir: {error.strerror}.") from None
-    return folder
+    for address in (config.gateway_address, config.rank_address, config.store_address):
+        scheme, _, path = address.partition("://")
+        if scheme == "ipc" and len(os.fsencode(path)) > limits.IPC_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"The path of the socket {path} is longer than {limits.IPC_PATH_BYTES_MAX} bytes, "
+                "which the system does not allow: set paths.run_dir to a shorter folder."
+            )
+    return run_folder.prepare(folder)
 
 
 def environment_name(section: str, key: str) -> str:
@@ -165,13 +165,19 @@ def read_toml(file: str, kind: str) -> dict[str, Any]:
         raise ConfigError(f"The {kind} {file} is not valid TOML: {error}.") from None
 
 
-def _read_text(file: str, key: str) -> str:
+def read_text(file: str, key: str) -> str:
+    """Return the content of a file that a setting names; "" without a file.
+
+    Args:
+        file: its path.
+        key: the setting, for errors.
+
+    Raises:
+        ConfigError: when it cannot be read.
+    """
     if not file:
         return ""
-    try:
-        path = Path(file).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"There is no home folder for {file}: write an absolute path.") from None
+    path = user_folders.expand(file, key)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -194,7 +200,7 @@ def _follow_hostfile(tree: dict[str, Any], *, is_size_set: bool) -> None:
     is_one = str(world.get("size", 1)).strip() == "1"
     if world.get("backend") == "off" or not (is_one or is_backend_unset):
         return
-    hosts = hostfile.parse(_read_text(file, "world.hostfile"))
+    hosts = hostfile.parse(read_text(file, "world.hostfile"))
     if is_one and not is_size_set:
         world["size"] = hosts.size
     elif is_one and hosts.size > 1:
@@ -204,6 +210,29 @@ def _follow_hostfile(tree: dict[str, Any], *, is_size_set: bool) -> None:
         )
     if is_backend_unset and hosts.backend and hosts.size > 1:
         world["backend"] = hosts.backend
+
+
+def _check_unreachable(host: str) -> None:
+    """Refuse an address of a gateway without API keys that other machines can reach.
+
+    Raises:
+        ConfigError: when they can reach it, or it is no address and no name that resolves to one.
+    """
+    if is_loopback(host):
+        return
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise ConfigError(
+            f"gateway.host is {host}, which is not an address and does not resolve to one on this "
+            "machine: write an address of this machine, or 127.0.0.1."
+        ) from None
+    if not all(is_loopback(str(address[0])) for *_, address in found):
+        raise ConfigError(
+            f"gateway.host is {host}, which other machines can reach, so clients need API keys: "
+            "set gateway.api_keys_file and create a key with `lockstep api-key new NAME`, or use "
+            "127.0.0.1."
+        )
 
 
 def _environment_keys(environment: Mapping[str, str]) -> dict[str, str | list[str]]:

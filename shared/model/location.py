@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.os import user_folders
 
 DEMO = "demo"
 """The name of the built-in model."""
@@ -29,7 +30,7 @@ def local_folder(path: str) -> Path | None:
     """
     if path == DEMO:
         return demo_folder()
-    folder = Path(path).expanduser()
+    folder = user_folders.expand(path, "model.path")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"The folder {folder} has no config.json, so it is not a model.")

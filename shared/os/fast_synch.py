@@ -17,10 +17,9 @@ from typing import Literal
 from xml.parsers.expat import ExpatError
 
 import msgspec
-import platformdirs
 
 from shared.errors import ConfigError
-from shared.os import private_files
+from shared.os import private_files, user_folders
 
 VARIABLE = "MLX_METAL_FAST_SYNCH"
 FILE_NAME = "fast-synch.json"
@@ -60,7 +59,7 @@ def proof_file() -> Path:
     It is in this user's cache folder, and lists builds on which a world has computed correctly with
     `MLX_METAL_FAST_SYNCH=1`.
     """
-    return platformdirs.user_cache_path("lockstep") / FILE_NAME
+    return user_folders.cache_folder("XDG_CACHE_HOME") / FILE_NAME
 
 
 def proof_state(path: Path, build: str) -> ProofState:

@@ -5,9 +5,9 @@ ends, so a leftover file is recognised as stale and a reused process id is never
 role's. A file is written and locked under a temporary name and then linked to its own, so that a
 reader never sees an incomplete one.
 
-The locks are flock calls instead of `filelock`: readers probe with a shared lock so that they do
-not hinder each other, and must not create files. `filelock` only takes exclusive locks on files
-that it creates, and its import costs every role 0.1 s of start time.
+The locks are flock calls instead of a library's: readers probe with a shared lock so that they do
+not hinder each other, and must not create files, while `filelock` only takes exclusive locks on
+files that it creates.
 """
 
 import contextlib
@@ -16,10 +16,20 @@ import fcntl
 import os
 import re
 import secrets
+import threading
 import time
 from pathlib import Path
 
+from shared.errors import ConfigError
+from shared.os import run_folder
+
 SUFFIX = ".pid"
+
+SUPERVISOR = "supervisor"
+"""Name of `lockstep up`, which each run folder has once."""
+
+ROLES = (SUPERVISOR, "gateway", "scheduler", "store", "rank")
+"""Names of all processes; those of ranks may have a number."""
 
 TAKE_S = 0.2
 """Seconds to retry taking a name. A reader's probe holds a stale file's lock only for an
@@ -27,6 +37,13 @@ instant."""
 
 TAKE_TRIES = 20
 """Attempts to take a name at least, in case this process was not scheduled during TAKE_S."""
+
+
+RESTORE_INTERVAL_S = 1.0
+"""Seconds between two checks whether the file was deleted."""
+
+TEXT_BYTES_MAX = 1 << 16
+"""Longest content of a file that is read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,12 +54,34 @@ class RoleProcess:
     """The role, with the number of a rank: `scheduler`, `rank-0`. A second process of a role and an
     unnumbered rank have their process id appended: `rank.4711`."""
     pid: int
+    facts: str = ""
+    """What the process has written about itself, such as its settings; "" if nothing."""
+
+
+class NameTaken(Exception):
+    """Another process has the name."""
+
+    def __init__(self, pid: int | None) -> None:
+        """Record the other process's id, None if it is unknown."""
+        super().__init__(f"process {pid or 'unknown'} has the name")
+        self.pid = pid
 
 
 class ProcessFile:
-    """The locked file by which commands find this process under its role."""
+    """The locked file by which commands find this process under its role.
 
-    def __init__(self, folder: Path, role: str, *, by_pid: bool = False) -> None:
+    A thread writes it again within `RESTORE_INTERVAL_S` when it was deleted.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        role: str,
+        *,
+        by_pid: bool = False,
+        is_only: bool = False,
+        facts: str = "",
+    ) -> None:
         """Create and lock this process's file, with its process id as content.
 
         Args:
@@ -50,32 +89,66 @@ class ProcessFile:
             role: name under which this process can be found.
             by_pid: append the process id to the name always. False: only if another process has the
                 name, for example a second gateway.
+            is_only: no second process may have the name.
+            facts: what else the file says about the process, without a private content.
 
         Raises:
+            NameTaken: when `is_only` and another process has the name.
             OSError: when the folder cannot be written.
         """
-        self._role = role
-        own = folder / f"{role}.{os.getpid()}{SUFFIX}"
-        temporary = folder / f".{role}.{secrets.token_hex(8)}{SUFFIX}"
-        self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(self._descriptor, f"{os.getpid()}\n".encode())
-            self.path = folder / f"{role}{SUFFIX}"
-            if by_pid or not _link(temporary, self.path):
-                self.path = own
-                if not _link(temporary, own):
-                    raise BlockingIOError(f"{own} is held by another process")
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        finally:
-            temporary.unlink(missing_ok=True)
+        self._content = f"{os.getpid()}\n{facts}"
+        self._paths = [] if by_pid else [folder / f"{role}{SUFFIX}"]
+        if not is_only:
+            self._paths.append(folder / f"{role}.{os.getpid()}{SUFFIX}")
+        self._descriptor = -1
+        self.path = self._paths[-1]
+        if not self._write():
+            if is_only:
+                raise NameTaken(_holder(self.path)[0])
+            raise BlockingIOError(f"{self.path} is held by another process")
+        self._lock = threading.Lock()
+        self._is_released = threading.Event()
+        threading.Thread(target=self._keep, name="process-file", daemon=True).start()
 
     def release(self) -> None:
         """Delete the file. Call it right before the process ends."""
-        self.path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        self._is_released.set()
+        with self._lock:
+            self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+
+    def _write(self) -> bool:
+        """Write and lock the file. Return False if running processes have the names."""
+        folder = self._paths[0].parent
+        temporary = folder / f".{secrets.token_hex(8)}{SUFFIX}"
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(descriptor, self._content.encode())
+            for path in self._paths:
+                if _link(temporary, path):
+                    # The descriptor of a deleted file is closed.
+                    self.path, descriptor, self._descriptor = path, self._descriptor, descriptor
+                    return True
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _keep(self) -> None:
+        while not self._is_released.wait(RESTORE_INTERVAL_S):
+            # Without its file a process cannot be found, but it serves.
+            with self._lock, contextlib.suppress(OSError, ConfigError):
+                if not (self._is_released.is_set() or self._is_in_place()):
+                    run_folder.prepare(self.path.parent)
+                    self._write()
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(self.path.lstat(), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
 
 
 def find_processes(folder: Path, role: str) -> list[RoleProcess]:
@@ -92,10 +165,15 @@ def find_processes(folder: Path, role: str) -> list[RoleProcess]:
     found = []
     for path in folder.glob(f"*{SUFFIX}"):
         match = pattern.fullmatch(path.name)
-        pid = _holder(path) if match else None
+        pid, facts = _holder(path) if match else (None, "")
         if match and pid:
-            found.append(RoleProcess(match[1], pid))
+            found.append(RoleProcess(match[1], pid, facts))
     return sorted(found, key=lambda holder: (len(holder.name), holder.name))
+
+
+def find_all(folder: Path) -> list[RoleProcess]:
+    """Return all running processes of a run folder, in the order of ROLES."""
+    return [found for role in ROLES for found in find_processes(folder, role)]
 
 
 def delete_stale_files(folder: Path) -> None:
@@ -141,35 +219,22 @@ def _remove_if_stale(path: Path) -> bool:
     return True
 
 
-def _holder(path: Path) -> int | None:
-    """Return the id of the process that locks the file, None if the file is stale or unreadable."""
+def _holder(path: Path) -> tuple[int | None, str]:
+    """Return id and facts of the process that locks the file; None: it is stale or unreadable."""
     try:
         descriptor = _open(path)
     except OSError:
-        return None
+        return None, ""
     if descriptor is None:
-        return None
-    return lock_owner(descriptor)
-
-
-def lock_owner(descriptor: int) -> int | None:
-    """Return the process id in a file that another process locks, and close the descriptor.
-
-    Args:
-        descriptor: the open file, whose text is the id of the process that locked it.
-
-    Returns:
-        The id; None if the file is not locked or holds no id.
-    """
+        return None, ""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = os.read(descriptor, 32).decode(errors="replace").strip()
-        return int(text) if text.isdecimal() else None
+        pid, _, facts = os.read(descriptor, TEXT_BYTES_MAX).decode(errors="replace").partition("\n")
+        return (int(pid) if pid.isdecimal() else None), facts
     finally:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    return None
+        os.close(descriptor)
+    return None, ""
 
 
 def _open(path: Path) -> int | None:

@@ -75,6 +75,8 @@ class Session:
         self.own = own
         self.peer = peer
         self.last_received_s = now_s
+        self.may_be_silent = False
+        """The peer does not count as lost however long nothing comes from it."""
         self.duplicates = 0
         self.gaps = 0
         self.resent = 0
@@ -160,9 +162,13 @@ class Session:
         owes_ack = self._ack_owed >= limits.ACK_EVERY_MESSAGES or (
             self._ack_owed > 0 and now_s - self._ack_owed_since_s >= limits.ACK_DELAY_S
         )
-        if not frames and (owes_ack or now_s - self._sent_at_s >= limits.KEEPALIVE_S):
+        if not frames and (owes_ack or self.needs_keepalive(now_s)):
             frames.append(self.control_frame(ALIVE, now_s))
         return frames
+
+    def needs_keepalive(self, now_s: float) -> bool:
+        """Tell whether nothing was sent in the `limits.KEEPALIVE_S` before `now_s`."""
+        return now_s - self._sent_at_s >= limits.KEEPALIVE_S
 
     def due_in_s(self, now_s: float) -> float:
         """Return the seconds, 0 or more, from `now_s` until `due_frames` has something to send."""
@@ -179,8 +185,17 @@ class Session:
         return Frame(0, self.own, self.peer, 0, self._received, kind)
 
     def is_silent(self, now_s: float) -> bool:
-        """Tell whether nothing came from the peer in the `limits.PEER_SILENCE_S` before `now_s`."""
-        return now_s - self.last_received_s > limits.PEER_SILENCE_S
+        """Tell whether nothing came from the peer in the `limits.PEER_SILENCE_S` before `now_s`.
+
+        Always False while it `may_be_silent`.
+        """
+        return not self.may_be_silent and now_s - self.last_received_s > limits.PEER_SILENCE_S
+
+    def allow_silence(self, now_s: float, *, is_allowed: bool) -> None:
+        """Set `may_be_silent`; once silence is not allowed any more, its limit counts from now."""
+        if self.may_be_silent and not is_allowed:
+            self.last_received_s = now_s
+        self.may_be_silent = is_allowed
 
     def record_send(self, now_s: float, *, is_reachable: bool) -> None:
         """Record whether a connection to the peer existed at a send, for `is_unreachable`.

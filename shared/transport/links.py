@@ -15,7 +15,7 @@ from shared.clock import Clock, SystemClock
 from shared.errors import FrameRefused, PeerUnknown
 from shared.identifiers import Incarnation, PeerId
 from shared.log import Log
-from shared.transport import codec, delivery, framing, sockets
+from shared.transport import codec, delivery, framing, socket_file, sockets
 from shared.transport.authentication import REFUSAL_LOG_INTERVAL_S, AccessControl, listener_key
 from shared.transport.delivery import Frame, Session, new_incarnation
 from shared.transport.keys import DIALLING_ROLES
@@ -96,6 +96,7 @@ class Listener(_Link[M]):
         own = sockets.keys_for(address, keys_dir, is_dialled=False)
         self._access = AccessControl(own.folder, roles, address, clock) if own else None
         super().__init__(sockets.listen(address, own, self._access), receives, clock)
+        self._file = socket_file.SocketFile(self.address, self.socket.bind)
         self._sessions: dict[PeerId, Session] = {}
         self._ended_now: set[PeerId] = set()  # peers whose session the current `poll` has ended
 
@@ -154,6 +155,11 @@ class Listener(_Link[M]):
             raise PeerUnknown(f"no session with {peer!r}")
         now_s = self._clock.now()
         self._send_frame(peer, session, session.send(epoch, body, now_s), now_s)
+
+    def allow_silence(self, peer: PeerId, *, is_allowed: bool) -> None:
+        """Let a peer be silent without being lost, or judge its silence again from now on."""
+        if (session := self._sessions.get(peer)) is not None:
+            session.allow_silence(self._clock.now(), is_allowed=is_allowed)
 
     def drop(self, peer: PeerId) -> None:
         """Say goodbye to a peer and end its session. Its later frames are answered with a reset."""
@@ -218,6 +224,7 @@ class Listener(_Link[M]):
         session.record_send(now_s, is_reachable=is_reachable)
 
     def _maintain_sessions(self, now_s: float, events: list[LinkEvent[M]]) -> None:
+        self._file.restore(now_s)
         for peer, session in list(self._sessions.items()):
             if cause := session.loss_cause(now_s):
                 self._end_session(peer, cause, events)
@@ -328,6 +335,11 @@ class Dialer(_Link[M]):
         frame = self._session.send(epoch, codec.encode(message), self._clock.now())
         self.socket.send(framing.pack(frame))
 
+    def keep_alive(self) -> None:
+        """Send a keep-alive if it is due. For a second thread, kept apart by a lock."""
+        if (session := self._session) is not None and session.needs_keepalive(self._clock.now()):
+            self.socket.send(framing.pack(session.control_frame(delivery.ALIVE, self._clock.now())))
+
     def close(self, wait_s: float = limits.GOODBYE_S) -> None:
         """Wait up to `wait_s` seconds for acknowledgements, send a goodbye, and close."""
         if self.socket.is_closed:
@@ -336,9 +348,8 @@ class Dialer(_Link[M]):
         while self.unacknowledged and self._clock.now() < until_s:
             self.poll(0.02)
         if (session := self._session) is not None:
-            self.socket.send(
-                framing.pack(session.control_frame(delivery.GOODBYE, self._clock.now()))
-            )
+            goodbye = session.control_frame(delivery.GOODBYE, self._clock.now())
+            self.socket.send(framing.pack(goodbye))
         self.socket.close()
 
     def _handle_frame(self, parts: list[bytes], now_s: float, events: list[LinkEvent[M]]) -> None:

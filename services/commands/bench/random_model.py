@@ -16,9 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import platformdirs
-
 from shared.errors import UsageError
+from shared.os import user_folders
 
 FORMAT = 1
 """Version in the folder name of a cached model; changes when this file makes other models."""
@@ -68,7 +67,7 @@ PRESETS = {
 
 def preset_folder(preset: str) -> Path:
     """Return the folder of a preset's model in the user's cache; it may not exist yet."""
-    return platformdirs.user_cache_path("lockstep") / "bench" / f"random-{preset}-v{FORMAT}"
+    return user_folders.cache_folder("XDG_CACHE_HOME") / "bench" / f"random-{preset}-v{FORMAT}"
 
 
 def make_random_model(folder: Path, preset_name: str) -> None:

@@ -14,6 +14,7 @@ from services.commands.cache.client import Store, opened
 from services.commands.checks.text_table import counted, format_bytes
 from services.commands.cli.click_support import Group, json_option, json_text
 from services.commands.cli.flags import SettingSources, settings_options
+from services.commands.cli.running_config import running_config
 from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError, UsageError
@@ -61,7 +62,7 @@ def cache() -> None:
 @json_option
 def stats(sources: SettingSources, *, as_json: bool) -> int:
     """Show directory, size, records and counters of this host's cache store."""
-    return _print(run(sources.share().config, "stats", ""), as_json=as_json)
+    return _print(run(running_config(sources), "stats", ""), as_json=as_json)
 
 
 @cache.command(name="list")
@@ -70,7 +71,7 @@ def stats(sources: SettingSources, *, as_json: bool) -> int:
 @_namespace_option
 def list_command(sources: SettingSources, *, as_json: bool, namespace: str) -> int:
     """List number, size and last use of the records of each namespace and rank."""
-    return _print(run(sources.share().config, "list", namespace), as_json=as_json)
+    return _print(run(running_config(sources), "list", namespace), as_json=as_json)
 
 
 @cache.command()
@@ -79,7 +80,7 @@ def list_command(sources: SettingSources, *, as_json: bool, namespace: str) -> i
 @_namespace_option
 def check(sources: SettingSources, *, as_json: bool, namespace: str) -> int:
     """Read and check every record; the exit code is 1 if a record is damaged."""
-    return _print(run(sources.share().config, "check", namespace), as_json=as_json)
+    return _print(run(running_config(sources), "check", namespace), as_json=as_json)
 
 
 @cache.command()
@@ -88,7 +89,7 @@ def check(sources: SettingSources, *, as_json: bool, namespace: str) -> int:
 @_namespace_option
 def clear(sources: SettingSources, *, as_json: bool, namespace: str) -> int:
     """Delete all records, or those of one namespace."""
-    return _print(run(sources.share().config, "clear", namespace), as_json=as_json)
+    return _print(run(running_config(sources), "clear", namespace), as_json=as_json)
 
 
 def _print(output: CommandOutput, *, as_json: bool) -> int:

@@ -229,4 +229,4 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _folder(sources: SettingSources) -> Path:
-    return sources.share().config.keys_dir
+    return sources.share().config.required_keys_dir

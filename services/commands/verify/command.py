@@ -17,6 +17,7 @@ from services.commands.checks import check_results
 from services.commands.checks.check_results import Verdict, has_failed
 from services.commands.cli.click_support import Command, json_option, json_text
 from services.commands.cli.flags import SettingSources, settings_options
+from services.commands.cli.running_config import running_config
 from services.commands.verify import ending, fast_synch_check, judging
 from services.commands.verify.blocks import LongPrompt
 from services.commands.verify.cluster_checks import ClusterChecks, VerifiedCluster
@@ -92,7 +93,7 @@ class VerifyOptions:
 def verify(sources: SettingSources, **options: Any) -> int:
     """Check that a running Lockstep works in every part; the exit code is 1 if a check FAILs."""
     console = Console(sys.stdout)
-    code = run(sources.share().config, VerifyOptions(**options), console)
+    code = run(running_config(sources), VerifyOptions(**options), console)
     return exit_code_if_written(code, console.write_error)
 
 

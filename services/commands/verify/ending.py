@@ -85,16 +85,13 @@ def judge_shutdown(seconds: float, left: list[str]) -> TimedCheck:
 
 
 def supervisor_pid(folder: Path) -> int | None:
-    """Return the process id of the `lockstep up` that holds a run folder's lock.
+    """Return the process id of the `lockstep up` that runs with a run folder.
 
     Args:
         folder: the run folder.
 
     Returns:
-        The id; None if no process holds the lock.
+        The id; None if there is none.
     """
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    return process_file.lock_owner(descriptor)
+    found = process_file.find_processes(folder, process_file.SUPERVISOR)
+    return found[0].pid if found else None

@@ -46,11 +46,12 @@ class FastSynchProof:
             system: the value of `sys.platform`.
             environment: variables of this process.
         """
-        self._path = path or fast_synch.proof_file()
         is_enabled = fast_synch.is_enabled(environment)
         self._build = (
             fast_synch.platform_build(device.kind, device.name, system) if is_enabled else ""
         )
+        # Without a build nothing is read or recorded, and no home folder is needed.
+        self._path = path or (fast_synch.proof_file() if self._build else Path())
         self._is_withheld = False
         """A recorded proof was removed while a canary runs."""
         self._lock = threading.RLock()

@@ -16,7 +16,7 @@ from shared.configuration.settings import Config
 from shared.errors import ConfigError, WorldLost
 from shared.log import Log
 from shared.messages import JoinWorld, RankHello
-from shared.os import fast_synch
+from shared.os import fast_synch, run_folder
 
 _log = Log("rank_worker.join")
 
@@ -118,7 +118,7 @@ def hello(rank: int, data_address: str, device: Device) -> RankHello:
         device=f"{device.kind} {device.name}".strip(),
         mlx_version=fast_synch.mlx_version(),
         memory_bytes=device.memory_bytes,
-        fast_synch=fast_synch.proof_state(fast_synch.proof_file(), build),
+        fast_synch=fast_synch.proof_state(fast_synch.proof_file(), build) if build else "unproven",
     )
 
 
@@ -134,7 +134,7 @@ def world_environment(order: JoinWorld, run_dir: Path) -> Iterator[None]:
 
     Raises:
         WorldLost: when a launcher gave this process another rank.
-        ConfigError: when there is no GPU for this rank.
+        ConfigError: when there is no GPU for this rank, or the folder cannot be used.
     """
     launched = launched_rank()
     if launched is not None and order.backend != "off":
@@ -144,12 +144,13 @@ def world_environment(order: JoinWorld, run_dir: Path) -> Iterator[None]:
         return
     _set_variables(order)
     name = f"world-of-rank-{order.rank}-"
+    run_folder.prepare(run_dir)
     for stale in run_dir.glob(f"{name}*"):
         if not _is_alive(stale.name.removeprefix(name)):
             _remove(stale)
     folder = run_dir / f"{name}{os.getpid()}"
     _remove(folder)
-    folder.mkdir(mode=0o700, parents=True)
+    folder.mkdir(mode=0o700)
     try:
         for name, content in order.files.items():
             path = folder / name

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
+from services.supervisor.children.effective_config import RunFiles
 from services.supervisor.console.console import Console
 from shared import limits
+from shared.errors import ConfigError
 from shared.os import lifeline
 
 PERMANENT = frozenset({limits.EXIT_CONFIG, limits.EXIT_USAGE})
@@ -94,13 +95,13 @@ class Child:
     """
 
     def __init__(
-        self, role: Role, config_file: Path, environment: dict[str, str], console: Console
+        self, role: Role, files: RunFiles, environment: dict[str, str], console: Console
     ) -> None:
         """Prepare the process; `start_if_due` starts it.
 
         Args:
             role: name and arguments of the process.
-            config_file: configuration file that it reads.
+            files: the files that it reads, which each start restores first.
             environment: all its environment variables.
             console: receives its output line by line.
         """
@@ -109,7 +110,8 @@ class Child:
         """Number of processes started so far."""
         self.last_code = limits.EXIT_OK
         """Exit code of the previous process. A negative number is the signal that ended it."""
-        self._command: Sequence[str] = command(sys.executable, role, str(config_file))
+        self._command: Sequence[str] = command(sys.executable, role, str(files.config_file))
+        self._files = files
         self._environment = environment
         self._console = console
         self._backoff = Backoff()
@@ -135,14 +137,15 @@ class Child:
         if self._process is not None or now_s < self._start_at_s:
             return
         try:
+            self._files.restore()
             self._process = self._spawn()
-        except OSError as error:
-            # A lack of descriptors, memory or process slots may be temporary.
+        except (OSError, ConfigError) as error:
+            # A lack of descriptors, memory, disk space or process slots may be temporary.
             delay_s = self._backoff.after(0.0)
             self._start_at_s = now_s + delay_s
+            cause = error.strerror if isinstance(error, OSError) else error
             self._console.log_line(
-                "lockstep",
-                f"cannot start {self.role.name} ({error.strerror}); retrying in {delay_s:.1f} s",
+                "lockstep", f"cannot start {self.role.name} ({cause}); retrying in {delay_s:.1f} s"
             )
             return
         self.starts += 1
@@ -161,6 +164,14 @@ class Child:
     def disable_restart(self) -> None:
         """Prevent all later starts. Call it after `reap` has returned an exit code."""
         self._start_at_s = math.inf
+
+    def retry_slowly(self, now_s: float) -> None:
+        """Make the next start `LONGEST_DELAY_S` from now. Call it after `reap`.
+
+        Args:
+            now_s: the supervisor's time in seconds.
+        """
+        self._start_at_s = now_s + LONGEST_DELAY_S
 
     def stopped_s(self, now_s: float) -> float:
         """Return the seconds for which the process has been stopped (SIGSTOP), 0.0 while it runs.

@@ -1,17 +1,30 @@
-"""Configuration file for the children: the supervisor's merged settings. Owns its format."""
+"""Files from which the children start: the supervisor's merged settings. Owns their format."""
 
+import contextlib
 import json
 import os
+import stat
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
-from shared.configuration.loading import overriding_variables
+from shared.configuration.host_share import DEVICES_FILE
+from shared.configuration.loading import overriding_variables, read_text
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
+from shared.os import run_folder
 
 FILE_NAME = "config.toml"
+
+_COPIES = {"hostfile": "hostfile.json", "jaccl_devices": DEVICES_FILE}
+"""Setting of the world that names a file -> name of its copy in the run folder."""
+
+_MODE = 0o600
+_NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 def as_toml(config: Config) -> str:
@@ -26,24 +39,63 @@ def as_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def write(config: Config, folder: Path) -> Path:
-    """Write the settings as TOML into `folder`/config.toml (mode 0600); return the file's path.
+class RunFiles:
+    """Files in the run folder that children read at their start, held in memory.
 
-    Raises:
-        ConfigError: when it cannot be written, for example on a full disk.
+    They are the merged settings and copies of the hostfile and the matrix of RDMA devices, so that
+    a child restarts even if all of them were deleted, in the run folder or where they came from.
     """
-    path = folder / FILE_NAME
-    try:
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(as_toml(config))
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot write the roles' configuration {path}: {error.strerror}. Free space there, "
-            "or set paths.run_dir."
-        ) from None
-    return path
+
+    def __init__(self, config: Config, folder: Path, files: Mapping[str, str] = _NO_FILES) -> None:
+        """Read the files that the settings name; `restore` writes all of them.
+
+        Args:
+            config: the settings.
+            folder: the run folder.
+            files: path -> content of further files.
+
+        Raises:
+            ConfigError: when a file that the settings name cannot be read.
+        """
+        self._folder = folder
+        self._texts = {Path(path): text for path, text in files.items()}
+        copies = {}
+        for key, name in _COPIES.items():
+            path = getattr(config.world, key)
+            if path and path not in files:
+                self._texts[folder / name] = read_text(path, f"world.{key}")
+                copies[key] = str(folder / name)
+        if copies:
+            config = structs.replace(config, world=structs.replace(config.world, **copies))
+        self.config_file = folder / FILE_NAME
+        """The file with the settings."""
+        self._texts[self.config_file] = as_toml(config)
+
+    def restore(self) -> None:
+        """Write the files that are missing or different, with mode 0600, and a missing folder.
+
+        Raises:
+            ConfigError: when it cannot be done, for example on a full disk.
+        """
+        run_folder.prepare(self._folder)
+        for path, text in self._texts.items():
+            try:
+                _restore(path, text)
+            except OSError as error:
+                raise ConfigError(
+                    f"Cannot write the roles' configuration {path}: {error.strerror}. Free space "
+                    "there, or set paths.run_dir."
+                ) from None
+
+
+def _restore(path: Path, text: str) -> None:
+    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+        if stat.S_IMODE(path.lstat().st_mode) == _MODE and path.read_text("utf-8") == text:
+            return
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
 
 
 def without_overrides(environment: dict[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import services
 from services.supervisor.children import effective_config
 from services.supervisor.children.child import Child, Role
+from services.supervisor.children.effective_config import RunFiles
 from services.supervisor.console.console import Console
 from shared.configuration.host_share import HostShare
 from shared.configuration.loading import API_KEYS_VARIABLE
@@ -30,17 +31,18 @@ class ProcessGroup:
 
 
 def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGroup:
-    """Write the children's configuration file and create the children; starts no process.
+    """Write the files that the children read and create the children; starts no process.
 
     Args:
         share: the settings and the roles of this host.
-        folder: the run folder, which gets the file.
+        folder: the run folder, which gets the files.
         console: receives the children's output.
 
     Raises:
-        ConfigError: when the configuration file cannot be written.
+        ConfigError: when a file cannot be read or written.
     """
-    config_file = effective_config.write(share.config, folder)
+    files = RunFiles(share.config, folder, share.files)
+    files.restore()
     environment = _environment(dict(os.environ))
     # Only the gateway needs the clients' API keys.
     without_keys = {name: text for name, text in environment.items() if name != API_KEYS_VARIABLE}
@@ -48,7 +50,7 @@ def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGro
     created: dict[str, list[Child]] = {"scheduler": [], "store": [], "rank": [], "gateway": []}
     for role in roles(share):
         variables = environment if role.name == "gateway" else without_keys
-        child = Child(role, config_file, variables, console)
+        child = Child(role, files, variables, console)
         created[role.name.partition(" ")[0]].append(child)
     return ProcessGroup(
         scheduler=next(iter(created["scheduler"]), None),

@@ -4,12 +4,16 @@ Owns the links and deadlines; does not format answers.
 """
 
 import contextlib
+import dataclasses
 import http.client
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from services.supervisor.status.progress_text import base_url
+from services.supervisor.status.running import Running
 from shared.clock import Clock, SystemClock
 from shared.configuration.settings import Config
-from shared.errors import PeerUnknown, UnavailableError
+from shared.errors import ConfigError, PeerUnknown, UnavailableError
 from shared.identifiers import Incarnation
 from shared.messages import (
     FromStore,
@@ -27,6 +31,25 @@ ANSWER_DEADLINE_S = 3.0
 
 GATEWAY_DEADLINE_S = 0.5
 """Seconds for one request to the local gateway. The supervisor must return to its children."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LockstepSummary:
+    """One Lockstep in the list of those that run on this machine."""
+
+    port: int
+    model: str
+    """Its name in the API."""
+    ready: bool
+    reason: str
+    """Why it is not ready, or why its scheduler did not answer; "" if it is ready."""
+    pid: int
+    """Process id of `lockstep up`; without one, of another process."""
+    run_dir: str
+    processes: dict[str, int]
+    """Process id of each role that runs on this machine."""
+    status: StatusReported | None
+    """The scheduler's report, None without an answer."""
 
 
 class StatusWatch:
@@ -165,6 +188,31 @@ def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusR
             if status is not None:
                 return status
     raise no_answer_error(config, watch.refusal)
+
+
+def ask_all(found: Sequence[Running]) -> list[LockstepSummary]:
+    """Ask the schedulers of several Locksteps for their status, in their order."""
+    with ThreadPoolExecutor(max_workers=len(found)) as threads:
+        return list(threads.map(_summarize, found))
+
+
+def _summarize(one: Running) -> LockstepSummary:
+    status, reason = None, ""
+    try:
+        status = ask_status(one.config)
+        reason = status.reason
+    except (UnavailableError, ConfigError) as error:
+        reason = str(error)
+    return LockstepSummary(
+        port=one.config.gateway.port,
+        model=one.config.served_name,
+        ready=status is not None and status.ready,
+        reason=reason,
+        pid=one.processes[0].pid,
+        run_dir=str(one.folder),
+        processes={process.name: process.pid for process in one.processes},
+        status=status,
+    )
 
 
 def no_answer_error(config: Config, refusal: str) -> UnavailableError:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from services.supervisor.status import canary_lines
+from services.supervisor.status.service_queries import LockstepSummary
 from shared.messages import DraftStatistics, RankStatus, StatusReported
 
 _COLUMN_TITLES = ("rank", "state", "pid", "host", "device", "BLAS", "MLX", "weights", "memory")
@@ -47,6 +48,18 @@ def render(status: StatusReported) -> str:
     lines += _titled("total", _numbers(status.counters))
     rows = [_COLUMN_TITLES, *(_row(rank) for rank in status.ranks)]
     return "\n".join([*lines, "", *_table(rows)])
+
+
+def render_all(summaries: Sequence[LockstepSummary]) -> str:
+    """Return a table with a row per Lockstep, and why each one that is not ready is not."""
+    rows: list[Sequence[str]] = [("port", "state", "model", "pid", "run folder")]
+    for one in summaries:
+        state = "ready" if one.ready else "not ready" if one.status else "no answer"
+        rows.append((str(one.port), state, one.model, str(one.pid), one.run_dir))
+    reasons = [f"  {one.port}: {one.reason}" for one in summaries if one.reason]
+    title = f"{len(summaries)} Lockstep{'s run' if len(summaries) > 1 else ' runs'} here"
+    advice = "Show one of them with `lockstep status --port PORT`."
+    return "\n".join([title, *_table(rows), *reasons, advice])
 
 
 def _row(rank: RankStatus) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from services.commands import main
 from services.commands.cli import flags
@@ -100,12 +101,14 @@ def test_flags_of_lockstep_up_apply_to_its_child_processes(tmp_path: Path) -> No
     given += ["--expert-parallel", "--speculative-method", "draft_model", "--draft-model", "a/b"]
     merged = load_config(flags=_settings("up", *given))
 
-    path = effective_config.write(merged, tmp_path)
+    files = effective_config.RunFiles(merged, tmp_path)
+    files.restore()
     # On a host without the hostfile the children's settings are the same.
     hostfile.unlink()
-    read = load_config(str(path))
+    read = load_config(str(files.config_file))
 
-    assert read.world == merged.world
+    assert structs.replace(read.world, hostfile=str(hostfile)) == merged.world
+    assert Path(read.world.hostfile).parent == tmp_path
     assert (read.backend, read.world.size, read.sharding) == ("jaccl", 2, "expert")
     assert (read.world.jaccl_fallback, read.speculation.draft_model) == ("ring", "a/b")
 

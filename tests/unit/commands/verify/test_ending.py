@@ -1,6 +1,5 @@
 """End of a Lockstep that has a supervisor, and the check of fast synchronization."""
 
-import fcntl
 import os
 import socket
 from pathlib import Path
@@ -10,21 +9,18 @@ import pytest
 from services.commands.verify import ending, fast_synch_check
 from services.commands.verify.judging import TimedCheck
 from shared.configuration.loading import config_from_tree
-from shared.os import fast_synch
+from shared.os import fast_synch, process_file
+from shared.os.process_file import ProcessFile
 from tests.unit.commands.verify.recorded import healthy_rank
 
 
-def test_verify_finds_supervisor_only_while_its_lock_is_held(tmp_path: Path) -> None:
-    """The process id counts only while a process holds the lock."""
+def test_verify_finds_supervisor_only_while_it_runs(tmp_path: Path) -> None:
+    """The process id counts only while a process holds the file."""
     assert ending.supervisor_pid(tmp_path) is None
-    (tmp_path / "lock").write_text("4711\n")
+    file = ProcessFile(tmp_path, process_file.SUPERVISOR, is_only=True)
+    assert ending.supervisor_pid(tmp_path) == os.getpid()
+    file.release()
     assert ending.supervisor_pid(tmp_path) is None
-    held = os.open(tmp_path / "lock", os.O_RDWR)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert ending.supervisor_pid(tmp_path) == 4711
-    finally:
-        os.close(held)
 
 
 def test_verify_skips_shutdown_check_when_no_supervisor_runs(tmp_path: Path) -> None:

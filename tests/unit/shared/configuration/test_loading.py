@@ -1,8 +1,10 @@
 """Loading of the configuration from file, environment and flags."""
 
+import socket
 import stat
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -158,9 +160,23 @@ def test_served_model_name_is_last_folder_of_model_path(
 _PUBLIC_HOSTS = ["0.0.0.0", "::", "192.168.1.5", "example.com", "127.0.0.1.example.com"]
 
 
+def _resolved(host: str, *_: object, **__: object) -> list[Any]:
+    """Resolve names below example.com to an address, `home` to a loopback address, others never."""
+    if host == "home":
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    if host.endswith("example.com"):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))]
+    if host[0].isdigit() or ":" in host:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0))]
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
 @pytest.mark.parametrize("host", _PUBLIC_HOSTS)
-def test_config_is_refused_when_public_gateway_host_has_no_api_keys(host: str) -> None:
+def test_config_is_refused_when_public_gateway_host_has_no_api_keys(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error says how to create an API key."""
+    monkeypatch.setattr(socket, "getaddrinfo", _resolved)
     with pytest.raises(ConfigError, match=r"gateway\.host .* API keys.*lockstep api-key new"):
         load_config(flags={"gateway.host": host})
 
@@ -183,6 +199,22 @@ def test_config_without_api_keys_is_accepted_when_gateway_host_is_loopback(host:
     assert load_config(flags={"gateway.host": host}).gateway.host == host
 
 
+def test_gateway_host_that_does_not_resolve_is_reported_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A misspelt name is no address that other machines can reach; one of loopback is accepted."""
+    monkeypatch.setattr(socket, "getaddrinfo", _resolved)
+    with pytest.raises(ConfigError, match=r"gateway\.host is loclhost, .* does not resolve"):
+        load_config(flags={"gateway.host": "loclhost"})
+    assert load_config(flags={"gateway.host": "home"}).gateway.host == "home"
+
+
+def test_gateway_host_that_no_name_can_be_is_a_sentence() -> None:
+    """A label of more than 63 characters cannot even be asked for."""
+    with pytest.raises(ConfigError, match="does not resolve"):
+        load_config(flags={"gateway.host": "a" * 255})
+
+
 def test_list_setting_is_comma_separated_in_environment(tmp_path: Path) -> None:
     """A list is a TOML list in the file and comma-separated in the environment."""
     file = _file(tmp_path, "[gateway]\nallowed_hosts = ['a.example', 'b.example']\n")
@@ -194,14 +226,21 @@ def test_list_setting_is_comma_separated_in_environment(tmp_path: Path) -> None:
     assert loaded.gateway.allowed_origins == ["https://a.example", "app://b"]
 
 
-def test_run_folder_is_created_or_changed_to_mode_0700(tmp_path: Path) -> None:
-    """The folder is created, or its mode is changed."""
+def test_run_folder_is_created_with_mode_0700(tmp_path: Path) -> None:
+    """The folder and its missing parents are created, accessible to this user only."""
     folder = tmp_path / "deep" / "run"
-    folder.mkdir(parents=True, mode=0o755)
     loaded = load_config(flags={"paths.run_dir": str(folder)})
 
     assert loading.prepare_run_dir(loaded) == folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_run_folder_with_too_long_path_for_sockets_is_refused(tmp_path: Path) -> None:
+    """The error comes before any process starts, and names the socket and the setting."""
+    loaded = load_config(flags={"paths.run_dir": str(tmp_path / ("long" * 30))})
+
+    with pytest.raises(ConfigError, match=r"gateways\.sock is longer .* set paths\.run_dir"):
+        loading.prepare_run_dir(loaded)
 
 
 def test_error_names_setting_when_run_folder_cannot_be_created(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from services.supervisor.children.child import (
     Child,
     Role,
 )
+from services.supervisor.children.effective_config import RunFiles
 from services.supervisor.console.console import Console
 from shared import limits
-from shared.configuration.loading import API_KEYS_VARIABLE
+from shared.configuration.loading import API_KEYS_VARIABLE, config_from_tree
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
@@ -37,10 +38,9 @@ def output() -> io.StringIO:
 @pytest.fixture
 def child(tmp_path: Path, output: io.StringIO) -> Iterator[Child]:
     """A scheduler, which starts quickly and waits for ranks until it is ended."""
-    config_file = tmp_path / "config.toml"
-    config_file.write_text(f'[paths]\nrun_dir = "{tmp_path}"\n')
+    files = RunFiles(config_from_tree({"paths": {"run_dir": str(tmp_path)}}), tmp_path)
     environment = {name: text for name, text in os.environ.items() if name != API_KEYS_VARIABLE}
-    child = Child(Role("scheduler", ("scheduler",)), config_file, environment, Console(output))
+    child = Child(Role("scheduler", ("scheduler",)), files, environment, Console(output))
     yield child
     child.kill()
 

@@ -38,7 +38,7 @@ def _read(text: str) -> Config:
 
 
 def test_config_file_written_for_children_contains_run_folder() -> None:
-    """Children do not derive the run folder again, because their TMPDIR might differ."""
+    """Children do not derive the run folder again, because their home folder might differ."""
     config = load_config(flags={"gateway.port": "9123"})
 
     assert _read(effective_config.as_toml(config)).paths.run_dir == str(config.run_dir)
@@ -49,7 +49,9 @@ def test_config_file_written_for_children_has_mode_0600(tmp_path: Path) -> None:
     (tmp_path / effective_config.FILE_NAME).write_text("old")
     (tmp_path / effective_config.FILE_NAME).chmod(0o644)
 
-    path = effective_config.write(Config(), tmp_path)
+    files = effective_config.RunFiles(Config(), tmp_path)
+    files.restore()
+    path = files.config_file
 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert load_config(str(path)).gateway == Config().gateway
