@@ -100,6 +100,9 @@ CACHE_BOUNDARIES_MAX = 16
 RECORD_FORMAT_VERSION = 1
 """Raised when the bytes of a stored block or their meaning change. Part of the namespace."""
 
+STORE_BYTES_DEFAULT_MAX = 100 * 2**30
+"""Most SSD space that a cache store uses unless `cache.ssd_bytes_max` says otherwise."""
+
 # --- World -----------------------------------------------------------------------------------
 RANKS_MAX = 64
 """Ranks in one world."""
@@ -123,6 +126,8 @@ STEP_DEADLINE_FACTOR = 10.0
 
 # --- Exit codes (sysexits.h where one fits) ----------------------------------------------------
 EXIT_OK = 0
+EXIT_DEADLINE = 1
+"""A rank did not join or load in time. Also the code with which `faulthandler` ends a process."""
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, the shells' convention."""
 EXIT_USAGE = 64

@@ -57,6 +57,7 @@ COUNTERS = {
 GAUGES = {
     "active_tenants": "API keys, or else client addresses, with open requests.",
     "cache_blocks_known": "Blocks in the index, resident or stored.",
+    "cache_blocks_known_max": "Most blocks in the index; beyond it the oldest are evicted.",
     "cache_blocks_resident": "Blocks in the ranks' memory.",
     "cache_resident_bytes": "Memory of resident blocks per rank.",
     "cache_resident_limit_bytes": "Limit of the memory of resident blocks per rank.",

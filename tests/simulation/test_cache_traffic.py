@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from services.scheduler.cache.index import block_format
 from services.scheduler.events import TimePassed
 from shared import limits
 from shared.messages import BlocksRestored, RequestFinished, RestoreBlocks
@@ -19,6 +20,9 @@ from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, RankSetu
 from tests.unit.scheduler.support.rank_failures import lose_rank, restart_ranks
 from tests.unit.scheduler.support.reference_rank import Block, ReferenceRank
 from tests.unit.scheduler.support.world_factory import MakeWorld
+
+PLACES = (block_format.NODES_MAX, 60, 20)
+"""Places for blocks in the index; with few of them it is full of resident blocks."""
 
 
 class Clients:
@@ -144,6 +148,7 @@ def test_requests_get_tokens_of_undisturbed_run_under_cache_faults(
     """Every request gets the tokens of an undisturbed run while blocks are reused, evicted and
     lost."""
     monkeypatch.setattr(limits, "FORWARD_TOKENS_MAX", FORWARD_LIMITS[seed % 3])
+    monkeypatch.setattr(block_format, "NODES_MAX", PLACES[seed % 3])
     rng = random.Random(seed)
     disks: dict[int, dict[bytes, Block]] = {}
     hits = 0.0

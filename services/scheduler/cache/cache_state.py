@@ -8,8 +8,12 @@ import dataclasses
 from collections import defaultdict
 
 from services.scheduler.cache.index.block_format import BlockFormat
-from services.scheduler.cache.index.block_index import BlockIndex, Entry
-from services.scheduler.cache.index.eviction import choose_victims
+from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
+from services.scheduler.cache.index.eviction import (
+    choose_expired,
+    choose_forgotten,
+    choose_victims,
+)
 from services.scheduler.cache.kv_rows import Rows
 from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken
@@ -17,6 +21,10 @@ from shared.messages import AdoptedRestore, KeptBlock, KeptCheckpoint, SpillOrde
 
 _LOW_MEMORY_SHARE = 8
 """Memory is low when less than an eighth of the blocks' bound is free."""
+
+_PLACES_SHARE = 1_024
+"""A full index gives up a 1,024th of its blocks at once, because the search for them costs more
+than the eviction."""
 
 COUNTERS = (
     "cache_blocks_kept_total",
@@ -125,6 +133,7 @@ class CacheState:
         self._namespace = block_format.namespace
         if has_changed:
             self.index.clear()
+        self.index.set_bound(block_format.nodes_max)
         return has_changed
 
     def end_epoch(self) -> None:
@@ -212,6 +221,51 @@ class CacheState:
             self.index.set_resident(entry, resident=False)
             self.orders.evicted[entry.hash] = None
         self.counters["cache_blocks_evicted_total"] += len(entries)
+
+    def expire(self, used_before_s: float) -> None:
+        """Evict and forget blocks that were last used before a time; those in use stay.
+
+        Args:
+            used_before_s: that time, in seconds.
+        """
+        self.evict(choose_expired(self.index, used_before_s))
+        self.index.forget_unused(used_before_s)
+
+    def add_block(
+        self,
+        parent: Node,
+        block_hash: bytes,
+        tokens: bytes,
+        size_bytes: int,
+        *,
+        may_evict: bool = True,
+    ) -> Node | None:
+        """Return a block of the index; if it is not known, add it as neither resident nor stored.
+
+        A full index forgets blocks without a copy for it, then evicts the least recently used
+        resident ones and forgets them. A forgotten block that is stored is found again when its
+        tokens are asked for, because then the stores are asked too.
+
+        Args:
+            parent: the block before it, or a root.
+            block_hash: hash of the block.
+            tokens: its packed token ids.
+            size_bytes: its bytes on the rank where it is largest.
+            may_evict: a plan is being built, so blocks can be evicted.
+
+        Returns:
+            None when the index is full of blocks that are needed.
+        """
+        index = self.index
+        node = index.add(parent, block_hash, tokens, size_bytes)
+        if node is not None or not may_evict or not index.is_full:
+            return node
+        count = max(1, index.nodes_max // _PLACES_SHARE)
+        for forgotten in choose_forgotten(index, parent, count):
+            # The checkpoint goes before its block.
+            self.evict([one for one in reversed([*forgotten.entries]) if one.is_resident])
+            index.forget(forgotten)
+        return index.add(parent, block_hash, tokens, size_bytes)
 
     # --- residents ---------------------------------------------------------------------------
 

@@ -61,7 +61,9 @@ class Keeper:
         first = 0 if ends else len(path)
         parent, is_unbroken = path[-1] if path else index.root(chain.root), True
         for number in range(len(path), whole_blocks):
-            node = index.add(parent, chain.hashes[number], chain.packed[number], block_bytes)
+            node = self._state.add_block(
+                parent, chain.hashes[number], chain.packed[number], block_bytes
+            )
             if node is None:
                 break
             node.is_known = True
@@ -90,7 +92,7 @@ class Keeper:
             if longer.is_resident and longer.tokens.startswith(packed):
                 return longer
         size_bytes = self._state.block_format.block_bytes(computed - last.end)
-        tail = self._state.index.add(last, block_hash(last.hash, packed), packed, size_bytes)
+        tail = self._state.add_block(last, block_hash(last.hash, packed), packed, size_bytes)
         if tail is None:
             return last
         tail.is_known = True

@@ -31,6 +31,7 @@ class BlockCache:
             token_ms: returns the predicted milliseconds to compute the token at a position of a
                 prompt; 0: unknown.
         """
+        self._ttl_s = config.ttl_s
         self.state = CacheState(rows, is_enabled=config.enabled)
         self.spiller = Spiller(config, self.state)
         self.restorer = Restorer(config, self.state, self.spiller, token_ms)
@@ -132,8 +133,11 @@ class BlockCache:
             now_s: the scheduler's time in seconds. Restores that are late are given up first.
         """
         if self.state.is_on:
+            self.state.index.now_s = now_s
             self.restorer.expire(now_s)
             self.restorer.adopt_answered(now_s)
+            if self._ttl_s:
+                self.state.expire(now_s - self._ttl_s)
 
     def finish_plan(self, now_s: float) -> PlannedBlockOrders:
         """Order the spills that can start now, and return all block orders of the plan being built.
@@ -155,6 +159,7 @@ class BlockCache:
         return {
             "cache_blocks_resident": float(index.resident_blocks),
             "cache_blocks_known": float(len(index)),
+            "cache_blocks_known_max": float(index.nodes_max),
             "cache_resident_bytes": float(index.resident_bytes),
             "cache_resident_limit_bytes": float(self.state.limit_bytes),
             "cache_store_bytes": float(sum(self.spiller.store_bytes.values())),

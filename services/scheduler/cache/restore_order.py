@@ -140,9 +140,10 @@ def learn_stored(state: CacheState, restore: RestoreOrder) -> None:
     for node in restore.nodes[:count]:
         node.is_known = True
         if not node.is_resident:
-            node.block.is_stored = True
+            node.block.is_stored, node.block.stored_at_s = True, state.index.now_s
     if count and needs_checkpoints:
-        _checkpoint(state, restore.nodes[count - 1]).is_stored = True
+        checkpoint = _checkpoint(state, restore.nodes[count - 1])
+        checkpoint.is_stored, checkpoint.stored_at_s = True, state.index.now_s
     if count == len(restore.nodes):
         return
     causes = {answer.stopped_by for answer in answers if answer.count == count}

@@ -101,7 +101,7 @@ class Restorer:
         if self._is_stuck:
             blocks.restore_miss = "slow"
             return False
-        nodes = self._find_restorable(blocks, match)
+        nodes = self._find_restorable(blocks, match, may_evict=may_evict)
         missing = min(nodes[-1].end, len(blocks.tokens) - 1) - match.tokens if nodes else 0
         if missing < self._state.block_format.block_tokens:
             return False
@@ -243,7 +243,9 @@ class Restorer:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def _find_restorable(self, blocks: SequenceBlocks, match: Match) -> list[Node]:
+    def _find_restorable(
+        self, blocks: SequenceBlocks, match: Match, *, may_evict: bool
+    ) -> list[Node]:
         """Return the blocks after a match that may be stored, up to the first that is not."""
         chain, index = blocks.chain, self._state.index
         block_format = self._state.block_format
@@ -256,7 +258,13 @@ class Restorer:
         found: list[Node] = []
         size_bytes = block_format.block_bytes(block_format.block_tokens)
         for number in range(min(last, limits.BLOCKS_PER_MESSAGE_MAX)):
-            node = index.add(parent, chain.hashes[number], chain.packed[number], size_bytes)
+            node = self._state.add_block(
+                parent,
+                chain.hashes[number],
+                chain.packed[number],
+                size_bytes,
+                may_evict=may_evict,
+            )
             if node is None or (
                 number >= first and not node.is_resident and node.block.is_stored is False
             ):

@@ -71,6 +71,8 @@ class Spiller:
         Args:
             entry: the resident block or checkpoint.
         """
+        if entry.is_stored and self._will_expire(entry):
+            entry.is_stored = None
         if not self._config.ssd or entry.is_stored or entry.is_spilling:
             return
         self._queue[entry] = None
@@ -171,12 +173,20 @@ class Spiller:
         entry = spill.entry
         self._in_progress_bytes -= entry.size_bytes
         entry.is_spilling = False
-        entry.is_stored = not spill.is_lost
+        entry.is_stored, entry.stored_at_s = not spill.is_lost, self._state.index.now_s
         if spill.is_lost:
             self._state.counters["cache_blocks_spill_lost_total"] += 1
         else:
             self._is_probing = False
             self._state.counters["cache_blocks_spilled_total"] += 1
+
+    def _will_expire(self, entry: Entry) -> bool:
+        """Tell whether half of an entry's time in the stores is over.
+
+        Stores do not see the uses of a block in memory, so that it is written again.
+        """
+        half_s = self._config.ttl_s / 2.0
+        return half_s > 0.0 and self._state.index.now_s - entry.stored_at_s > half_s
 
     def _lose(self, entry: Entry) -> None:
         del self._queue[entry]

@@ -3,12 +3,22 @@
 import dataclasses
 from collections.abc import Sequence
 
-from services.scheduler.cache.index.hashes import namespace_of
+from services.scheduler.cache.index.block_index import NODES_MAX
+from services.scheduler.cache.index.hashes import TOKEN_BYTES, namespace_of
 from services.scheduler.cache.kv_rows import RowBudget
 from shared import limits
 from shared.configuration.settings import CacheConfig
 from shared.errors import ConfigError
 from shared.messages import RankReady
+
+INDEX_BYTES_MAX = 256 * 2**20
+"""Most memory of the scheduler for known blocks."""
+NODE_BYTES = 800
+"""Memory of one known block beside its packed tokens (measured: 730 to 780)."""
+_NODES_MIN = 4_096
+_NODES_PER_BLOCK = 2
+"""Known blocks for each whole block that memory and stores can hold: ends of sequences are shorter
+than a whole block, and evicted blocks explain why a prompt was not found."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +38,8 @@ class BlockFormat:
     bytes_max: int
     """Most memory per rank for blocks and checkpoints; rows may leave less."""
     ranks: int
+    nodes_max: int
+    """Most blocks that the scheduler knows, resident, stored or evicted."""
 
     def block_bytes(self, tokens: int) -> int:
         """Return the bytes per rank of a block of `tokens` tokens."""
@@ -54,15 +66,26 @@ def make_block_format(
         raise ConfigError(_block_too_long(config.block_tokens, context))
     # Blocks hold no KV of a draft model, so worlds with different ones share blocks.
     model = reports[0].model_fingerprint.partition("+")[0]
+    bytes_max = min(config.resident_bytes_max or budget.bytes_max // 2, budget.bytes_max)
     return BlockFormat(
         namespace=namespace_of(model, [one.kv_layout for one in reports], config.block_tokens),
         block_tokens=config.block_tokens,
         bytes_per_token=budget.bytes_per_token,
         checkpoint_bytes=budget.bytes_per_row,
         needs_checkpoints=any(report.needs_checkpoints for report in reports),
-        bytes_max=min(config.resident_bytes_max or budget.bytes_max // 2, budget.bytes_max),
+        bytes_max=bytes_max,
         ranks=len(reports),
+        nodes_max=_nodes_max(config, bytes_max, config.block_tokens * budget.bytes_per_token),
     )
+
+
+def _nodes_max(config: CacheConfig, resident_bytes_max: int, block_bytes: int) -> int:
+    """Return how many blocks are worth knowing: those that can exist, as far as memory allows."""
+    stored_bytes_max = config.ssd_bytes_max or limits.STORE_BYTES_DEFAULT_MAX
+    copies_bytes = resident_bytes_max + (stored_bytes_max if config.ssd else 0)
+    wanted = _NODES_PER_BLOCK * copies_bytes // max(1, block_bytes)
+    most = INDEX_BYTES_MAX // (NODE_BYTES + TOKEN_BYTES * config.block_tokens)
+    return min(most, NODES_MAX, max(_NODES_MIN, wanted))
 
 
 def _block_too_long(block_tokens: int, context: int) -> str:

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from services.scheduler.cache.index.hashes import TOKEN_BYTES, checkpoint_hash
 from shared.errors import InvariantBroken
 
-NODES_MAX = 65_536
-"""Most known blocks. With 256 tokens each they take about 100 MiB."""
+NODES_MAX = 131_072
+"""Most known blocks, however much memory and stores can hold: Python's garbage collector stops the
+scheduler for 0.1 s to look at them (measured)."""
 
 _TRIM_NODES_EXAMINED = 512
 _TRIM_NODES_MAX = 64
@@ -41,6 +42,10 @@ class Entry:
     """Number of restores and sequences that need it resident."""
     firm_references: int = 0
     """The references among them that belong to the plan being built."""
+    used_at_s: float = 0.0
+    """Time of its latest use; of a block without a copy, too."""
+    stored_at_s: float = 0.0
+    """When it was last known to be stored."""
     owner: int = 0
     """The sequence whose next decode checkpoint replaces this one; 0: none."""
 
@@ -103,13 +108,16 @@ class BlockIndex:
         self.recency = (OrderedDict(), OrderedDict())
         """Resident entries of ordinary blocks, and of blocks of system prompts, which are evicted
         after all others; each from least recently used, the first to be evicted."""
+        self.now_s = 0.0
+        """The scheduler's time in seconds, which its owner sets before uses count."""
         self.version = 0
         """Changes with every change of the resident entries."""
         self.resident_bytes = 0
         self.system_bytes = 0
         """The part of the resident bytes that belongs to system prompts."""
         self.resident_blocks = 0
-        self._nodes_max = nodes_max
+        self.nodes_max = nodes_max
+        """Most known blocks; see `set_bound`."""
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
         self._known: OrderedDict[Node, None] = OrderedDict()
@@ -122,6 +130,22 @@ class BlockIndex:
     def __iter__(self) -> Iterator[Node]:
         """Iterate over all nodes, least recently used first."""
         return iter(self._known)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a new block needs the place of another one."""
+        return len(self._nodes) >= self.nodes_max
+
+    def set_bound(self, nodes_max: int) -> None:
+        """Set the most known blocks; above it, forget blocks without a copy, oldest first."""
+        self.nodes_max = nodes_max
+        if len(self._nodes) > nodes_max:
+            # Children stand before parents, so that one pass finds every block that can go.
+            for node in list(self._known):
+                if len(self._nodes) <= nodes_max:
+                    break
+                if node.is_forgettable:
+                    self.forget(node)
 
     def find_root(self, root_hash: bytes) -> Node | None:
         """Return the root of a tenant's blocks by its hash; None when no known block follows it."""
@@ -155,17 +179,18 @@ class BlockIndex:
             size_bytes: its bytes on the rank where it is largest.
 
         Returns:
-            None when the index is full, or the hash belongs to other tokens.
+            None when the index is full of blocks with a copy, or the hash belongs to other tokens.
         """
         known = self.find(parent, block_hash, tokens)
         if known is not None:
             return known
-        if len(self._nodes) >= self._nodes_max:
+        if self.is_full:
             self._trim(parent)
-        if len(self._nodes) >= self._nodes_max or block_hash in self._nodes:
+        if self.is_full or block_hash in self._nodes:
             return None
         node = Node(block_hash, parent, tokens, parent.end + len(tokens) // TOKEN_BYTES)
         node.block = Entry(block_hash, node, size_bytes, is_checkpoint=False)
+        node.block.used_at_s = self.now_s
         bisect.insort(parent.children, node, key=tokens_of)
         self._nodes[block_hash] = node
         self._known[node] = None
@@ -210,6 +235,7 @@ class BlockIndex:
             self.resident_blocks += sign
         if resident:
             node.is_known = True
+            entry.used_at_s = self.now_s
             self.recency[node.is_system][entry] = None
         else:
             del self.recency[node.is_system][entry]
@@ -237,12 +263,21 @@ class BlockIndex:
         """
         if checkpoint is not None and checkpoint.is_resident:
             self.recency[node.is_system].move_to_end(checkpoint)
+            checkpoint.used_at_s = self.now_s
         at: Node | None = node
         while at is not None and at.parent is not None:
             self._known.move_to_end(at)
+            at.block.used_at_s = self.now_s
             if at.block.is_resident:
                 self.recency[at.is_system].move_to_end(at.block)
             at = at.parent
+
+    def forget_unused(self, used_before_s: float) -> None:
+        """Forget the blocks without a copy that were last used before a time, in seconds."""
+        unused = itertools.takewhile(lambda one: one.block.used_at_s < used_before_s, self)
+        for node in list(unused):
+            if node.is_forgettable:
+                self.forget(node)
 
     def forget(self, node: Node) -> None:
         """Remove a block that has neither a copy nor children from the index.

@@ -30,6 +30,75 @@ def choose_victims(
     return list(search.victims) if is_enough else None
 
 
+def choose_expired(index: BlockIndex, used_before_s: float) -> list[Entry]:
+    """Choose the resident entries that were last used before a time and that are not in use.
+
+    Args:
+        index: all known blocks.
+        used_before_s: that time, in seconds.
+
+    Returns:
+        The victims in eviction order.
+    """
+    search = _VictimSearch(force=False)
+    for entries in index.recency:
+        for entry in entries:
+            if entry.used_at_s >= used_before_s:
+                break
+            search.add(entry)
+    return list(search.victims)
+
+
+def choose_forgotten(index: BlockIndex, spared: Node, count: int) -> list[Node]:
+    """Choose the least recently used resident blocks that give their places to new ones.
+
+    Known blocks without a copy that follow a chosen block are forgotten with it. Blocks that a
+    restore, a waiting sequence, a spill or the plan being built needs stay, and so do the blocks
+    before them.
+
+    Args:
+        index: all known blocks; those of system prompts are chosen only when there is no other.
+        spared: the block that the new one follows.
+        count: how many blocks are wanted.
+
+    Returns:
+        The blocks, each before the block that it follows; none when all are needed.
+    """
+    for system in (False, True):
+        chosen: dict[Node, None] = {}
+        chosen_children: dict[Node, int] = {}
+        for entry in index.recency[system]:
+            if len(chosen) >= count:
+                break
+            node = entry.node
+            if node in chosen or node.resident_children != chosen_children.get(node, 0):
+                continue
+            unused = _unused_from(node, spared, chosen)
+            chosen.update(dict.fromkeys(unused))
+            if unused and node.parent is not None:
+                chosen_children[node.parent] = chosen_children.get(node.parent, 0) + 1
+        if chosen:
+            return list(chosen)
+    return []
+
+
+def _unused_from(node: Node, spared: Node, chosen: dict[Node, None]) -> list[Node]:
+    """Return a block and all that follow it except chosen ones, last first; [] if one is needed."""
+    found: list[Node] = []
+    reached = [node]
+    while reached:
+        one = reached.pop()
+        if one in chosen:
+            continue
+        if one is spared or one.open_restores:
+            return []
+        if any(entry.references or entry.is_spilling for entry in one.entries):
+            return []
+        found.append(one)
+        reached += one.children
+    return found[::-1]
+
+
 def least_valuable_stored(index: BlockIndex, count: int) -> list[Entry]:
     """Return stored blocks and checkpoints that a full cache store should evict first.
 
@@ -60,14 +129,18 @@ class _VictimSearch:
         for entry in index.recency[system]:
             if self._freed_bytes >= size_bytes:
                 return True
-            if self._stays(entry):
-                continue
-            self.victims[entry] = None
-            self._freed_bytes += entry.size_bytes
-            parent = entry.node.parent
-            if not entry.is_checkpoint and parent is not None:
-                self._evicted_children[parent] = self._evicted_children.get(parent, 0) + 1
+            self.add(entry)
         return self._freed_bytes >= size_bytes
+
+    def add(self, entry: Entry) -> None:
+        """Add an entry to the victims unless it is in use or others need it."""
+        if self._stays(entry):
+            return
+        self.victims[entry] = None
+        self._freed_bytes += entry.size_bytes
+        parent = entry.node.parent
+        if not entry.is_checkpoint and parent is not None:
+            self._evicted_children[parent] = self._evicted_children.get(parent, 0) + 1
 
     def _stays(self, entry: Entry) -> bool:
         if entry.firm_references:

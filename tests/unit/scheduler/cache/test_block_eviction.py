@@ -1,12 +1,17 @@
 """Eviction order, and memory that blocks give up to rows."""
 
 from services.scheduler.cache.cache_state import CacheState, PlannedBlockOrders
-from services.scheduler.cache.index.block_index import BlockIndex, Entry
+from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
 from services.scheduler.cache.index.eviction import choose_victims, least_valuable_stored
 from services.scheduler.cache.kv_rows import RowBudget, Rows
 from services.scheduler.cache.pins import BlockPins
 from shared.messages import KeptBlock
-from tests.unit.scheduler.cache.index_builder import find_prefix, keep_blocks, keep_checkpoint
+from tests.unit.scheduler.cache.index_builder import (
+    find_prefix,
+    hash_chain,
+    keep_blocks,
+    keep_checkpoint,
+)
 
 BLOCK_BYTES = 160
 """Bytes of a whole block."""
@@ -184,3 +189,89 @@ def test_keeping_and_evicting_one_block_in_one_plan_cancel_out() -> None:
     memory.keep(node.block, KeptBlock(sequence_id=1, start=0, length=16, hash=node.hash))
     assert node.is_resident
     assert not orders
+
+
+def _add_blocks(state: CacheState, tokens: list[int], salt: str = "") -> list[Node]:
+    """Make the whole blocks of a text resident as the keeper does, as long as the index has
+    place."""
+    chain = hash_chain(tokens, salt)
+    parent, nodes = state.index.root(chain.root), []
+    for name, packed in zip(chain.hashes, chain.packed, strict=True):
+        node = state.add_block(parent, name, packed, BLOCK_BYTES)
+        if node is None:
+            break
+        if not node.is_resident:
+            state.index.set_resident(node.block, resident=True)
+        nodes.append(node)
+        parent = node
+    state.index.touch(parent)
+    return nodes
+
+
+def test_full_index_replaces_least_recently_used_resident_blocks() -> None:
+    """Texts that come after the index is full are indexed, and ranks are told to evict others."""
+    state = CacheState(Rows(1, 1))
+    state.index.set_bound(64)
+    for number in range(100):
+        assert len(_add_blocks(state, [number] * 64)) == 4
+        assert find_prefix(state.index, [number] * 65).tokens == 64
+        state.check_invariants()
+    assert len(state.index) == 64
+    assert find_prefix(state.index, [0] * 65).tokens == 0
+    assert find_prefix(state.index, [84] * 65).tokens == 64, "the sixteen latest texts are known"
+    assert len(state.orders.evicted) == 4 * 84
+
+
+def test_full_index_keeps_blocks_that_are_needed() -> None:
+    """Blocks of a restore, a spill and a waiting sequence stay, with all blocks before them; when
+    nothing else is left, a new block is not indexed."""
+    state = CacheState(Rows(1, 1))
+    state.index.set_bound(10)
+    held = _add_blocks(state, [1] * 48)
+    spilling = _add_blocks(state, [2] * 32)
+    restored = _add_blocks(state, [3] * 32)
+    state.pins.hold(("waiting", 1), held[1].block)
+    spilling[1].block.is_spilling = True
+    restored[1].open_restores = 1
+
+    added = _add_blocks(state, [4] * 160)
+
+    assert [node.is_resident for node in [*held, *spilling, *restored]] == [
+        *(True, True, False),
+        *(True, True, True, True),
+    ]
+    assert len(added) == 10 - 6
+    state.index.check_invariants()
+
+
+def test_full_index_evicts_system_prompts_last_and_forgets_their_ghosts() -> None:
+    """A system prompt outlives other texts; known blocks without a copy go with the block they
+    follow."""
+    state = CacheState(Rows(1, 1))
+    state.index.set_bound(6)
+    system = _add_blocks(state, [1] * 32)
+    for node in system:
+        state.index.set_system(node)
+    parent = _add_blocks(state, [2] * 16)[0]
+    ghosts = [state.add_block(parent, bytes([n]) * 32, bytes([n]) * 64, 1) for n in (1, 2, 3)]
+    assert None not in ghosts
+    state.index.touch(parent)
+
+    _add_blocks(state, [3] * 64)
+
+    assert all(node.is_resident for node in system)
+    assert not parent.is_resident
+    assert len(_add_blocks(state, [4] * 96)) == 6, "without other texts, system prompts go too"
+    assert not system[0].is_resident
+    state.check_invariants()
+
+
+def test_lookup_outside_of_a_plan_evicts_nothing_from_full_index() -> None:
+    """Ranks evict with a plan only, so that a lookup between plans leaves a full index as it is."""
+    state = CacheState(Rows(1, 1))
+    state.index.set_bound(4)
+    kept = _add_blocks(state, [1] * 64)
+    root = state.index.root(hash_chain([2] * 16).root)
+
+    assert state.add_block(root, b"x" * 32, bytes(64), BLOCK_BYTES, may_evict=False) is None
+    assert all(node.is_resident for node in kept)

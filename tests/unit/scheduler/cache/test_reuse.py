@@ -3,9 +3,13 @@
 Reference ranks check every plan: the KV of each reused token is that of the prompt.
 """
 
+import msgspec
 import pytest
 
+from services.scheduler.cache.index import block_format
+from services.scheduler.cache.kv_rows import RowBudget
 from services.scheduler.events import TimePassed
+from shared.configuration.loading import config_from_tree
 from shared.messages import CachedPrefix, RequestFinished, RequestRejected
 from tests.unit.scheduler.cache.cache_requests import (
     PROMPT,
@@ -15,6 +19,7 @@ from tests.unit.scheduler.cache.cache_requests import (
 )
 from tests.unit.scheduler.support.in_memory_world import RankSetup, completion
 from tests.unit.scheduler.support.rank_failures import lose_rank, restart_ranks
+from tests.unit.scheduler.support.rank_messages import READY
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
@@ -332,3 +337,64 @@ def test_cache_hits_and_misses_add_up_to_prompt_tokens(make_world: MakeWorld) ->
         == seen["cache_blocks_kept_total"] - (seen["cache_blocks_evicted_total"])
     )
     assert 0 < seen["cache_resident_bytes"] <= seen["cache_resident_limit_bytes"]
+
+
+@pytest.mark.parametrize("checkpoint_bytes", [0, 16], ids=["plain", "checkpoints"])
+@pytest.mark.parametrize("ssd", [False, True], ids=["memory", "stores"])
+def test_new_prompts_are_reused_when_index_is_full_of_resident_blocks(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, checkpoint_bytes: int, ssd: bool
+) -> None:
+    """With place for 64 blocks, the second use of each of a hundred prompts finds its
+    blocks."""
+    monkeypatch.setattr(block_format, "NODES_MAX", 64)
+    world = make_world(hardware=RankSetup(checkpoint_bytes=checkpoint_bytes), cache={"ssd": ssd})
+    for number in range(100):
+        prompt = [(number * 31 + 7 * at) % 1_000 for at in range(100)]
+        run_request(world, f"first {number}", prompt)
+        assert run_request(world, f"second {number}", prompt) >= 96
+    seen = read_metrics(world)
+    assert seen["cache_blocks_known"] <= seen["cache_blocks_known_max"] == 64
+    assert seen["cache_blocks_evicted_total"] > 100
+    assert seen["cache_resident_bytes"] < seen["cache_resident_limit_bytes"]
+
+
+def test_forgotten_block_that_is_stored_is_found_again(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stored block that lost its place in the index is restored when its prompt comes back."""
+    monkeypatch.setattr(block_format, "NODES_MAX", 32)
+    world = make_world(cache={"ssd": True})
+    run_request(world, "before", PROMPT)
+    for number in range(20):
+        run_request(world, f"other {number}", [number] * 100)
+
+    run_request(world, "again", PROMPT)
+
+    assert world.cached["again"].stored_tokens == 96
+
+
+@pytest.mark.parametrize(
+    ("settings", "kv_bytes", "nodes_max"),
+    [
+        # 256 tokens of 100 bytes: 39 blocks in memory, twice as many known ones, or the least.
+        ({"ssd": False}, 2_000_000, 4_096),
+        ({"ssd": False}, 1_000_000_000, 39_062),
+        ({"ssd_bytes_max": 256_000_000}, 1_000_000_000, 59_062),
+        # More than the scheduler's memory has place for.
+        ({}, 1_000_000_000, 131_072),
+        ({"block_tokens": 1_024}, 1_000_000_000, 54_827),
+    ],
+)
+def test_bound_of_index_follows_memory_and_stores(
+    settings: dict[str, object], kv_bytes: int, nodes_max: int
+) -> None:
+    """The index has place for twice the blocks that memory and stores can hold, within bounds."""
+    config = config_from_tree({"cache": settings}).cache
+    budget = RowBudget(kv_bytes, 100, 0)
+
+    report = msgspec.structs.replace(READY, kv_layout="layout", context_tokens_max=10_000)
+
+    made = block_format.make_block_format(config, [report], budget)
+
+    assert made is not None
+    assert made.nodes_max == nodes_max

@@ -9,6 +9,7 @@ from tests.unit.scheduler.cache.cache_requests import (
     restart_world,
     run_request,
 )
+from tests.unit.scheduler.support.in_memory_world import InMemoryWorld
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
@@ -126,3 +127,49 @@ def test_hanging_store_delays_scheduler_stop_5_s_at_most(make_world: MakeWorld) 
     world.now_s += 5.1
     world.tell(TimePassed())
     assert world.exit_code == 0
+
+
+def _pass_time(world: InMemoryWorld, seconds: float) -> None:
+    world.now_s += seconds
+    world.tell(TimePassed())
+    world.settle()
+
+
+def test_blocks_unused_for_their_time_to_live_leave_memory_and_index(
+    make_world: MakeWorld,
+) -> None:
+    """An idle world evicts and forgets what was not used for `cache.ttl_days`; uses count."""
+    world = make_world(cache={"ssd": False, "ttl_days": 1.0})
+    run_request(world, "a", PROMPT)
+    run_request(world, "b", [7] * 100)
+    _pass_time(world, 50_000.0)
+    assert run_request(world, "c", PROMPT) == 99
+
+    _pass_time(world, 50_000.0)
+
+    seen = read_metrics(world)
+    assert 0 < seen["cache_blocks_known"] == seen["cache_blocks_resident"] < 9
+    assert run_request(world, "d", [7] * 100) == 0
+    assert world.cached["d"].miss == "new", "its tokens are forgotten too"
+    assert run_request(world, "e", PROMPT) == 99
+    _pass_time(world, 90_000.0)
+    assert read_metrics(world)["cache_blocks_known"] == 0
+    assert not any(rank.resident_bytes for rank in world.ranks.values())
+
+
+def test_block_used_in_memory_is_stored_again_before_stores_delete_it(
+    make_world: MakeWorld,
+) -> None:
+    """Stores do not see uses in memory, so that the block is written again within half of its time
+    to live."""
+    world = make_world(cache={"ssd": True, "ttl_days": 1.0})
+    run_request(world, "a", PROMPT)
+    _pass_time(world, 40_000.0)
+    before = read_metrics(world)["cache_blocks_spilled_total"]
+    run_request(world, "b", PROMPT)
+    assert read_metrics(world)["cache_blocks_spilled_total"] == before
+    _pass_time(world, 10_000.0)
+
+    run_request(world, "c", PROMPT)
+
+    assert read_metrics(world)["cache_blocks_spilled_total"] >= before + 6
