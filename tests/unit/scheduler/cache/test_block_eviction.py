@@ -68,9 +68,10 @@ def test_state_checkpoint_is_evicted_before_its_kv_block() -> None:
     assert eviction_order(index) == [nodes[1].block, state, nodes[0].block]
 
 
-def test_kv_blocks_in_use_are_evicted_only_by_force() -> None:
-    """Blocks used by a restore, and all blocks before them, are evicted only by force; blocks used
-    by a plan are never evicted."""
+def test_kv_blocks_held_by_restore_are_evicted_only_when_rows_need_memory() -> None:
+    """Blocks that a restore holds, and all blocks before them, are evicted only when rows need the
+    memory; blocks that a plan uses are never evicted.
+    """
     index = BlockIndex()
     nodes, other = keep_blocks(index, [1] * 48), keep_blocks(index, [2] * 16)
     pins = BlockPins()
@@ -85,9 +86,8 @@ def test_kv_blocks_in_use_are_evicted_only_by_force() -> None:
     pins.check_invariants([entry for node in index for entry in node.entries])
 
 
-def test_kv_block_being_written_to_ssd_is_evicted_only_by_force() -> None:
-    """A block that is being written to SSD is evicted only by force, because that would free no
-    memory."""
+def test_kv_block_being_written_to_ssd_is_evicted_only_when_rows_need_memory() -> None:
+    """A block that is being written to SSD is evicted only when rows need the memory."""
     index = BlockIndex()
     node = keep_blocks(index, [1] * 16)[0]
     node.block.is_spilling = True
@@ -156,7 +156,7 @@ def test_growing_kv_rows_evict_no_more_blocks_than_needed() -> None:
     assert not rows.resize(slots=2, tokens=64)
 
 
-def test_kv_rows_do_not_grow_into_blocks_of_current_plan() -> None:
+def test_kv_rows_are_not_enlarged_when_that_needs_blocks_of_current_plan() -> None:
     """Rows that would need blocks of the same plan do not grow, and nothing is evicted."""
     memory, index, rows, orders = make_cache_state(64, 640)
     nodes = keep_blocks(index, [1] * 48)
@@ -180,8 +180,10 @@ def test_kv_rows_shrink_only_when_at_least_half_is_unused() -> None:
     assert (rows.row_count, rows.row_tokens) == (4, 16)
 
 
-def test_keeping_and_evicting_one_block_in_one_plan_cancel_out() -> None:
-    """An eviction and a keep of one block in one plan cancel out."""
+def test_keeping_block_again_after_its_eviction_in_same_plan_removes_both_orders() -> None:
+    """When a plan evicts a block and keeps it again, both orders are removed and the block stays
+    resident.
+    """
     memory, index, _, orders = make_cache_state(1_000, 5_000)
     node = keep_blocks(index, [1] * 16)[0]
     memory.evict([node.block])

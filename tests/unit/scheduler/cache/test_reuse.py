@@ -58,8 +58,8 @@ def test_prompt_with_changed_history_reuses_tokens_before_change(make_world: Mak
     assert world.cached["b"] == CachedPrefix(memory_tokens=107, diverged_at=107, miss="diverged")
 
 
-def test_next_turn_reuses_stop_token_computed_in_advance(make_world: MakeWorld) -> None:
-    """The plan in flight has computed the stop token already, so the next turn reuses it."""
+def test_next_turn_reuses_kv_of_stop_token_of_earlier_turn(make_world: MakeWorld) -> None:
+    """The plan in flight has computed the KV of the stop token, so the next turn reuses it."""
     world = make_world()
     answer = completion(PROMPT, 20)
     world.submit("a", PROMPT, 100, stop_ids=[answer[-1]])
@@ -232,8 +232,8 @@ def test_block_size_above_context_length_ends_world_as_configuration_failure(
     assert not world.ranks
 
 
-def test_prompt_blocks_are_kept_in_plan_after_each_chunk(make_world: MakeWorld) -> None:
-    """The blocks of a long prompt are kept in the plan after each chunk."""
+def test_plan_after_each_prefill_chunk_keeps_whole_blocks_of_chunk(make_world: MakeWorld) -> None:
+    """Each chunk of a long prompt is followed by a plan that keeps its whole blocks."""
     world = make_world(step_tokens_max=64)
     long = [7 * number % 1_000 for number in range(600)]
     world.submit("a", long, 3)
@@ -265,7 +265,7 @@ def test_longer_partial_block_replaces_shorter_one_with_equal_tokens(make_world:
     assert resident == 98 * 10, "no token twice"
 
 
-def test_world_sends_one_plan_after_last_request_then_none(make_world: MakeWorld) -> None:
+def test_only_one_plan_is_sent_after_last_request_ends(make_world: MakeWorld) -> None:
     """One plan without work keeps and drops the rest; then no plan follows."""
     world = make_world()
     run_request(world, "a", PROMPT)
@@ -281,8 +281,8 @@ def test_world_sends_one_plan_after_last_request_then_none(make_world: MakeWorld
     assert len(world.plans) == count
 
 
-def test_gateway_learns_cached_token_count_before_first_token(make_world: MakeWorld) -> None:
-    """The gateway learns the cached prefix once per request, and again with the end."""
+def test_cached_token_count_is_sent_to_gateway_before_first_token(make_world: MakeWorld) -> None:
+    """The gateway gets the count of cached tokens before the first token and again with the end."""
     world = make_world()
     run_request(world, "a", PROMPT)
     world.submit("b", PROMPT, 3)
