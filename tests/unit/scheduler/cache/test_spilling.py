@@ -138,7 +138,7 @@ def _pass_time(world: InMemoryWorld, seconds: float) -> None:
 def test_blocks_unused_for_their_time_to_live_leave_memory_and_index(
     make_world: MakeWorld,
 ) -> None:
-    """An idle world evicts and forgets what was not used for `cache.ttl_days`; uses count."""
+    """An idle world evicts and forgets blocks that were unused for `cache.ttl_days`."""
     world = make_world(cache={"ssd": False, "ttl_days": 1.0})
     run_request(world, "a", PROMPT)
     run_request(world, "b", [7] * 100)
