@@ -95,10 +95,12 @@ def test_200_requests_with_random_aborts_get_same_tokens_as_on_one_rank(client: 
     expected_tokens: dict[str, list[int]] = {}
     aborted = set()
     for number in range(200):
-        active = [name for name in expected_tokens if name not in client.ends]
-        while len(active) >= 8:
-            client.poll(0.05)
-            active = [name for name in active if name not in client.ends]
+
+        def active_requests() -> list[str]:
+            return [name for name in expected_tokens if name not in client.ends]
+
+        client.poll_until(lambda: len(active_requests()) < 8, 60.0, "eight requests never end")
+        active = active_requests()
         index = rng.randrange(len(PROMPTS))
         length = rng.randrange(1, longest)
         stops = rng.sample(expected[index], 2) if rng.random() < 0.4 else []
