@@ -1,15 +1,22 @@
 """`docker-compose.dev.yml` as data, parsed as Docker does: merges, anchors, variables."""
 
 import dataclasses
+import json
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import yaml
 
 ROOT = Path(__file__).resolve().parents[4]
 FILE = ROOT / "docker-compose.dev.yml"
+SCHEMA = Path(__file__).with_name("compose_spec.json")
+"""The compose specification's JSON schema, as docker-compose 1.29.2 has it (Apache License 2.0)."""
 _VARIABLE = re.compile(r"\$\{(\w+):\?([^}]*)\}")
 
 
@@ -53,6 +60,38 @@ def read_services(variables: Mapping[str, str]) -> dict[str, Service]:
         )
         for name, entry in compose_tree()["services"].items()
     }
+
+
+def find_schema_errors(tree: dict[str, Any]) -> list[str]:
+    """Return what the compose specification's schema finds wrong in a parsed file."""
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    # Names no version of JSON schema that a validator knows.
+    del schema["$schema"]
+    validator = jsonschema_rs.Draft7Validator(schema)
+    return [f"{list(one.instance_path)}: {one.message}" for one in validator.iter_errors(tree)]
+
+
+def has_docker_compose() -> bool:
+    """Tell whether Docker with its plugin "compose" is installed."""
+    docker = shutil.which("docker")
+    if docker is None:
+        return False
+    done = subprocess.run([docker, "compose", "version"], check=False, capture_output=True)
+    return done.returncode == 0
+
+
+def run_docker_compose_config(
+    variables: Mapping[str, str],
+) -> "subprocess.CompletedProcess[str]":
+    """Return the result of Docker's own check of the file."""
+    return subprocess.run(
+        ["docker", "compose", "--file", str(FILE), "config", "--quiet"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        env={**os.environ, **variables},
+    )
 
 
 def _substitute_variables(text: str, variables: Mapping[str, str]) -> str:

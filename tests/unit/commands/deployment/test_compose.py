@@ -144,6 +144,42 @@ def test_compose_services_have_time_to_drain_and_restart_after_exit(
         assert service.tree["cap_drop"] == ["ALL"]
 
 
+def test_compose_services_have_limits_of_memory_and_processes(
+    services: dict[str, Service],
+) -> None:
+    """No role can take the machine's memory or processes, and the ranks' shares of it add up to at
+    most all."""
+    for service in services.values():
+        assert re.fullmatch(r"(\$\{\w+:-)?\d+g\}?", service.tree["mem_limit"]), service.name
+        assert service.tree["pids_limit"] > 100
+    shares = [_config(one).rank_worker.memory_share for one in _rank_services(services).values()]
+    assert all(shares)
+    assert sum(shares) <= 1.0
+
+
+def test_compose_file_is_valid_for_docker() -> None:
+    """`docker compose config` accepts the file where it is installed; its specification's schema
+    accepts it everywhere."""
+    problems = compose_file.find_schema_errors(compose_file.compose_tree())
+
+    assert problems == []
+    if compose_file.has_docker_compose():
+        done = compose_file.run_docker_compose_config(KEYS)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("restrat", "always"), ("mem_limit", ["4g"]), ("volumes", "bus:/bus"), ("init", "yes")],
+)
+def test_compose_schema_refuses_misspelt_key_or_wrong_type(key: str, value: object) -> None:
+    """The schema would notice a mistake in a service."""
+    tree = compose_file.compose_tree()
+    tree["services"]["gateway"][key] = value
+
+    assert compose_file.find_schema_errors(tree)
+
+
 def test_docker_image_copies_only_the_checkout_and_downloads_only_by_pip() -> None:
     """The image has the default registry, no download but by pip, no root, and existing sources."""
     instructions = re.findall(r"^([A-Z]+) (.+(?:\\\n.+)*)", DOCKERFILE, re.MULTILINE)

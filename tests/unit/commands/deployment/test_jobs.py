@@ -200,14 +200,31 @@ def test_api_keys_are_refused_in_environment_of_jobs(tmp_path: Path) -> None:
     for name in ("HF_TOKEN", "LOCKSTEP_API_KEYS", "aws_secret_access_key", "PASSWORD"):
         with pytest.raises(UsageError, match=f"--env {name}"):
             jobs.parse_variables([f"{name}=x"])
-    for pair in ("NAME", "=x", "A B=x", "A=x\ny"):
+    for pair in ("NAME", "=x", "A B=x", "A=x\ny", "A=\x1b"):
         with pytest.raises(UsageError, match="--env needs NAME=VALUE"):
             jobs.parse_variables([pair])
     assert jobs.parse_variables(["HF_HOME=/m", "A="]) == {"HF_HOME": "/m", "A": ""}
 
 
+@pytest.mark.parametrize("name", ["ann\nExecStartPre=/bin/id", "ann b", "%i", "", "ann\t", "-r"])
+def test_user_name_that_would_change_a_job_file_is_refused(name: str) -> None:
+    """A line end would begin a second line of a unit; the error quotes the name."""
+    with pytest.raises(ConfigError, match="is not the name of a user"):
+        installation.Installation("/bin/l", ("--config", "/l.toml"), "/", "/var/log", name)
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_path_with_line_end_is_refused_for_a_job(wrong: int) -> None:
+    """The program, its settings and both folders stand in lines of job files."""
+    paths = ["/bin/l", "/l.toml", "/work", "/var/log"]
+    paths[wrong] += "\nUser=root"
+    executable, settings, work_dir, log_dir = paths
+    with pytest.raises(ConfigError, match="line end or control character"):
+        installation.Installation(executable, ("--config", settings), work_dir, log_dir, "ann")
+
+
 def test_jobs_with_relative_or_missing_paths_are_refused(tmp_path: Path) -> None:
-    """A relative path has no meaning at boot, and a temporary folder differs there."""
+    """A relative path has no meaning at boot, and the state folder differs there."""
     with pytest.raises(ConfigError, match="needs an absolute path, but executable is ~/lockstep"):
         _jobs(tmp_path, text=inventories.TWO_HOSTS.replace(EXECUTABLE, "~/lockstep"))
     with pytest.raises(ConfigError, match=r"paths\.run_dir \(run_dir of the host\) is not set"):
