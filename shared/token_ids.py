@@ -1,10 +1,10 @@
-"""Packed token ids. Owns their form in messages and in memory: four bytes per id, in order."""
+"""Packed token ids. Owns their form in messages and in memory: four bytes per id."""
 
-import array
 import sys
+from array import array
 from collections.abc import Iterable
 
-BYTES_PER_ID = 4
+TOKEN_BYTES = 4
 """A token id is packed as a little-endian int32."""
 
 
@@ -14,30 +14,26 @@ def pack(ids: Iterable[int]) -> bytes:
     Raises:
         OverflowError: when an id does not fit an int32.
     """
-    packed = ids if isinstance(ids, array.array) else array.array("i", ids)
-    return _in_message_order(packed).tobytes()
+    packed = array("i", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
-def unpack(packed: bytes) -> "array.array[int]":
-    """Return the token ids in bytes as an array of four bytes per id.
+def unpack(packed: bytes) -> "array[int]":
+    """Return the token ids in bytes, as an array with four bytes per id.
 
     Raises:
         ValueError: when the bytes are not a whole number of ids.
     """
-    ids = array.array("i")
+    ids = array("i")
     ids.frombytes(packed)
-    return _in_message_order(ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
 
 
-def all_below(ids: "array.array[int]", size: int) -> bool:
+def all_below(ids: "array[int]", size: int) -> bool:
     """Tell whether all ids of an array that is not empty are at least 0 and below `size`."""
     # Read without its sign, a negative id is larger than every valid one.
     return max(memoryview(ids).cast("B").cast("I")) < size
-
-
-def _in_message_order(ids: "array.array[int]") -> "array.array[int]":
-    if sys.byteorder == "little":
-        return ids
-    swapped = ids[:]
-    swapped.byteswap()
-    return swapped

@@ -17,6 +17,7 @@ from shared.messages.base import (
     TokenId,
     TokenLogprobs,
 )
+from shared.token_ids import TOKEN_BYTES
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FailureCause = Literal["deadline", "queue_deadline", "stopping", "failed"]
@@ -37,14 +38,16 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     """Order: generate tokens for this prompt. Idempotent by `request_id` within one gateway."""
 
     request_id: RequestName
-    prompt: Annotated[list[TokenId], Meta(min_length=1)]
+    prompt: Annotated[bytes, Meta(min_length=TOKEN_BYTES)]
+    """Token ids, each as a little-endian int32."""
     sampling: Sampling
     max_tokens: Annotated[int, Meta(ge=1, le=limits.COMPLETION_TOKENS_MAX)]
     """Longest completion in tokens, including `generated`."""
     stop_ids: Annotated[list[TokenId], Meta(max_length=limits.STOP_IDS_MAX)] = []
     """Token ids that end the completion. The generated stop id is sent as its last token."""
-    generated: list[TokenId] = []
-    """Token ids received before a scheduler restart, when a gateway resumes a request."""
+    generated: bytes = b""
+    """Token ids, packed like `prompt`, that were received before a scheduler restart, when a
+    gateway resumes a request."""
     tenant: ShortText = ""
     """Whose request it is. Tenants take turns, and each may use a share of the waiting queue."""
     weight: Annotated[float, Meta(ge=limits.WEIGHT_MIN, le=limits.WEIGHT_MAX)] = 1.0
@@ -67,6 +70,21 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     more_requests_expected: bool = False
     """The gateway is tokenizing further requests, most of which arrive within milliseconds. An idle
     device can start all of them in one step."""
+
+    def __post_init__(self) -> None:
+        """Refuse bytes that are not a whole number of token ids."""
+        if len(self.prompt) % TOKEN_BYTES or len(self.generated) % TOKEN_BYTES:
+            raise ValueError(f"`prompt` and `generated` are token ids of {TOKEN_BYTES} bytes each")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def generated_tokens(self) -> int:
+        """Number of token ids in `generated`."""
+        return len(self.generated) // TOKEN_BYTES
 
 
 class CachedPrefix(MessagePart, frozen=True, kw_only=True):

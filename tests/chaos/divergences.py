@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from shared import token_ids
 from shared.messages import (
     RequestFinished,
     Sampling,
@@ -117,7 +118,7 @@ class Client:
         self._link.send(
             SubmitRequest(
                 request_id=name,
-                prompt=[first, *range(PROMPT_TOKENS - 1)],
+                prompt=token_ids.pack([first, *range(PROMPT_TOKENS - 1)]),
                 sampling=Sampling(seed=1, temperature=0.0),
                 max_tokens=COMPLETION_TOKENS,
             )

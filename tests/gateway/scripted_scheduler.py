@@ -65,7 +65,7 @@ def finished(
             "type": "RequestFinished",
             "request_id": request.request_id,
             "finish_reason": reason,
-            "prompt_tokens": len(request.prompt),
+            "prompt_tokens": request.prompt_tokens,
             "completion_tokens": tokens,
             "cached": msgspec.to_builtins(cached or CachedPrefix()),
         },
@@ -105,8 +105,7 @@ def reply_with(
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
         yield RequestAdmitted(request_id=request.request_id, cached=found)
-        done = list(request.generated)
-        for position in range(len(done), min(len(tokens), request.max_tokens)):
+        for position in range(request.generated_tokens, min(len(tokens), request.max_tokens)):
             yield generated(request, position, [tokens[position]])
             if pause_s:
                 yield pause_s
@@ -121,7 +120,7 @@ def reply_after(tokens: list[int], release: threading.Event) -> Reply:
 
     def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
-        for position in range(len(request.generated), len(tokens)):
+        for position in range(request.generated_tokens, len(tokens)):
             while position >= len(tokens) // 2 and not release.is_set():
                 yield 0.01
             yield generated(request, position, [tokens[position]])

@@ -30,12 +30,15 @@ def test_requests_get_their_own_tokens_under_random_traffic_and_lost_ranks(
 ) -> None:
     """Random arrivals, lengths, stops, aborts and lost ranks: every request gets its own tokens.
 
+    One, two or three tenants with changing weights take turns.
+
     Every other seed verifies n-gram drafts of texts that repeat themselves; the last seeds use
     draft models, requests with different draft methods, and prompts with common prefixes.
     """
     monkeypatch.setattr(limits, "FORWARD_TOKENS_MAX", FORWARD_LIMITS[seed % 3])
     rng = random.Random(seed)
     world, methods = _make_world(make_world, rng, seed)
+    tenants = random.Random(f"{seed} tenants")
     requests: dict[str, PlannedRequest] = {}
     aborted = set()
     for step in range(150):
@@ -50,6 +53,8 @@ def test_requests_get_their_own_tokens_under_random_traffic_and_lost_ranks(
                 length,
                 stop_ids=list(stops),
                 priority=rng.randrange(3),
+                tenant=tenants.choice(["a", "b", "c"][: 1 + seed % 3]),
+                weight=tenants.choice([0.5, 1.0, 2.0]),
                 speculation=speculation_request,
             )
         if requests and rng.random() < 0.1:

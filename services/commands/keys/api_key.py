@@ -8,6 +8,7 @@ from services.commands.cli.click_support import Group
 from services.commands.cli.flags import SettingSources, settings_options
 from services.gateway.http import api_keys
 from services.gateway.http.api_keys import ApiKey
+from shared import limits
 from shared.errors import ConfigError, UsageError
 from shared.os import private_files
 from shared.os.standard_streams import print_line
@@ -25,19 +26,26 @@ def api_key() -> None:
 
 @api_key.command(name="new")
 @click.argument("name")
+@click.option(
+    "--weight",
+    type=click.FloatRange(limits.WEIGHT_MIN, limits.WEIGHT_MAX),
+    default=1.0,
+    show_default=True,
+    help="Share of the server while others wait too: 2 gets twice as much as 1.",
+)
 @settings_options
-def new_command(sources: SettingSources, *, name: str) -> None:
+def new_command(sources: SettingSources, *, name: str, weight: float) -> None:
     """Make a key and print it, once.
 
     NAME says whose key it is, and names its part of the cache.
     """
-    print_line(new(_key_file(sources), name))
+    print_line(new(_key_file(sources), name, weight))
 
 
 @api_key.command(name="list")
 @settings_options
 def list_command(sources: SettingSources) -> None:
-    """Print the names of the keys."""
+    """Print the names of the keys, with weights other than 1."""
     print_line(names(_key_file(sources)))
 
 
@@ -49,12 +57,13 @@ def remove_command(sources: SettingSources, *, name: str) -> None:
     print_line(remove(_key_file(sources), name))
 
 
-def new(path: Path, name: str) -> str:
+def new(path: Path, name: str, weight: float = 1.0) -> str:
     """Make an API key and add its digest to the file of keys.
 
     Args:
         path: the file of keys.
         name: name of the key.
+        weight: share of its requests among those of all keys.
 
     Returns:
         A text that shows the key, which is not stored anywhere.
@@ -82,18 +91,21 @@ def new(path: Path, name: str) -> str:
             )
         secret = api_keys.generate_secret()
         ending = "" if text.endswith("\n") or not text else "\n"
-        private_files.replace(path, f"{text}{ending}{ApiKey.of(name, secret).line()}\n")
+        private_files.replace(path, f"{text}{ending}{ApiKey.of(name, secret, weight).line()}\n")
     return f"{secret}\n\nThis is the key of {name}. It is shown once: {path} holds its digest only."
 
 
 def names(path: Path) -> str:
-    """Return the names of the API keys in the file at `path`, one per line.
+    """Return the names of the API keys in the file at `path`, one per line, with unequal weights.
 
     Raises:
         ConfigError: when the file cannot be used.
     """
     keys = api_keys.parse_file(api_keys.read_file(path), path)
-    return "\n".join(key.name for key in keys) or "There are no keys."
+    lines = [
+        key.name if key.weight == 1.0 else f"{key.name} (weight {key.weight:g})" for key in keys
+    ]
+    return "\n".join(lines) or "There are no keys."
 
 
 def remove(path: Path, name: str) -> str:

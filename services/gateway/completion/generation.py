@@ -170,6 +170,10 @@ class Generation:
     """Receives the choices' text."""
     prompt_param: str = "prompt"
     """The request field with the prompt, for errors."""
+    tenant: str = ""
+    """Whom it counts for (`authentication.tenant`)."""
+    weight: float = 1.0
+    """The tenant's weight when tenants take turns."""
     choices: list[Choice] = dataclasses.field(default_factory=list)
     """Empty at first; the caller sets it."""
     error: ApiError | None = None
@@ -221,4 +225,4 @@ class Generation:
     def cache_header_value(self) -> str:
         """Return the value of `X-Lockstep-Cache`, which describes the first choice's prompt."""
         first = self.choices[0]
-        return cache_header.header_value(first.cached, len(first.submit_request.prompt))
+        return cache_header.header_value(first.cached, first.submit_request.prompt_tokens)

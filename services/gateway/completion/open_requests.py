@@ -15,7 +15,7 @@ from services.gateway.http.admission import FullQueue
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.scheduler_client.scheduler_client import CallLater, Events, Link, Timer
 from services.gateway.scheduler_client.scheduler_status import StatusBoard
-from shared import messages
+from shared import messages, token_ids
 from shared.clock import Clock
 from shared.errors import LinkError, LinkFull, PeerUnknown
 from shared.log import Log
@@ -335,7 +335,7 @@ class OpenRequests:
             finished = messages.RequestFinished(
                 request_id=choice.request_id,
                 finish_reason="stop" if is_stopped else "length",
-                prompt_tokens=len(request.prompt),
+                prompt_tokens=request.prompt_tokens,
                 completion_tokens=len(choice.tokens),
             )
             self._handle_finished(finished, self._clock.now())
@@ -343,7 +343,7 @@ class OpenRequests:
         elapsed_s = self._clock.now() - choice.submitted_s
         resumed = msgspec.structs.replace(
             request,
-            generated=list(choice.tokens),
+            generated=token_ids.pack(choice.tokens),
             deadline_s=max(0.0, request.deadline_s - elapsed_s),
             more_requests_expected=False,
         )

@@ -200,7 +200,7 @@ def _last_fields(generation: Generation) -> dict[str, Any]:
         },
         "lockstep": {
             "cache": cache_header.body_fields(
-                choices[0].cached, len(choices[0].submit_request.prompt)
+                choices[0].cached, choices[0].submit_request.prompt_tokens
             )
         },
     }

@@ -25,6 +25,7 @@ from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.tokenizer import Tokenizer
 from services.gateway.tokenizing.tool_calls import ToolCallParser
+from shared import token_ids
 from shared.clock import unix_seconds
 from shared.configuration.settings import Config
 from shared.messages import SubmitRequest
@@ -194,6 +195,8 @@ async def respond(
     request[ADMITTED].release_body()
     more_expected = await service.admission.more_requests_expected()
     generation = Generation(response_format.metadata.name, prompts, sink, prompt_param)
+    generation.tenant = authentication.tenant(request)
+    generation.weight = authentication.weight(request)
     cache_salt = authentication.cache_salt(request, options.fields.cache_salt)
     generation.choices = _choices(service, generation, options, cache_salt, more_expected)
     for choice in generation.choices if parses_tool_calls else ():
@@ -242,11 +245,14 @@ def _choices(
     total = len(generation.prompts) * options.count
     for prompt in generation.prompts:
         max_tokens = _max_tokens(service, prompt.ids, options, generation.prompt_param)
+        prompt_ids = token_ids.pack(prompt.ids)
         for number in range(options.count):
             submit_request = SubmitRequest(
                 request_id=f"{generation.name}:{len(choices)}",
-                prompt=prompt.ids,
+                prompt=prompt_ids,
                 sampling=options.sampling(number, tokenizer.vocab_size),
+                tenant=generation.tenant,
+                weight=generation.weight,
                 max_tokens=max_tokens,
                 stop_ids=tokenizer.stop_ids,
                 deadline_s=service.config.gateway.request_timeout_s,

@@ -1,8 +1,9 @@
 """API keys of this gateway. Owns the format of the key file; only salted digests are stored.
 
-`gateway.api_keys_file` has one line per key: name, salt and digest in hexadecimal. Generated keys
-have 256 random bits, so a fast salted hash (BLAKE2b) protects them as well as a slow one, and a
-request costs about a microsecond per key. Keys from LOCKSTEP_API_KEYS are never written to disk.
+`gateway.api_keys_file` has one line per key: name, salt and digest in hexadecimal, and the weight
+if it is not 1. Generated keys have 256 random bits, so a fast salted hash (BLAKE2b) protects them
+as well as a slow one, and a request costs about a microsecond per key. Keys from LOCKSTEP_API_KEYS
+are never written to disk.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import re
 import secrets
 from pathlib import Path
 
+from shared import limits
 from shared.clock import Clock
 from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.configuration.settings import GatewayConfig
@@ -41,26 +43,30 @@ _log = Log("gateway.api_keys")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Stored form of one API key: its name, a salt, and the digest of salt and key."""
+    """Stored form of one API key: its name, a salt, the digest of salt and key, and a weight."""
 
     name: str
     salt: bytes
     digest: bytes
+    weight: float = 1.0
+    """Share of the key's requests among those of all keys; 2 gets twice as much as 1."""
 
     @classmethod
-    def of(cls, name: str, secret: str) -> "ApiKey":
+    def of(cls, name: str, secret: str, weight: float = 1.0) -> "ApiKey":
         """Make the stored form of an API key, with a new random salt.
 
         Args:
             name: name of the key.
             secret: the key itself; only its digest is stored.
+            weight: share of the key's requests among those of all keys.
         """
         salt = secrets.token_bytes(_SALT_BYTES)
-        return cls(name, salt, _digest(secret.encode(), salt))
+        return cls(name, salt, _digest(secret.encode(), salt), weight)
 
     def line(self) -> str:
-        """Return the stored form as a line of the key file: name, salt and digest, both in hex."""
-        return f"{self.name} {self.salt.hex()} {self.digest.hex()}"
+        """Return the line of the key file: name, salt and digest in hex, the weight if not 1."""
+        weight = "" if self.weight == 1.0 else f" {self.weight:g}"
+        return f"{self.name} {self.salt.hex()} {self.digest.hex()}{weight}"
 
 
 class ApiKeys:
@@ -90,8 +96,8 @@ class ApiKeys:
                 f"{self._path} holds no API key: create one with `lockstep api-key new NAME`."
             )
 
-    def name_of(self, sent: bytes) -> str | None:
-        """Return the name of the API key that a client sent, None if the key is not valid.
+    def find(self, sent: bytes) -> ApiKey | None:
+        """Return the API key that a client sent, None if it is not valid.
 
         Takes the same time for valid and other keys. Checks at most once per `RELOAD_INTERVAL_S`
         whether the file has changed, and then reads it again first.
@@ -103,7 +109,7 @@ class ApiKeys:
         found = None
         for key in self._keys:
             if hmac.compare_digest(_digest(sent, key.salt), key.digest):
-                found = key.name
+                found = key
         return found
 
     def _reload_if_changed(self) -> None:
@@ -153,6 +159,11 @@ def is_valid_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def is_valid_weight(weight: float) -> bool:
+    """Return whether a key may have this weight."""
+    return limits.WEIGHT_MIN <= weight <= limits.WEIGHT_MAX
+
+
 def parse_file(text: str, path: Path) -> list[ApiKey]:
     """Return the entries in a key file's text, in its order.
 
@@ -171,12 +182,19 @@ def parse_file(text: str, path: Path) -> list[ApiKey]:
         match = _LINE.fullmatch(line.strip())
         if match is None or not is_valid_name(match[1]):
             raise ConfigError(
-                f"{path}, line {number}, is not a name, a salt and a digest: add keys with "
-                "`lockstep api-key new NAME`."
+                f"{path}, line {number}, is not a name, a salt, a digest and maybe a weight: add "
+                "keys with `lockstep api-key new NAME`."
             )
         if match[1] in keys:
             raise ConfigError(f"{path}, line {number}, has the same name as an earlier line.")
-        keys[match[1]] = ApiKey(match[1], bytes.fromhex(match[2]), bytes.fromhex(match[3]))
+        weight = _parse_weight(match[4] or "1")
+        if weight is None:
+            raise ConfigError(
+                f"{path}, line {number}, has a weight that is not a number from "
+                f"{limits.WEIGHT_MIN:g} to {limits.WEIGHT_MAX:g}."
+            )
+        digest = bytes.fromhex(match[3])
+        keys[match[1]] = ApiKey(match[1], bytes.fromhex(match[2]), digest, weight)
     if len(keys) > KEYS_MAX:
         raise ConfigError(f"{path} holds more than {KEYS_MAX:,} keys.")
     return list(keys.values())
@@ -221,6 +239,15 @@ def read_file(path: Path) -> str:
         missing=f"There is no file {path} (gateway.api_keys_file): create it with "
         "`lockstep api-key new NAME`.",
     )
+
+
+def _parse_weight(text: str) -> float | None:
+    """Return the weight in a text of digits and points, None if a key may not have it."""
+    try:
+        weight = float(text)
+    except ValueError:
+        return None
+    return weight if is_valid_weight(weight) else None
 
 
 def _digest(secret: bytes, salt: bytes) -> bytes:

@@ -9,7 +9,7 @@ import ipaddress
 
 from aiohttp import hdrs, web
 
-from services.gateway.http.api_keys import ApiKeys
+from services.gateway.http.api_keys import ApiKey, ApiKeys
 from services.gateway.http.errors import closing
 from shared.clock import Clock
 from shared.configuration.loading import is_loopback
@@ -21,7 +21,7 @@ LOCAL_PATHS = frozenset({"/metrics", "/openapi.json"})
 WARNING_INTERVAL_S = 60.0
 """Shortest time between two warnings about refused keys."""
 
-_KEY_NAME = web.RequestKey("key_name", str)
+_KEY = web.RequestKey("api_key", ApiKey)
 
 _log = Log("gateway.access")
 
@@ -39,7 +39,7 @@ class Authenticator:
         self._warn_at_s = 0.0
 
     def check(self, request: web.Request) -> None:
-        """Refuse a request without a valid API key; else store the key's name in the request.
+        """Refuse a request without a valid API key; else store the key in the request.
 
         Does nothing for `open_paths`, or if the gateway has no keys.
 
@@ -48,8 +48,8 @@ class Authenticator:
         """
         if not self.needs_key or request.path in self.open_paths:
             return
-        name = self._keys.name_of(_sent_key(request))
-        if name is None:
+        key = self._keys.find(_sent_key(request))
+        if key is None:
             self._count_refusal(request.remote)
             raise closing(
                 401,
@@ -57,7 +57,7 @@ class Authenticator:
                 "`x-api-key: KEY`.",
                 "invalid_api_key",
             )
-        request[_KEY_NAME] = name
+        request[_KEY] = key
 
     def _count_refusal(self, remote: str | None) -> None:
         self._refused += 1
@@ -70,8 +70,8 @@ class Authenticator:
 
 def key_name(request: web.Request) -> str:
     """Return the name of the request's API key, "" if its path or the gateway needs no key."""
-    name: str = request.get(_KEY_NAME, "")
-    return name
+    key = request.get(_KEY)
+    return key.name if key is not None else ""
 
 
 def tenant(request: web.Request) -> str:
@@ -81,7 +81,18 @@ def tenant(request: web.Request) -> str:
     first 64 bits count, because one client usually has all addresses with them.
     """
     name = key_name(request)
-    return f"key {name}" if name else f"address {_network(request.remote or '')}"
+    return f"key {name}" if name else address_tenant(request.remote or "")
+
+
+def weight(request: web.Request) -> float:
+    """Return the weight of the tenant that a request counts for; 1 without an API key."""
+    key = request.get(_KEY)
+    return key.weight if key is not None else 1.0
+
+
+def address_tenant(address: str) -> str:
+    """Return the name of the tenant without a key that has this IP address, "" for no address."""
+    return f"address {_network(address)}"
 
 
 def cache_salt(request: web.Request, own: str | None) -> str:

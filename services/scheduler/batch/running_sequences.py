@@ -41,6 +41,7 @@ class RunningSequences:
         Raises:
             InvariantBroken: there is no row for that slot.
         """
+        sequence.own_tokens()
         sequence.slot = self._rows.assign_slot(sequence.sequence_id)
         sequence.state = SequenceState.RUNNING
         sequence.admitted_at_s = now_s

@@ -228,7 +228,7 @@ def _add_read(plan: PlanBuilder, sequence: Sequence, count: int) -> None:
         )
     plan.draft_reads.append(
         DraftChunk(
-            sequence_id=sequence.sequence_id, start=start, tokens=sequence.tokens[start:stop]
+            sequence_id=sequence.sequence_id, start=start, tokens=list(sequence.tokens[start:stop])
         )
     )
     sequence.draft_row_tokens = stop

@@ -251,7 +251,7 @@ def explain_reuse(
         Prompt tokens reused from memory and from SSD, the position at which the most similar known
         sequence differs, and the cause of the miss after them.
     """
-    prompt_tokens = len(blocks.request.prompt)
+    prompt_tokens = blocks.prompt_tokens
     reused = min(reused_tokens, prompt_tokens)
     stored = _stored_tokens(blocks, reused)
     diverged_at = match.diverged_at

@@ -7,11 +7,12 @@ it is kept. A block that is evicted while its sequence runs is kept again only w
 
 from services.scheduler.cache.cache_state import CacheState
 from services.scheduler.cache.index.block_index import Entry, Node
-from services.scheduler.cache.index.hashes import block_hash, pack
+from services.scheduler.cache.index.hashes import block_hash
 from services.scheduler.cache.index.prefix_match import nearest_before, nearest_from
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
 from services.scheduler.cache.spiller import Spiller
 from shared.messages import KeptBlock, KeptCheckpoint
+from shared.token_ids import pack
 
 
 class Keeper:

@@ -1,16 +1,20 @@
 """Request table. Owns the open requests of all gateways; each ends exactly once (I7)."""
 
 import dataclasses
-import itertools
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator
+from weakref import WeakValueDictionary
+
+import msgspec
 
 from services.scheduler.events import Action, SendToGateway
 from services.scheduler.requests.sequence import Sequence, SequenceState
 from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.speculation.methods import WHY_NOT
+from shared import token_ids
 from shared.configuration.settings import SchedulerConfig
 from shared.errors import InvariantBroken
 from shared.identifiers import PeerId, SequenceId
@@ -61,6 +65,10 @@ class RequestTable:
         self._actions = actions
         self._open: dict[tuple[PeerId, str], Sequence] = {}
         self._arrivals = 0
+        self._waiting_tokens: WeakValueDictionary[tuple[str, int], array[int]] = (
+            WeakValueDictionary()
+        )
+        """Tokens of waiting requests by tenant and hash, which equal ones share."""
         self._mean_request_s = _MEAN_REQUEST_S
 
     def __len__(self) -> int:
@@ -90,15 +98,17 @@ class RequestTable:
             now_s: time of arrival.
             bounds: limits of the world.
         """
-        if rejection := _find_rejection(message, bounds):
+        tokens = token_ids.unpack(message.prompt + message.generated)
+        if rejection := _find_rejection(message, tokens, bounds):
             self.reject(gateway, message.request_id, *rejection)
             return
         sequence = Sequence(
             sequence_id=SequenceId(self._arrivals + 1),
             gateway=gateway,
-            request=message,
-            tokens=[*message.prompt, *message.generated],
-            tokens_max=min(len(message.prompt) + message.max_tokens, bounds.tokens_max),
+            request=msgspec.structs.replace(message, prompt=b"", generated=b""),
+            tokens=self._share_tokens(message.tenant, tokens),
+            prompt_tokens=message.prompt_tokens,
+            tokens_max=min(message.prompt_tokens + message.max_tokens, bounds.tokens_max),
             arrival_number=self._arrivals + 1,
             deadline_at_s=now_s + message.deadline_s,
             queue_deadline_at_s=self._queue_deadline_at_s(message, now_s),
@@ -114,9 +124,10 @@ class RequestTable:
         self._turns.enter(sequence.tenant, message.weight, self._waiting.tenants)
         ahead = self._waiting.add(sequence)
         self.counters["requests_accepted_total"] += 1
-        self.counters["prompt_tokens_total"] += len(message.prompt)
+        self.counters["prompt_tokens_total"] += message.prompt_tokens
         self._send(gateway, RequestAccepted(request_id=message.request_id, queued_ahead=ahead))
-        self._end_if_complete(sequence)
+        if message.generated:
+            self._end_if_complete(sequence)
 
     def reject(
         self,
@@ -231,11 +242,22 @@ class RequestTable:
 
     def _end_if_complete(self, sequence: Sequence) -> None:
         """Finish a resumed request that was complete when its scheduler was lost."""
-        generated = sequence.request.generated
-        is_stopped = bool(generated) and generated[-1] in sequence.stop_ids
+        is_stopped = sequence.tokens[-1] in sequence.stop_ids
         if is_stopped or len(sequence.tokens) >= sequence.tokens_max:
             self._waiting.remove(sequence)
             self.finish(sequence, "stop" if is_stopped else "length")
+
+    def _share_tokens(self, tenant: str, tokens: "array[int]") -> "array[int]":
+        """Return equal tokens of a waiting request of the same tenant, or these if there are none.
+
+        Several completions of one prompt are requests of their own.
+        """
+        packed = tokens.tobytes()
+        known = self._waiting_tokens.get((tenant, hash(packed)))
+        if known is not None and known.tobytes() == packed:
+            return known
+        self._waiting_tokens[tenant, hash(packed)] = tokens
+        return tokens
 
     def _queue_deadline_at_s(self, message: SubmitRequest, now_s: float) -> float:
         # A request with generated tokens ran before its scheduler was lost.
@@ -256,12 +278,14 @@ class RequestTable:
         self._actions.append(SendToGateway(gateway, message))
 
 
-def _find_rejection(message: SubmitRequest, bounds: RequestLimits) -> tuple[str, str] | None:
+def _find_rejection(
+    message: SubmitRequest, tokens: "array[int]", bounds: RequestLimits
+) -> tuple[str, str] | None:
     """Return the cause and detail of a rejection if this world cannot serve a request, or None."""
-    if max(itertools.chain(message.prompt, message.generated)) >= bounds.vocabulary_size:
+    if not token_ids.all_below(tokens, bounds.vocabulary_size):
         # The embedding lookup of such an id would fail on every rank and end the epoch.
         size = bounds.vocabulary_size
-        return "invalid", f"A token id is not below the vocabulary's size, {size}."
+        return "invalid", f"A token id is negative or not below the vocabulary's size, {size}."
     method = message.speculation.method
     # A resumed request is accepted: drafts change the speed of its tokens, not the tokens.
     if method not in ("default", "off") and not (bounds.can_draft or message.generated):
@@ -276,14 +300,14 @@ def _find_rejection(message: SubmitRequest, bounds: RequestLimits) -> tuple[str,
 
 def _explain_length(message: SubmitRequest, tokens_max: int) -> str:
     """Return why a request is too long; "" if it is not."""
-    if len(message.generated) > message.max_tokens:
+    if message.generated_tokens > message.max_tokens:
         return (
-            f"{len(message.generated)} tokens were generated already, "
+            f"{message.generated_tokens} tokens were generated already, "
             f"more than max_tokens {message.max_tokens}."
         )
-    if len(message.prompt) >= tokens_max:
+    if message.prompt_tokens >= tokens_max:
         return (
-            f"The prompt has {len(message.prompt)} tokens; the longest that leaves room for "
+            f"The prompt has {message.prompt_tokens} tokens; the longest that leaves room for "
             f"a completion has {max(0, tokens_max - 1)}."
         )
     return ""

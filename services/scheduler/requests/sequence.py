@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from array import array
 from enum import Enum
 
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
@@ -29,8 +30,12 @@ class Sequence:
     sequence_id: SequenceId
     gateway: PeerId
     request: SubmitRequest
-    tokens: list[int]
-    """Prompt ids, then completion ids from receipts that agreed."""
+    """The request, without its token ids."""
+    tokens: "array[int]"
+    """Prompt ids, then completion ids from receipts that agreed. Until its first admission equal
+    prompts of one tenant are the same object."""
+    prompt_tokens: int
+    """Length of the prompt."""
     tokens_max: int
     """Most tokens of prompt and completion, by request, model context and KV budget."""
     arrival_number: int
@@ -70,8 +75,10 @@ class Sequence:
     """Its blocks in the cache."""
 
     def __post_init__(self) -> None:
-        """Share the token list with the cache."""
-        self.blocks = SequenceBlocks(self.sequence_id, self.tokens, self.request)
+        """Share the tokens with the cache."""
+        self.blocks = SequenceBlocks(
+            self.sequence_id, self.tokens, self.prompt_tokens, self.request
+        )
 
     @property
     def tenant(self) -> str:
@@ -79,14 +86,9 @@ class Sequence:
         return self.request.tenant
 
     @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt)
-
-    @property
     def completion_tokens(self) -> int:
         """Tokens generated so far, including those before a restart."""
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def computed_tokens(self) -> int:
@@ -101,6 +103,11 @@ class Sequence:
             and not self.is_verifying
             and len(self.tokens) + self.samples_in_flight < self.tokens_max
         )
+
+    def own_tokens(self) -> None:
+        """Copy the tokens, which may be shared, so that they can grow."""
+        self.tokens = self.tokens[:]
+        self.blocks.replace_tokens(self.tokens)
 
     def preempt(self) -> None:
         """Mark the sequence as waiting: without slot and row, but with all its tokens.

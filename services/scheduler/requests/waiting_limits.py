@@ -112,7 +112,7 @@ def _own_bytes(sequence: Sequence) -> int:
 
 
 def _text_bytes(sequence: Sequence) -> int:
-    return token_ids.BYTES_PER_ID * len(sequence.tokens)
+    return token_ids.TOKEN_BYTES * len(sequence.tokens)
 
 
 def _explain(share: FairShare, tenant: str, amount: int, unit: str) -> str:

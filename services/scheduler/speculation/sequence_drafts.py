@@ -1,6 +1,7 @@
 """Draft state of a sequence. Owns its proposer, acceptance rates and counts of drafts."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from services.scheduler.speculation.costs import DecodeWork
 from services.scheduler.speculation.methods import Method, Model
@@ -28,11 +29,11 @@ class NgramDraftState(DraftState):
 
     __slots__ = ("acceptance", "proposer")
 
-    def __init__(self, tokens: list[int], drafts_max: int, common: AcceptanceRates) -> None:
+    def __init__(self, tokens: Sequence[int], drafts_max: int, common: AcceptanceRates) -> None:
         """Start with an empty n-gram index.
 
         Args:
-            tokens: the sequence's own list, which only grows.
+            tokens: all tokens of the sequence, which only grow.
             drafts_max: most drafts per step.
             common: rates of all sequences with this method.
         """

@@ -69,11 +69,11 @@ class Speculator:
         if self.model_drafts is not None:
             self.model_drafts.begin_epoch()
 
-    def new_draft_state(self, tokens: list[int], request: Speculation) -> DraftState | None:
+    def new_draft_state(self, tokens: Sequence[int], request: Speculation) -> DraftState | None:
         """Return the draft state of a new sequence; None: it takes no drafts.
 
         Args:
-            tokens: the sequence's own list of tokens, which only grows.
+            tokens: all tokens of the sequence, which only grow.
             request: the client's speculation parameters; "ngram" is possible with any settings.
         """
         method = self._config.method if request.method == "default" else request.method

@@ -38,7 +38,7 @@ def _reply(request: Any) -> Iterator[Any]:
         case 3:
             yield 60.0
         case _:
-            for position in range(len(request.generated), len(_TOKENS)):
+            for position in range(request.generated_tokens, len(_TOKENS)):
                 yield generated(request, position, _TOKENS[position : position + 1])
                 yield 0.005
             yield finished(request, len(_TOKENS), "stop")

@@ -8,6 +8,7 @@ import msgspec
 import openai
 import pytest
 
+from shared import token_ids
 from shared.messages import CachedPrefix, RequestAccepted, RequestAdmitted, SubmitRequest
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
@@ -53,7 +54,7 @@ def test_response_reports_cached_tokens_by_tier_in_header_and_body(
         assert all("lockstep" not in chunk for chunk in _chunks(events)[:-1])
     else:
         body, line = _post(gateway, path)
-    prompt = len(gateway.scheduler.submitted[0].prompt)
+    prompt = gateway.scheduler.submitted[0].prompt_tokens
     assert line == f"memory=12; ssd=6; computed={prompt - 18}; diverged-at=19; miss=diverged"
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 18}
     assert body["lockstep"]["cache"] == {
@@ -220,13 +221,14 @@ def test_scheduler_gets_exact_token_positions_where_user_message_begins_and_ends
     body = {"model": "tiny", "messages": [system, user], "tools": _TOOLS, "n": 2}
     assert gateway.post(_CHAT, body)[0] == 200
     for request in gateway.scheduler.submitted:
-        text = _TOKENIZER.decode(request.prompt, skip_special_tokens=False)
+        prompt = token_ids.unpack(request.prompt).tolist()
+        text = _TOKENIZER.decode(prompt, skip_special_tokens=False)
         before_user, _, rest = text.partition("Hello, how are you?")
         end = len(_ids(before_user + "Hello, how are you?<|im_end|>\n"))
         assert rest == "<|im_end|>\n<|im_start|>assistant\n"
         assert request.system_tokens == len(_ids(before_user))
         assert request.cache_boundaries == [len(_ids(before_user)), end]
-        assert end < len(request.prompt)
+        assert end < request.prompt_tokens
 
 
 def test_raw_prompt_or_short_chat_is_submitted_without_cache_boundaries(
@@ -236,6 +238,6 @@ def test_raw_prompt_or_short_chat_is_submitted_without_cache_boundaries(
     _post(gateway, _TEXT, prompt="<|im_start|>system\nHello there<|im_end|>\n" * 8)
     _post(gateway, _CHAT, messages=[{"role": "user", "content": "Hi"}])
     text, short = gateway.scheduler.submitted
-    assert len(text.prompt) >= 32 > len(short.prompt)
+    assert text.prompt_tokens >= 32 > short.prompt_tokens
     assert (text.system_tokens, text.cache_boundaries) == (0, [])
     assert (short.system_tokens, short.cache_boundaries) == (0, [])

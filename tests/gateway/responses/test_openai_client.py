@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from shared import token_ids
 from shared.messages import RequestRejected
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
@@ -116,7 +117,7 @@ def test_openai_client_reads_tool_calls_and_sends_their_results(
     assert [call.type for call in calls] == ["function"] * 2
     assert calls[0].type == "function"
     assert json.loads(calls[0].function.arguments) == {"city": "Köln"}
-    prompt = gateway.scheduler.submitted[0].prompt
+    prompt = list(token_ids.unpack(gateway.scheduler.submitted[0].prompt))
     assert prompt.count(2) == 2
     assert "weather" in _TOKENIZER.decode(prompt)
     with client.chat.completions.stream(model="tiny", messages=messages, tools=_TOOLS) as stream:
@@ -144,7 +145,9 @@ def test_tool_choice_none_hides_tools_from_model(
         tool_choice="none",
     )
     assert response.choices[0].message.content == _CALL
-    assert "weather" not in _TOKENIZER.decode(gateway.scheduler.submitted[0].prompt)
+    assert "weather" not in _TOKENIZER.decode(
+        token_ids.unpack(gateway.scheduler.submitted[0].prompt).tolist()
+    )
 
 
 def test_openai_client_reads_text_completion_whole_and_streamed(client: openai.OpenAI) -> None:

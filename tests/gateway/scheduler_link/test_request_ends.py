@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shared import limits
+from shared import limits, token_ids
 from shared.messages import RequestAccepted, RequestFailed, RequestRejected
 from shared.messages.gateway_link import FailureCause
 from tests.gateway import tiny_tokenizer
@@ -251,9 +251,9 @@ def test_stream_continues_with_every_token_once_after_scheduler_is_replaced(
         assert text == _TOKENIZER.decode(tokens)
         submitted = gateway.scheduler.submitted
         assert len(submitted) == 3
-        received = len(submitted[0].generated)
+        received = submitted[0].generated_tokens
         assert 0 < received < 40
-        assert submitted[-1].generated == tokens[:received]
+        assert submitted[-1].generated == token_ids.pack(tokens[:received])
 
 
 @pytest.mark.proof
@@ -322,7 +322,9 @@ def test_request_gets_429_when_its_choices_exceed_open_requests_max(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """The gateway's own bound counts choices, not requests."""
-    with RunningGateway.start(model_folder, tmp_path, open_requests_max=2) as gateway:
+    with RunningGateway.start(
+        model_folder, tmp_path, open_requests_max=2, tenant_share=1.0
+    ) as gateway:
         gateway.scheduler.reply = reply_with(_LONG, pause_s=0.05)
         client = _connect(gateway, "/v1/chat/completions", {"messages": _MESSAGES, "n": 2})
         _wait_submitted(gateway.scheduler, 2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shared import token_ids
 from shared.messages import RequestAccepted
 from tests.gateway import raw_client
 from tests.gateway.concurrent_requests import TOKENS, ConcurrentRequests, start_requests
@@ -51,7 +52,9 @@ def test_responses_have_each_token_once_after_two_scheduler_restarts(
             _wait_new_tokens(gateway, 12)
             _replace(gateway, says_goodbye=says_goodbye, pause_s=0.3)
         wait_until(lambda: len(gateway.scheduler.submitted) == 4)
-        generated_before = [request.generated for request in gateway.scheduler.submitted]
+        generated_before = [
+            list(token_ids.unpack(request.generated)) for request in gateway.scheduler.submitted
+        ]
         assert all(0 < len(tokens) < len(TOKENS) for tokens in generated_before)
         requests.check()
         assert all(TOKENS[: len(tokens)] == tokens for tokens in generated_before)
@@ -136,7 +139,7 @@ def test_resumed_request_is_complete_when_new_scheduler_sends_only_its_end(
 
     def reply(request: Any) -> Iterator[Any]:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
-        for position in range(len(request.generated), len(TOKENS)):
+        for position in range(request.generated_tokens, len(TOKENS)):
             yield generated(request, position, [TOKENS[position]])
         if not request.generated:
             yield 60.0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shared import token_ids
 from shared.messages import (
     AbortRequest,
     CachedPrefix,
@@ -54,7 +55,7 @@ class Client:
         self.tokens[request_id] = []
         message = SubmitRequest(
             request_id=request_id,
-            prompt=prompt,
+            prompt=token_ids.pack(prompt),
             **options,  # type: ignore[arg-type]
         )
         self._link.send(message)

@@ -168,7 +168,7 @@ class ProtocolChecker:
                 if (gateway, name) in self._open:
                     raise Violation(f"I7: {name} is accepted twice")
                 submitted = self._submitted[gateway, name]
-                self._open[gateway, name] = _OpenRequest(len(submitted.generated))
+                self._open[gateway, name] = _OpenRequest(submitted.generated_tokens)
             case RequestAdmitted(request_id=name):
                 request = self._open.get((gateway, name))
                 if request is None or request.is_admitted:

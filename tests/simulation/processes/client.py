@@ -9,6 +9,7 @@ from services.gateway.completion.open_requests import CONNECT_WAIT_S
 from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.tool_calls import ParsedCall
+from shared import token_ids
 from shared.messages import Sampling, SubmitRequest
 from tests.simulation.environment.event_heap import EventHeap, Violation
 from tests.simulation.processes.gateway_process import GatewayProcess
@@ -63,10 +64,12 @@ def draw_request(
         text, reason = text[: text.index(stops[0])], "stop"
     message = SubmitRequest(
         request_id=name,
-        prompt=prompt,
+        prompt=token_ids.pack(prompt),
         max_tokens=length,
         sampling=Sampling(seed=1, temperature=0.0),
         stop_ids=list(stop_ids),
+        tenant=f"tenant {len(prompt) % 3}",
+        weight=1.0 + len(prompt) % 2,
         priority=rng.choice([0, 0, 0, 1]),
         cache_salt=rng.choice(["", "", "tenant"]),
         system_tokens=system_tokens,
@@ -148,7 +151,8 @@ class Client:
                 self._end("refused")
             return
         message = self.planned.message
-        generation = Generation(self.name, [Prompt(message.prompt)], self)
+        prompt = Prompt(token_ids.unpack(message.prompt).tolist())
+        generation = Generation(self.name, [prompt], self)
         text = CompletionText(
             CharacterDetokenizer(),
             frozenset(message.stop_ids),

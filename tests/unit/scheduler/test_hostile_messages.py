@@ -29,6 +29,7 @@ from services.scheduler.events import (
     Stop,
     TimePassed,
 )
+from shared import token_ids
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -267,7 +268,9 @@ def _perform_action(world: HostileWorld, action: str) -> None:
         case "submit":
             request = SubmitRequest(
                 request_id=draw(st.sampled_from(NAMES)),
-                prompt=draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60)),
+                prompt=token_ids.pack(
+                    draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60))
+                ),
                 sampling=Sampling(seed=1),
                 max_tokens=draw(st.integers(1, 40)),
             )

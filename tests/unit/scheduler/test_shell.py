@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from services.scheduler.main import Shell
+from shared import token_ids
 from shared.configuration.loading import config_from_tree
 from shared.errors import ConfigError
 from shared.messages import (
@@ -134,7 +135,7 @@ def _start_request(connect: Connect, *, more_requests_expected: bool = False) ->
     gateway.dialer.send(
         SubmitRequest(
             request_id="a",
-            prompt=[1],
+            prompt=token_ids.pack([1]),
             max_tokens=5,
             sampling=Sampling(seed=1),
             more_requests_expected=more_requests_expected,

@@ -24,18 +24,21 @@ HOST = "127.0.0.1"
 TOO_MANY_REQUESTS = 429
 
 
-def encode_request(port: int, path: str, body: dict[str, Any]) -> bytes:
+def encode_request(port: int, path: str, body: dict[str, Any], api_key: str = "") -> bytes:
     """Return the bytes of an HTTP POST whose connection the server closes after the answer.
 
     Args:
         port: the server's port on this machine, for the head.
         path: path of the endpoint.
         body: is sent as JSON.
+        api_key: key of the server; "": none is sent.
     """
+    authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
     data = orjson.dumps(body)
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\n"
-        f"Accept: text/event-stream\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        f"Accept: text/event-stream\r\nContent-Length: {len(data)}\r\n{authorization}"
+        "Connection: close\r\n\r\n"
     )
     return head.encode() + data
 
@@ -46,6 +49,7 @@ def run_clients(
     clients: list[list[dict[str, Any]]],
     timeout_s: float,
     interval_s: float = 0.0,
+    api_key: str = "",
 ) -> tuple[list[HttpExchange], float]:
     """Run all clients; each sends its next request when its last answer has ended.
 
@@ -55,6 +59,7 @@ def run_clients(
         clients: per client the JSON bodies that it sends, in order.
         timeout_s: longest time for one request and its answer, in seconds.
         interval_s: seconds between the beginnings of one client and the next; 0: all at once.
+        api_key: key that all requests carry; "": none.
 
     Returns:
         The exchanges, client after client, and the seconds from the first request to the end of the
@@ -65,7 +70,7 @@ def run_clients(
         OSError: when a connection fails.
     """
     prepared = [
-        [(number * interval_s, encode_request(port, path, body)) for body in bodies]
+        [(number * interval_s, encode_request(port, path, body, api_key)) for body in bodies]
         for number, bodies in enumerate(clients)
     ]
     done, wall_s = run_exchanges(HOST, port, prepared, timeout_s)

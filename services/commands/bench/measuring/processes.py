@@ -222,13 +222,14 @@ class MeasuredServer(MeasuredProcess):
         self.model = model
 
 
-def get_json(port: int, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
+def get_json(port: int, path: str, timeout_s: float = 5.0, api_key: str = "") -> tuple[int, Any]:
     """Send a GET to a server on this machine; return the status and the parsed JSON body.
 
     Args:
         port: its port on 127.0.0.1.
         path: path of the GET.
         timeout_s: longest wait in seconds for the connection and for each read.
+        api_key: key of the server; "": none is sent.
 
     Returns:
         Status and parsed body. A body that is not JSON becomes None; a status of 0 means that no
@@ -236,7 +237,8 @@ def get_json(port: int, path: str, timeout_s: float = 5.0) -> tuple[int, Any]:
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
-        connection.request("GET", path)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         body = answer.read()
     except OSError:

@@ -20,6 +20,7 @@ from services.commands.bench.measuring.processes import (
     wait_until_ready,
 )
 from services.commands.bench.measuring.report import Report
+from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.errors import UnavailableError
 from shared.messages import DraftStatistics
 
@@ -47,6 +48,8 @@ class Stack(MeasuredServer):
             UnavailableError: when the gateway does not become ready.
         """
         port = free_port()
+        first_key = (settings or {}).get(API_KEYS_VARIABLE, "").partition(",")[0]
+        self._api_key = first_key.partition("=")[2]
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
         command = [
             *[*LOCKSTEP_COMMAND, "up", "--model", str(model), "--ranks", str(ranks)],
@@ -85,7 +88,7 @@ class Stack(MeasuredServer):
         Raises:
             UnavailableError: when the gateway does not answer 200.
         """
-        code, body = get_json(self.port, STATUS_PATH)
+        code, body = get_json(self.port, STATUS_PATH, api_key=self._api_key)
         if code != 200 or not isinstance(body, dict):
             raise UnavailableError(f"{STATUS_PATH} answered {code}.")
         return body.get("scheduler") or {}

@@ -31,6 +31,7 @@ from services.commands.bench.measuring.processes import (
     bench_program,
 )
 from services.commands.bench.measuring.report import Report
+from shared import token_ids
 from shared.errors import UnavailableError
 from shared.messages import (
     RequestFailed,
@@ -173,7 +174,9 @@ class SchedulerTestbed:
             self._link.send(
                 SubmitRequest(
                     request_id=name,
-                    prompt=[(self._requests + n) % 4_000 for n in range(PROMPT_TOKENS)],
+                    prompt=token_ids.pack(
+                        (self._requests + n) % 4_000 for n in range(PROMPT_TOKENS)
+                    ),
                     sampling=Sampling(seed=self._requests, temperature=0.0),
                     max_tokens=tokens,
                 )

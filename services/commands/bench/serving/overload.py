@@ -2,7 +2,8 @@
 
 First, as many clients as there are slots measure the peak. Then requests arrive at fixed times, at
 a multiple of the rate that is served at the peak; refused requests are not repeated. Goodput counts
-the tokens of complete answers.
+the tokens of complete answers. At last one small tenant's time to first token is measured alone and
+beside a tenant that floods the server.
 """
 
 import functools
@@ -17,6 +18,7 @@ from services.commands.bench.measuring.plan import StackPlan
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.measuring.stack import Stack, started_stack
 from services.commands.bench.serving.overhead import check_answer
+from services.commands.bench.serving.two_tenants import measure_tenants
 
 COLUMNS = [
     "tokens_per_s",
@@ -24,6 +26,8 @@ COLUMNS = [
     "refused",
     "refused_p50_ms",
     "refused_p99_ms",
+    "ttft_p50_ms",
+    "ttft_p95_ms",
     "gateway_mib",
     FOREIGN_CORES,
 ]
@@ -73,7 +77,7 @@ def measure(plan: OverloadPlan, report: Report) -> None:
 
     Args:
         plan: the parameters of the benchmark.
-        report: gets one case per multiple.
+        report: gets one case per multiple, and one of two tenants.
 
     Raises:
         UnavailableError: when the stack does not start, or an answer is neither complete nor a
@@ -120,6 +124,14 @@ def measure(plan: OverloadPlan, report: Report) -> None:
             run = functools.partial(measure_pair, factor)
             case = measure_case(plan, report, {"times": factor}, run, noted=[OVERLOAD])
             case.add_ratios(OVERLOAD, PEAK, "tokens_per_s")
+    measure_tenants(
+        plan,
+        report,
+        prompts,
+        slots=plan.slots,
+        prompt_tokens=plan.prompt_tokens,
+        new_tokens=plan.new_tokens,
+    )
 
 
 def _measure_peak(

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from services.scheduler.cache.index.block_index import NODES_MAX
-from services.scheduler.cache.index.hashes import TOKEN_BYTES, namespace_of
+from services.scheduler.cache.index.hashes import namespace_of
 from services.scheduler.cache.kv_rows import RowBudget
 from shared import limits
 from shared.configuration.settings import CacheConfig
 from shared.errors import ConfigError
 from shared.messages import RankReady
+from shared.token_ids import TOKEN_BYTES
 
 INDEX_BYTES_MAX = 256 * 2**20
 """Most memory of the scheduler for known blocks."""

@@ -5,15 +5,13 @@ hash stands for its tokens.
 """
 
 import hashlib
-import struct
 from collections.abc import Sequence
 
 from shared import limits
+from shared.token_ids import pack
 
 _KEY = b"lockstep kv blocks"
 _HASH_BYTES = 32
-TOKEN_BYTES = 4
-"""A token id is packed as a little-endian int32."""
 
 
 def namespace_of(fingerprint: str, layouts: Sequence[str], block_tokens: int) -> str:
@@ -61,34 +59,30 @@ def checkpoint_hash(block: bytes) -> bytes:
     return _hash(block + b"checkpoint")
 
 
-def pack(tokens: Sequence[int]) -> bytes:
-    """Return token ids as bytes, four per id (little-endian int32)."""
-    return struct.pack(f"<{len(tokens)}i", *tokens)
-
-
 class Chain:
     """The hashes of the whole blocks of one growing sequence, each computed once."""
 
-    def __init__(self, root: bytes, block_tokens: int, tokens: list[int]) -> None:
+    def __init__(self, root: bytes, block_tokens: int, tokens: Sequence[int]) -> None:
         """Start without blocks.
 
         Args:
             root: hash before the first block.
             block_tokens: tokens in a whole block.
-            tokens: the sequence's own list, which only grows.
+            tokens: all tokens of the sequence, which only grow.
         """
         self.root = root
         self.hashes: list[bytes] = []
         self.packed: list[bytes] = []
         """The packed token ids of each whole block."""
         self.block_tokens = block_tokens
-        self._tokens = tokens
+        self.tokens = tokens
+        """All tokens of the sequence."""
 
     def extend(self) -> int:
         """Hash the blocks completed since the last call; return the number of whole blocks."""
         size = self.block_tokens
-        for number in range(len(self.hashes), len(self._tokens) // size):
-            packed = pack(self._tokens[number * size : (number + 1) * size])
+        for number in range(len(self.hashes), len(self.tokens) // size):
+            packed = pack(self.tokens[number * size : (number + 1) * size])
             before = self.hashes[-1] if self.hashes else self.root
             self.hashes.append(block_hash(before, packed))
             self.packed.append(packed)

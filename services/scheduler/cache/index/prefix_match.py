@@ -2,10 +2,12 @@
 
 import bisect
 import dataclasses
+from collections.abc import Sequence
 
 from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node, tokens_of
-from services.scheduler.cache.index.hashes import TOKEN_BYTES, Chain, pack
+from services.scheduler.cache.index.hashes import Chain
 from shared import limits
+from shared.token_ids import TOKEN_BYTES, pack
 
 _NEIGHBOURS_MAX = 32
 """Children on each side of the most similar position that are examined."""
@@ -30,7 +32,7 @@ class Match:
 
 
 def find_match(
-    index: BlockIndex, chain: Chain, tokens: list[int], *, needs_checkpoints: bool
+    index: BlockIndex, chain: Chain, tokens: Sequence[int], *, needs_checkpoints: bool
 ) -> Match:
     """Find the longest prefix of a sequence that resident blocks hold; the last token is left out.
 
@@ -81,7 +83,7 @@ def _walk(index: BlockIndex, root: Node, chain: Chain) -> tuple[list[Node], Node
     return path, known
 
 
-def _known_prefix(known: Node, tokens: list[int], block_tokens: int) -> tuple[int, int | None]:
+def _known_prefix(known: Node, tokens: Sequence[int], block_tokens: int) -> tuple[int, int | None]:
     """Return the shared tokens, and the position where a known sequence differs."""
     wanted = pack(tokens[known.end : known.end + block_tokens])
     near = _near(known, wanted) if wanted else []

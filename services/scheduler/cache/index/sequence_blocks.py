@@ -1,6 +1,7 @@
 """The cache's record of one sequence. Owns no block; the parts of the cache fill it in."""
 
 import dataclasses
+from array import array
 from collections import deque
 from typing import Literal
 
@@ -17,9 +18,12 @@ class SequenceBlocks:
     """The cache's record of a sequence while it waits and runs. Lengths are in tokens."""
 
     sequence_id: int
-    tokens: list[int]
-    """The sequence's own list, which only grows."""
+    tokens: "array[int]"
+    """All tokens of the sequence, which only grow."""
+    prompt_tokens: int
+    """Length of the prompt."""
     request: SubmitRequest
+    """The request, without its token ids."""
     chain: Chain = dataclasses.field(init=False)
     """Hashes of its whole blocks, kept while the namespace stays the same; none before its first
     lookup."""
@@ -67,6 +71,10 @@ class SequenceBlocks:
     def __post_init__(self) -> None:
         """Start without hashes, since the namespace is not known."""
         self.chain = Chain(b"", 1, self.tokens)
+
+    def replace_tokens(self, tokens: "array[int]") -> None:
+        """Use another copy of the same tokens from now on."""
+        self.tokens = self.chain.tokens = tokens
 
     def reset(self, epoch: int, chain: Chain) -> None:
         """Reset the record of a sequence that starts to wait: nothing of earlier admissions stays.

@@ -10,7 +10,7 @@ new one, which is searched first; the oldest is dropped when the others cover en
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _BUCKETS_MIN = 512
 _LOAD = 0.7
@@ -42,12 +42,12 @@ class _Table:
 
 
 class GramIndex:
-    """Occurrences of all n-grams of `size` tokens in a list that only grows.
+    """Occurrences of all n-grams of `size` tokens in a text that only grows.
 
     An occurrence is identified by its end: the index of the token that follows it.
     """
 
-    def __init__(self, tokens: list[int], size: int) -> None:
+    def __init__(self, tokens: Sequence[int], size: int) -> None:
         """Start empty.
 
         Args:

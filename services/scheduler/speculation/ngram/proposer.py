@@ -10,7 +10,7 @@ one more token cannot have a match that is longer by two. This also keeps a copy
 boilerplate repeats.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from services.scheduler.speculation.ngram.gram_index import GramIndex
 
@@ -33,11 +33,11 @@ class NgramProposer:
     the earlier occurrence. The cost per step does not grow with the text.
     """
 
-    def __init__(self, tokens: list[int], record_outcome: OutcomeCallback) -> None:
+    def __init__(self, tokens: Sequence[int], record_outcome: OutcomeCallback) -> None:
         """Start without an index.
 
         Args:
-            tokens: the sequence's own list, which only grows.
+            tokens: all tokens of the sequence, which only grow.
             record_outcome: called for each new token that a match had predicted.
         """
         self._record_outcome = record_outcome
@@ -51,7 +51,7 @@ class NgramProposer:
         """Length of the current match in tokens, at most MATCHED_MAX; 0: there is no match."""
 
     def extend(self, budget: int) -> int:
-        """Take in tokens added to the list: continue or replace the match, and index more text.
+        """Take in new tokens: continue or replace the match, and index more text.
 
         Args:
             budget: most tokens to index in this call, since indexing takes time.
@@ -89,7 +89,7 @@ class NgramProposer:
         source = self._source
         if not source or count <= 0 or self._known < len(self._tokens):
             return []
-        drafts = self._tokens[source : source + count]
+        drafts = list(self._tokens[source : source + count])
         period = len(drafts)
         while len(drafts) < count:
             drafts.append(drafts[-period])

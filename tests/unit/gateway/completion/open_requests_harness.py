@@ -17,6 +17,7 @@ from services.gateway.tokenizing import vocabulary
 from services.gateway.tokenizing.detokenizer import ByteLevelDetokenizer
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.tool_calls import ParsedCall
+from shared import token_ids
 from shared.clock import ManualClock
 from shared.errors import LinkFull, PeerUnknown
 from shared.identifiers import PeerId
@@ -147,7 +148,7 @@ class OpenRequestsHarness:
         generation = Generation(f"r{next(self._names)}", [Prompt(prompt)], RecordingSink(1))
         request = SubmitRequest(
             request_id=f"{generation.name}:0",
-            prompt=prompt,
+            prompt=token_ids.pack(prompt),
             sampling=Sampling(seed=1),
             max_tokens=max_tokens,
             stop_ids=[STOP_ID],

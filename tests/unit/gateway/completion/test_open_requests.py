@@ -10,6 +10,7 @@ from services.gateway.completion.open_requests import (
     RESUME_RETRY_S,
 )
 from services.gateway.http.errors import ApiError
+from shared import token_ids
 from shared.messages import (
     AbortRequest,
     QueryStatus,
@@ -118,7 +119,7 @@ def test_each_scheduler_session_gets_open_request_once_with_tokens_so_far(
     harness.receive(RequestAccepted(request_id=name, queued_ahead=0))
     harness.timers.advance(10 * RESUME_RETRY_S)
     resumed = harness.submitted()[1:]
-    assert [request.generated for request in resumed] == [[40, 41]] * 2
+    assert [request.generated for request in resumed] == [token_ids.pack([40, 41])] * 2
     assert resumed[0].deadline_s == pytest.approx(40.0)
     harness.receive(_tokens(name, 2, [42]), _finish(name, 3))
     assert choice.generation.error is None

@@ -28,6 +28,12 @@ def _new(path: Path, name: str) -> str:
     return api_key.new(path, name).split()[0]
 
 
+def _name_of(keys: ApiKeys, sent: bytes) -> str | None:
+    """Return the name of the key that a client sent."""
+    found = keys.find(sent)
+    return found.name if found is not None else None
+
+
 def _keys(path: Path, clock: ManualClock, given: str = "") -> ApiKeys:
     return ApiKeys(GatewayConfig(api_keys_file=str(path)), given, clock)
 
@@ -49,7 +55,7 @@ def test_gateway_requires_no_api_key_when_none_is_configured() -> None:
     keys = ApiKeys(GatewayConfig(), "", ManualClock())
 
     assert not keys.are_required
-    assert keys.name_of(b"x") is None
+    assert keys.find(b"x") is None
 
 
 def test_api_key_file_stores_only_salted_digest_of_key(path: Path, clock: ManualClock) -> None:
@@ -61,7 +67,7 @@ def test_api_key_file_stores_only_salted_digest_of_key(path: Path, clock: Manual
     assert secret not in text
     assert hashlib.blake2b(secret.encode(), digest_size=32).hexdigest() not in text
     assert api_keys.ApiKey.of("a", secret).digest != api_keys.ApiKey.of("a", secret).digest
-    assert _keys(path, clock).name_of(secret.encode()) == "alice"
+    assert _name_of(_keys(path, clock), secret.encode()) == "alice"
 
 
 def test_new_api_keys_have_256_random_bits(path: Path) -> None:
@@ -83,9 +89,9 @@ def test_api_key_of_arbitrary_bytes_is_refused_without_exception(
     secret = _new(path, "alice")
     keys = _keys(path, clock)
 
-    assert keys.name_of(presented) is None
-    assert keys.name_of(secret.encode() + b" ") is None
-    assert keys.name_of(secret.encode()[:-1]) is None
+    assert keys.find(presented) is None
+    assert keys.find(secret.encode() + b" ") is None
+    assert keys.find(secret.encode()[:-1]) is None
 
 
 def test_api_key_check_compares_all_digests_in_constant_time(
@@ -104,7 +110,7 @@ def test_api_key_check_compares_all_digests_in_constant_time(
     monkeypatch.setattr(hmac, "compare_digest", counting)
     for presented in (secrets[0], secrets[-1], _LONG, "wrong", "", "x" * 8_000):
         compared.clear()
-        keys.name_of(presented.encode())
+        keys.find(presented.encode())
         assert compared == [(32, 32)] * 6
 
 
@@ -116,14 +122,14 @@ def test_change_of_api_key_file_takes_effect_after_reload_interval(
     keys = _keys(path, clock)
     bob = _new(path, "bob").encode()
 
-    assert keys.name_of(bob) is None
+    assert keys.find(bob) is None
     clock.advance(api_keys.RELOAD_INTERVAL_S)
-    assert keys.name_of(bob) == "bob"
+    assert _name_of(keys, bob) == "bob"
     api_key.remove(path, "alice")
     api_key.remove(path, "bob")
     clock.advance(api_keys.RELOAD_INTERVAL_S)
-    assert keys.name_of(alice) is None
-    assert keys.name_of(bob) is None
+    assert keys.find(alice) is None
+    assert keys.find(bob) is None
     assert keys.are_required
 
 
@@ -145,7 +151,7 @@ def test_invalid_api_key_file_keeps_old_keys_and_is_logged_once(
         path.write_text("#" * (private_files.FILE_BYTES_MAX + 1))
     for _ in range(5):
         clock.advance(api_keys.RELOAD_INTERVAL_S)
-        assert keys.name_of(secret) == "alice"
+        assert _name_of(keys, secret) == "alice"
     logged = [record for record in caplog.records if record.message == "api_keys_unreadable"]
     assert len(logged) == 1
     assert secret.decode() not in str(logged[0].__dict__)
@@ -153,7 +159,7 @@ def test_invalid_api_key_file_keeps_old_keys_and_is_logged_once(
     path.touch(0o600)
     path.write_text(valid.replace("alice", "bob"))
     clock.advance(api_keys.RELOAD_INTERVAL_S)
-    assert keys.name_of(secret) == "bob"
+    assert _name_of(keys, secret) == "bob"
 
 
 _SALT, _DIGEST = "0" * 32, "0" * 64
@@ -171,6 +177,9 @@ _SALT, _DIGEST = "0" * 32, "0" * 64
         (f"{'a' * 65} {_SALT} {_DIGEST}", "line 2, is not"),
         (f"a/b {_SALT} {_DIGEST}", "line 2, is not"),
         (f"a {_SALT} {_DIGEST}\na {_SALT} {_DIGEST}", "line 3, has the same name"),
+        (f"a {_SALT} {_DIGEST} 0", "line 2, has a weight that is not a number from 0.01 to 100"),
+        (f"a {_SALT} {_DIGEST} 1.2.3", "line 2, has a weight"),
+        (f"a {_SALT} {_DIGEST} 101", "line 2, has a weight"),
         ("\n".join(f"k{n} {_SALT} {_DIGEST}" for n in range(1_001)), "more than 1,000"),
     ],
 )
@@ -204,9 +213,9 @@ def test_api_keys_in_environment_are_read_as_name_and_key(clock: ManualClock) ->
     keys = ApiKeys(GatewayConfig(), f"a={_LONG}=, b={_LONG}2,", clock)
 
     assert keys.are_required
-    assert keys.name_of(f"{_LONG}=".encode()) == "a"
-    assert keys.name_of(f"{_LONG}2".encode()) == "b"
-    assert keys.name_of(_LONG.encode()) is None
+    assert _name_of(keys, f"{_LONG}=".encode()) == "a"
+    assert _name_of(keys, f"{_LONG}2".encode()) == "b"
+    assert keys.find(_LONG.encode()) is None
 
 
 @pytest.mark.parametrize(
@@ -258,12 +267,12 @@ def test_api_key_command_creates_lists_and_removes_keys(path: Path, clock: Manua
 
     secret = printed.split()[0]
     assert _run(path, "list").split() == ["alice", "bob"]
-    assert _keys(path, clock).name_of(secret.encode()) == "alice"
+    assert _name_of(_keys(path, clock), secret.encode()) == "alice"
     assert secret not in _run(path, "list")
     _run(path, "remove", "alice")
     assert _run(path, "list").split() == ["bob"]
     assert "# whose: Alice" in path.read_text()
-    assert _keys(path, clock).name_of(secret.encode()) is None
+    assert _keys(path, clock).find(secret.encode()) is None
     _run(path, "remove", "bob")
     assert _run(path, "list") == "There are no keys.\n"
 
@@ -304,3 +313,25 @@ def test_concurrent_api_key_commands_lose_no_key(path: Path) -> None:
     assert sorted(api_key.names(path).split()) == names
     assert path.is_symlink()
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["api-keys", "real"]
+
+
+def test_weight_of_api_key_is_stored_listed_and_found(path: Path, clock: ManualClock) -> None:
+    """A key made with a weight has it in the list and for its requests; other keys have 1."""
+    heavy = _run(path, "new", "heavy", "--weight", "2.5").split()[0]
+    light = _run(path, "new", "light").split()[0]
+
+    keys = _keys(path, clock)
+    assert [
+        one.weight for one in (keys.find(heavy.encode()), keys.find(light.encode())) if one
+    ] == [
+        2.5,
+        1.0,
+    ]
+    assert _run(path, "list").splitlines() == ["heavy (weight 2.5)", "light"]
+
+
+def test_api_key_weight_out_of_range_is_usage_error(path: Path) -> None:
+    """A weight of 0 is refused, and no key is made."""
+    with pytest.raises(UsageError, match="weight"):
+        _run(path, "new", "none", "--weight", "0")
+    assert not path.exists()

@@ -5,10 +5,10 @@ from services.scheduler.cache.index.hashes import (
     Chain,
     block_hash,
     checkpoint_hash,
-    pack,
     root_hash,
 )
 from services.scheduler.cache.index.prefix_match import Match, find_match
+from shared.token_ids import pack
 
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 10

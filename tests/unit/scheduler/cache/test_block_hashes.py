@@ -12,9 +12,9 @@ from services.scheduler.cache.index.hashes import (
     block_hash,
     checkpoint_hash,
     namespace_of,
-    pack,
     root_hash,
 )
+from shared.token_ids import pack
 
 NAMESPACE = namespace_of("model", ["layout", "layout"], 16)
 

@@ -1,17 +1,23 @@
 """Limits of the requests, tokens and bytes that wait, in all and by tenant."""
 
+import gc
+import tracemalloc
+
 import pytest
 
-from shared.messages import RequestRejected, Sampling
-from tests.unit.scheduler.support.in_memory_world import InMemoryWorld
+from services.scheduler.events import GatewayMessageReceived
+from shared import token_ids
+from shared.messages import RequestRejected, Sampling, SubmitRequest, ToScheduler
+from shared.transport import codec
+from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld, completion
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def _fill(world: InMemoryWorld, tenant: str, count: int, length: int = 3) -> list[str]:
     """Submit requests of one tenant; return the ids of those that were refused."""
     names = [f"{tenant}{index}" for index in range(count)]
-    for name in names:
-        world.submit(name, [1] * length, 500, tenant=tenant)
+    for index, name in enumerate(names):
+        world.submit(name, [index, *[1] * (length - 1)], 500, tenant=tenant)
     return [name for name in names if isinstance(world.ends.get(name), RequestRejected)]
 
 
@@ -78,6 +84,57 @@ def test_resumed_request_is_accepted_by_full_queue(make_world: MakeWorld) -> Non
     assert _fill(world, "a", 10)
     world.submit("resumed", [1, 2], 500, tenant="a", generated=[5])
     assert "resumed" in world.accepted
+    _end_all(world)
+
+
+def test_equal_prompts_of_one_request_are_held_once_while_they_wait(
+    make_world: MakeWorld,
+) -> None:
+    """Equal prompts that wait are one object, which counts once; each runs with tokens of its
+    own."""
+    world = make_world(running_sequences_max=2)
+    world.submit("runs0", [1], 40)
+    world.submit("runs1", [2], 40)
+    world.step()
+    for index in range(8):
+        world.submit(f"answer:{index}", [5] * 1_000, 4)
+    waiting = list(world.core._waiting)
+    assert len({id(sequence.tokens) for sequence in waiting}) == 1
+    assert world.core._waiting.limits._bytes.used < 8 * 4_096 + 2 * 4_000
+    world.settle()
+    assert all(world.tokens[f"answer:{i}"] == completion([5] * 1_000, 4) for i in range(8))
+
+
+def test_waiting_prompts_take_little_more_than_four_bytes_per_token(
+    make_world: MakeWorld,
+) -> None:
+    """64 prompts of 8,100 ids with two completions each keep less than 5 MB, instead of 42 MB."""
+    world = make_world(context=16_384, kv_tokens=20_000, running_sequences_max=1)
+    world.submit("runs", [1], 5_000)
+    decoder = codec.Decoder(ToScheduler)
+    bodies = [
+        codec.encode(
+            SubmitRequest(
+                request_id=f"r{prompt}:{choice}",
+                prompt=token_ids.pack((prompt + 7 * n) % 997 for n in range(8_100)),
+                sampling=Sampling(seed=1),
+                max_tokens=100,
+            )
+        )
+        for prompt in range(64)
+        for choice in range(2)
+    ]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for body in bodies:
+            world.core.handle(GatewayMessageReceived(GATEWAY, decoder.decode(body)), world.now_s)
+        gc.collect()
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(world.core._waiting) == 128
+    assert kept_bytes < 5_000_000
     _end_all(world)
 
 

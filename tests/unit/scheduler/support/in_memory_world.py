@@ -3,7 +3,7 @@ own."""
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -23,6 +23,7 @@ from services.scheduler.events import (
     TimePassed,
     WriteLog,
 )
+from shared import token_ids
 from shared.configuration.settings import Config
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -142,13 +143,20 @@ class InMemoryWorld:
         return peer
 
     def submit(
-        self, request_id: str, prompt: list[int], max_tokens: int, **options: object
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        generated: Sequence[int] = (),
+        **options: object,
     ) -> None:
         """Submit a request, which is greedy without other options."""
         options.setdefault("sampling", Sampling(seed=1, temperature=0.0))
+        options["generated"] = token_ids.pack(generated)
         message = SubmitRequest(
             request_id=request_id,
-            prompt=prompt,
+            prompt=token_ids.pack(prompt),
             max_tokens=max_tokens,
             **options,  # type: ignore[arg-type]
         )

@@ -6,6 +6,9 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect as types
 
+from shared import token_ids
+from shared.messages import SubmitRequest
+
 _INT_MAX = 2**63 - 1
 
 
@@ -14,6 +17,9 @@ def instances(struct: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
     fields = msgspec.structs.fields(struct)
     required = {f.encode_name: _values(types.type_info(f.type)) for f in fields if f.required}
     optional = {f.encode_name: _values(types.type_info(f.type)) for f in fields if not f.required}
+    if struct is SubmitRequest:
+        required["prompt"] = _packed_ids(1)
+        optional["generated"] = _packed_ids(0)
     return st.fixed_dictionaries(required, optional=optional).map(lambda kwargs: struct(**kwargs))
 
 
@@ -49,6 +55,11 @@ def _values(kind: types.Type) -> st.SearchStrategy[Any]:
         case types.StructType():
             return instances(kind.cls)
     raise AssertionError(f"a message field has a type without a strategy: {kind}")
+
+
+def _packed_ids(count_min: int) -> st.SearchStrategy[bytes]:
+    ids = st.integers(-(2**31), 2**31 - 1)
+    return st.lists(ids, min_size=count_min, max_size=10).map(token_ids.pack)
 
 
 def _floats(kind: types.FloatType) -> st.SearchStrategy[float]:

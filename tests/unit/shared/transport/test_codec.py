@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import limits
+from shared import limits, token_ids
 from shared.errors import FrameRefused
 from shared.messages import (
     AbortRequest,
@@ -123,7 +123,9 @@ def test_decoder_refuses_invalid_field_and_names_it(value: Any, cause: str) -> N
 def test_decoder_refuses_nan_and_infinity_at_any_depth(number: float) -> None:
     """NaN and infinity never reach a scheduler or a sampler."""
     sampling = Sampling(seed=1, temperature=number)
-    request = SubmitRequest(request_id="a", prompt=[1], sampling=sampling, max_tokens=1)
+    request = SubmitRequest(
+        request_id="a", prompt=token_ids.pack([1]), sampling=sampling, max_tokens=1
+    )
     logprobs = TokenLogprobs(logprob=0.0, top_ids=[1], top_logprobs=[number])
     generated = TokensGenerated(
         request_ids=["a"], positions=[0], tokens=[[1]], logprobs=[[logprobs]]
@@ -209,13 +211,25 @@ def test_prompt_of_million_tokens_fits_into_message() -> None:
     """A prompt of 1,000,000 token ids is below the limit of a message."""
     sampling = Sampling(seed=1)
     request = SubmitRequest(
-        request_id="a", prompt=[151_000] * 1_000_000, sampling=sampling, max_tokens=1
+        request_id="a",
+        prompt=token_ids.pack([151_000] * 1_000_000),
+        sampling=sampling,
+        max_tokens=1,
     )
 
     body = codec.encode(request)
 
     assert len(body) < limits.MESSAGE_BYTES_MAX
     assert codec.Decoder(ToScheduler).decode(body) == request
+
+
+@pytest.mark.parametrize("field", ["prompt", "generated"])
+def test_decoder_refuses_part_of_token_id(field: str) -> None:
+    """Bytes that are not a whole number of token ids are refused when the message is decoded."""
+    sampling = {"seed": 1}
+    fields = {"type": "SubmitRequest", "request_id": "a", "sampling": sampling, "max_tokens": 1}
+
+    assert "4 bytes" in _refusal(msgpack.packb({**fields, "prompt": bytes(4), field: bytes(6)}))
 
 
 def test_messages_without_fields_and_with_free_form_maps_decode_to_equal_messages() -> None:
