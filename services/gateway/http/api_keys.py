@@ -36,7 +36,7 @@ PREFIX = "lockstep-"
 _SALT_BYTES = 16
 _DIGEST_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LINE = re.compile(r"(\S+)[ \t]+([0-9a-f]{32})[ \t]+([0-9a-f]{64})")
+_LINE = re.compile(r"(\S+)[ \t]+([0-9a-f]{32})[ \t]+([0-9a-f]{64})(?:[ \t]+([0-9.]{1,16}))?")
 
 _log = Log("gateway.api_keys")
 
