@@ -159,6 +159,7 @@ def _check_before_start(share: HostShare) -> None:
     Raises:
         ConfigError: when the model or the files of the world do not fit the settings.
     """
+    _check_folders(share)
     warnings = adapters.check(share.config) if share.roles.ranks else []
     warnings += settings_without_effect(share.config)
     # The files of an inventory are checked already, and are not written yet.
@@ -166,6 +167,19 @@ def _check_before_start(share: HostShare) -> None:
         warnings += read_world_files(share.config).ignored_settings
     for warning in warnings:
         _warn(warning)
+
+
+def _check_folders(share: HostShare) -> None:
+    """Find out now whether a folder depends on a home folder that does not exist.
+
+    Raises:
+        ConfigError: when it does.
+    """
+    config = share.config
+    if share.roles.cache_store:
+        _ = config.cache_directory
+    if config.paths.keys_dir:
+        _ = config.required_keys_dir
 
 
 def _warn(sentence: str) -> None:

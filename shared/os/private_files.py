@@ -1,4 +1,4 @@
-"""Small files that only their owner may access, such as keys. Owns checks and replacement.
+"""Small files that others must not write or read, such as keys. Owns checks and replacement.
 
 Files are written under a temporary name and renamed, so that a reader sees the old or the new
 content, never a part.
@@ -18,6 +18,11 @@ from shared.errors import ConfigError
 FILE_BYTES_MAX = 1 << 20
 """Longest file that is read. 10,000 keys fit."""
 
+SECRET_FOLDERS = (Path("/run/secrets"), Path("/var/run/secrets"))
+"""Where container runtimes mount secrets, often readable for all users of the container."""
+
+_ROOT = 0
+
 Signature = tuple[int, ...]
 """Facts that change when a file is written, replaced or given other permissions; () without a
 file."""
@@ -36,11 +41,11 @@ def signature(path: Path) -> Signature:
 
 
 def read(path: Path, *, not_allowed: int, remedy: str, missing: str = "") -> str:
-    """Return a file's text, if the file is this user's and has no mode bit of `not_allowed`.
+    """Return a file's text, if other users cannot write or needlessly read it (`check_owner`).
 
     Args:
         path: the file.
-        not_allowed: mode bits that the file must not have, for example 0o077.
+        not_allowed: mode bits that a file of this user must not have, for example 0o077.
         remedy: command that removes these bits, for example "chmod 600", for the error.
         missing: the error's text if the file does not exist; "": the system's text.
 
@@ -69,26 +74,45 @@ def read(path: Path, *, not_allowed: int, remedy: str, missing: str = "") -> str
 
 
 def check_owner(path: Path, facts: os.stat_result, *, not_allowed: int, remedy: str) -> None:
-    """Check that a file belongs to this user and has no mode bits that let other users in.
+    """Check that other users cannot write a file, nor use it where this user could prevent that.
+
+    A file of this user has no mode bit of `not_allowed`. A file of root may be readable for others,
+    because this user cannot change that. So may secrets that a container runtime mounts, below
+    SECRET_FOLDERS or read-only elsewhere, which may have any owner.
 
     Args:
         path: the file, for the error.
         facts: its `stat`.
-        not_allowed: mode bits that it must not have, for example 0o077.
+        not_allowed: mode bits that a file of this user must not have, for example 0o077.
         remedy: command that removes these bits, for the error.
 
     Raises:
-        ConfigError: when it belongs to another user or has one of these bits.
+        ConfigError: when another user could have written it, or can use it without need.
     """
-    if facts.st_uid != os.geteuid():
+    if _is_read_only(path):
+        return
+    is_secret = any(path.resolve().is_relative_to(folder) for folder in SECRET_FOLDERS)
+    is_own = facts.st_uid == os.geteuid()
+    if not (is_own or is_secret or facts.st_uid == _ROOT):
         raise ConfigError(
-            f"{path} belongs to another user: it must belong to the user who runs Lockstep."
+            f"{path} belongs to another user: it must belong to the user who runs Lockstep or to "
+            "root, or be on a read-only mount."
         )
     mode = stat.S_IMODE(facts.st_mode)
-    if mode & not_allowed:
+    if is_own and not is_secret and mode & not_allowed:
         raise ConfigError(
             f"Other users can access {path} (mode {mode:04o}): run `{remedy} {path}`."
         )
+    if mode & 0o022:
+        raise ConfigError(
+            f"Other users can write {path} (mode {mode:04o}): its owner must run `chmod go-w "
+            f"{path}`."
+        )
+
+
+def _is_read_only(path: Path) -> bool:
+    """Tell whether a file is on a read-only mount, where neither content nor mode can change."""
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ class ProcessFile:
             by_pid: append the process id to the name always. False: only if another process has the
                 name, for example a second gateway.
             is_only: no second process may have the name.
-            facts: what else the file says about the process, without a private content.
+            facts: further text about the process, without secrets.
 
         Raises:
             NameTaken: when `is_only` and another process has the name.

@@ -1,6 +1,6 @@
-"""Private folder of sockets and process files. Owns its creation and the check who can change it.
+"""Private folder of sockets and process files. Owns its creation and the checks of its owners.
 
-Whoever can write to the folder, or replace it, could put own sockets where Lockstep's are expected.
+A user who can write to the folder, or replace it, could put sockets where Lockstep's are expected.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def _create(folder: Path) -> None:
     while not os.path.lexists(missing[-1].parent):
         missing.append(missing[-1].parent)
     for one in reversed(missing):
-        # The mode is set by the same call, so that nobody else can enter the folder before.
+        # The mode is set by the same call, so that no other user can enter before.
         with contextlib.suppress(FileExistsError):
             one.mkdir(mode=_MODE)
 
@@ -71,7 +71,7 @@ def _check_folder(folder: Path, facts: os.stat_result, setting: str) -> None:
 
 
 def _check_parent(parent: Path, folder: Path, setting: str) -> None:
-    """Check that nobody but this user and root can replace what `parent` contains."""
+    """Check that only this user and root can replace the entries of `parent`."""
     facts = parent.lstat()
     if facts.st_uid not in (_ROOT, os.geteuid()):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Folders of this user: home, configuration, cache and state. Owns the error without a home."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,9 @@ def expand(path: str, setting: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ConfigError(
-            f"{setting} is {path}, but {_no_home(path)}: write an absolute path."
-        ) from None
+        name = path.partition("/")[0].removeprefix("~")
+        cause = f"there is no user {name}" if name else f"there is no home folder ({_no_home()})"
+        raise ConfigError(f"{setting} is {path}, but {cause}: write an absolute path.") from None
 
 
 def config_folder(setting: str) -> Path:
@@ -69,18 +70,13 @@ def run_folders(setting: str = "paths.run_dir") -> Path:
 
 
 def _user_folder(find: Callable[[str], Path], setting: str) -> Path:
-    folder = find(_NAME)
-    # Without a home folder platformdirs returns a relative path that begins with "~".
-    if not folder.is_absolute():
-        raise ConfigError(f"For {setting} {_no_home('~')}: set HOME or {setting}.")
-    return folder
+    with contextlib.suppress(RuntimeError):
+        folder = find(_NAME)
+        # Without a home folder some versions of platformdirs return a path that begins with "~".
+        if folder.is_absolute():
+            return folder
+    raise ConfigError(f"There is no home folder ({_no_home()}): set HOME or {setting}.")
 
 
-def _no_home(path: str) -> str:
-    name = path.partition("/")[0].removeprefix("~")
-    if name:
-        return f"there is no user {name}"
-    return (
-        f"there is no home folder (HOME is not set, and user {os.getuid()} is not in the user "
-        "database)"
-    )
+def _no_home() -> str:
+    return f"HOME is not set, and user {os.getuid()} is not in the user database"

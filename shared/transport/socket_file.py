@@ -25,7 +25,7 @@ class SocketFile:
 
         Args:
             address: the bound address.
-            bind: binds an address again, in addition to what it was bound to.
+            bind: binds an address once more.
         """
         scheme, _, path = address.partition("://")
         self._address = address

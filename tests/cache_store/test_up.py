@@ -21,7 +21,7 @@ def up(home: Path) -> Iterator[StartUp]:
 
     def start(**cache: str) -> RunningLockstep:
         run_dir = home / "run"
-        run_dir.mkdir(exist_ok=True)
+        run_dir.mkdir(mode=0o700, exist_ok=True)
         config = home / "my.toml"
         lines = [f"{key} = {value}" for key, value in cache.items()]
         config.write_text("\n".join(["[cache]", *lines]))
@@ -84,7 +84,7 @@ def test_lockstep_answers_requests_when_cache_directory_is_unusable(
     up: StartUp, home: Path
 ) -> None:
     """A store that cannot run is reported once, and requests are answered."""
-    (home / "run").mkdir()
+    (home / "run").mkdir(mode=0o700)
     (home / "run" / "blocks").write_text("mine")
 
     running = up()

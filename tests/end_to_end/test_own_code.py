@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_file": "model.py"}))
     monkeypatch.setenv("LOCKSTEP_MODEL_TRUST_REMOTE_CODE", "true")
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir(mode=0o700)
     return folder
 
 

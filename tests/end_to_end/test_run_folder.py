@@ -52,7 +52,7 @@ def test_stream_completes_when_rank_is_killed_after_run_folder_was_cleaned(
 def test_sockets_and_process_files_are_made_again_when_run_folder_was_deleted(
     running: RunningLockstep,
 ) -> None:
-    """Commands find every process again, the folder is private, and the log says what was done."""
+    """Commands find every process again, the folder is private, and the log says so."""
     folder = running.config_file.parent
     expected = {"supervisor", "gateway", "scheduler", "store", "rank-0"}
     wait_until(

@@ -100,7 +100,7 @@ def _lines(share: HostShare, python: str, *, is_here: bool) -> Iterator[str]:
     if share.roles.ranks or share.roles.gateway:
         yield _line("reads", f"{config.model.path} (model)")
     if run_dir == "RUN_DIR":
-        yield _line("note", "RUN_DIR is in the temporary folder there: set run_dir to name it")
+        yield _line("note", "RUN_DIR is in the state folder there: set run_dir to name it")
 
 
 def _listens(share: HostShare) -> Iterator[tuple[str, str]]:

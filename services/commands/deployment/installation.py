@@ -3,6 +3,7 @@
 import dataclasses
 import getpass
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,8 @@ from shared.configuration.loading import API_KEYS_VARIABLE, overriding_variables
 from shared.errors import ConfigError, UsageError
 
 LOG_DIR = "/var/log/lockstep"
+
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@$\\-]{0,254}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +33,17 @@ class Installation:
     """Folder of their logs under launchd."""
     user: str
     """User that runs them."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that would break out of their line in a job's file. Raises ConfigError."""
+        if not _USER.fullmatch(self.user):
+            raise ConfigError(f"{self.user!r} is not the name of a user (--user).")
+        for value in (self.executable, *self.settings, self.work_dir, self.log_dir):
+            if not value.isprintable():
+                raise ConfigError(
+                    f"{value!r} has a line end or control character, which a job's file must not "
+                    "contain: rename it."
+                )
 
     @property
     def python(self) -> str:
@@ -119,14 +133,20 @@ def check_installation(place: Installation, share: HostShare) -> None:
             raise ConfigError(f"A job needs an absolute path, but {name} is {path}.")
     if not share.config.paths.run_dir:
         raise ConfigError(
-            "paths.run_dir (run_dir of the host) is not set, and the temporary folder of "
+            "paths.run_dir (run_dir of the host) is not set, and the state folder of "
             "jobs differs from yours: set it, so that `lockstep restart` finds them."
         )
 
 
 def _calling_user() -> str:
     """Return the calling user, also behind sudo. Raises: ConfigError: it is root."""
-    name = os.environ.get("SUDO_USER") or getpass.getuser()
+    try:
+        name = os.environ.get("SUDO_USER") or getpass.getuser()
+    except (KeyError, OSError):
+        raise ConfigError(
+            f"User {os.getuid()} is not in the user database: name the user that runs Lockstep "
+            "with --user."
+        ) from None
     if name == "root":
         raise ConfigError(
             "Lockstep needs no root rights to serve: name the user that runs it with --user, or "

@@ -103,7 +103,7 @@ def parse_variables(pairs: Iterable[str]) -> dict[str, str]:
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not equals or not name.isidentifier() or not name.isascii() or "\n" in value:
+        if not equals or not name.isidentifier() or not name.isascii() or not value.isprintable():
             raise UsageError(f"--env needs NAME=VALUE, not {pair!r}.")
         if any(word in name.upper() for word in _SECRETS):
             raise UsageError(

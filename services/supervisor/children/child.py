@@ -108,6 +108,8 @@ class Child:
         self.role = role
         self.starts = 0
         """Number of processes started so far."""
+        self.has_worked = False
+        """A process has worked properly, so its settings were right once."""
         self.last_code = limits.EXIT_OK
         """Exit code of the previous process. A negative number is the signal that ended it."""
         self._command: Sequence[str] = command(sys.executable, role, str(files.config_file))
@@ -159,6 +161,7 @@ class Child:
 
     def reset_backoff(self) -> None:
         """Set the next restart delay to the shortest, because the process has worked properly."""
+        self.has_worked = True
         self._backoff.reset_backoff()
 
     def disable_restart(self) -> None:

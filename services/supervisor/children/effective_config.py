@@ -15,7 +15,6 @@ from msgspec import structs
 from shared.configuration.host_share import DEVICES_FILE
 from shared.configuration.loading import overriding_variables, read_text
 from shared.configuration.settings import Config
-from shared.errors import ConfigError
 from shared.os import run_folder
 
 FILE_NAME = "config.toml"
@@ -75,17 +74,12 @@ class RunFiles:
         """Write the files that are missing or different, with mode 0600, and a missing folder.
 
         Raises:
-            ConfigError: when it cannot be done, for example on a full disk.
+            OSError: when a file cannot be written, for example on a full disk.
+            ConfigError: when the folder cannot be used.
         """
         run_folder.prepare(self._folder)
         for path, text in self._texts.items():
-            try:
-                _restore(path, text)
-            except OSError as error:
-                raise ConfigError(
-                    f"Cannot write the roles' configuration {path}: {error.strerror}. Free space "
-                    "there, or set paths.run_dir."
-                ) from None
+            _restore(path, text)
 
 
 def _restore(path: Path, text: str) -> None:

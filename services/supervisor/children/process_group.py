@@ -12,6 +12,7 @@ from services.supervisor.children.effective_config import RunFiles
 from services.supervisor.console.console import Console
 from shared.configuration.host_share import HostShare
 from shared.configuration.loading import API_KEYS_VARIABLE
+from shared.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +43,13 @@ def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGro
         ConfigError: when a file cannot be read or written.
     """
     files = RunFiles(share.config, folder, share.files)
-    files.restore()
+    try:
+        files.restore()
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write the roles' configuration in {folder}: {error.strerror}. Free space "
+            "there, or set paths.run_dir."
+        ) from None
     environment = _environment(dict(os.environ))
     # Only the gateway needs the clients' API keys.
     without_keys = {name: text for name, text in environment.items() if name != API_KEYS_VARIABLE}

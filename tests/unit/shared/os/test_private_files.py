@@ -58,3 +58,61 @@ def test_private_folder_lock_makes_second_thread_wait_until_release(tmp_path: Pa
         order.append("first")
     thread.join(10.0)
     assert order == ["first", "second"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize(
+    ("place", "owner", "mode", "is_accepted"),
+    [
+        ("secrets", 54_321, 0o444, True),
+        ("secrets", 0, 0o444, True),
+        ("secrets", 54_321, 0o664, False),
+        ("read-only", 54_321, 0o444, True),
+        ("read-only", 0, 0o644, True),
+        ("ordinary", 54_321, 0o400, False),
+        ("ordinary", 0, 0o444, False),
+        ("ordinary", 0, 0o600, True),
+    ],
+)
+def test_key_file_of_container_runtime_is_accepted_if_nobody_else_can_write_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    owner: int,
+    mode: int,
+    is_accepted: bool,
+) -> None:
+    """Secrets may have any owner and be readable for all in /run/secrets and on read-only mounts;
+    elsewhere a file of this user must be private."""
+    path = tmp_path / "keys"
+    path.write_text("text")
+    path.chmod(mode)
+    os.chown(path, owner, owner)
+    if place == "secrets":
+        monkeypatch.setattr(private_files, "SECRET_FOLDERS", (tmp_path,))
+    if place == "read-only":
+        monkeypatch.setattr(private_files, "_is_read_only", lambda _path: True)
+    if is_accepted:
+        assert _read(path) == "text"
+    else:
+        with pytest.raises(ConfigError, match=r"run `chmod|another user|must run `chmod"):
+            _read(path)
+
+
+def test_key_file_of_root_may_be_readable_for_group_of_its_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This user cannot change the mode of a file of root, and root has chosen it."""
+    path = tmp_path / "keys"
+    path.write_text("text")
+    monkeypatch.setattr(os, "geteuid", lambda: 54_321)
+    path.chmod(0o640)
+    private_files.check_owner(path, _as_roots(path), not_allowed=0o077, remedy="chmod 600")
+    path.chmod(0o660)
+    with pytest.raises(ConfigError, match="Other users can write"):
+        private_files.check_owner(path, _as_roots(path), not_allowed=0o077, remedy="chmod 600")
+
+
+def _as_roots(path: Path) -> os.stat_result:
+    facts = path.stat()
+    return os.stat_result((*facts[:4], 0, *facts[5:]))

@@ -1,6 +1,8 @@
 """Process files: each names the process of a role and is valid only while that process lives."""
 
 import fcntl
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 
 from shared.os import process_file
 from shared.os.process_file import ProcessFile, RoleProcess, delete_stale_files, find_processes
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[4]
 HOLDER = (
@@ -210,3 +213,29 @@ def test_search_ignores_folder_or_dangling_link_named_like_process_file(tmp_path
 
     assert find_processes(tmp_path, "scheduler") == find_processes(tmp_path, "gateway") == []
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_deleted_process_file_is_written_again_with_its_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands find the process again after a cleaner has deleted the whole folder."""
+    monkeypatch.setattr(process_file, "RESTORE_INTERVAL_S", 0.02)
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    file = ProcessFile(folder, "gateway", facts="{}")
+    shutil.rmtree(folder)
+    expected = [RoleProcess("gateway", os.getpid(), "{}")]
+    wait_until(lambda: find_processes(folder, "gateway") == expected)
+    file.release()
+    assert find_processes(folder, "gateway") == []
+
+
+def test_second_process_is_refused_where_only_one_may_have_the_name(
+    start: Start, tmp_path: Path
+) -> None:
+    """The error names the process that has it."""
+    process = start(process_file.SUPERVISOR)
+    _file_name(process)
+    with pytest.raises(process_file.NameTaken) as taken:
+        ProcessFile(tmp_path, process_file.SUPERVISOR, is_only=True)
+    assert taken.value.pid == process.pid
