@@ -13,6 +13,7 @@ LockstepError                70
 │   └── FrameRefused             received bytes are no valid message
 ├── WorldLost                71  the epoch cannot continue
 │   ├── CanaryFailed             the ranks compute wrong numbers
+│   ├── PeerEnded                another rank has ended and knows why
 │   └── RanksUnreachable         ranks cannot connect to each other
 └── InvariantBroken          70  a bug in Lockstep
 ```
@@ -77,6 +78,10 @@ class WorldLost(LockstepError):
 
 class CanaryFailed(WorldLost):
     """Raised when the canary's results are wrong: this world must not serve."""
+
+
+class PeerEnded(WorldLost):
+    """Raised when another rank has ended or does not answer: the consequence, not the cause."""
 
 
 class RanksUnreachable(WorldLost):

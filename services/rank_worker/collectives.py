@@ -6,12 +6,23 @@ Except while a rank loads, collectives run only as part of a step plan (ARCHITEC
 import os
 import re
 from collections.abc import Sequence
+from typing import NoReturn
 
 import mlx.core as mx
 import numpy as np
 
-from shared.errors import ConfigError, WorldLost
+from services.rank_worker.failure import shows_ended_peer
+from shared.configuration.device_matrix import DEVICE_QUEUE_PAIRS_MAX, DEVICE_REGIONS_MAX
+from shared.errors import ConfigError, PeerEnded, WorldLost
 from shared.messages.rank_link import Backend
+
+_ERROR_NUMBER = re.compile(r"\(error: (\d+)\)|errno=?\s*(\d+)")
+
+_NO_RDMA_RESOURCES = re.compile(
+    r"\[jaccl\] (Register memory region failed"
+    r"|Couldn't (allocate protection domain|create queue pair|create completion queue))"
+)
+"""MLX's messages when an RDMA device has nothing left to give."""
 
 
 class Collectives:
@@ -66,7 +77,8 @@ class Collectives:
         Returns when all ranks have called it.
 
         Raises:
-            WorldLost: a sum differs from the known one, or a rank is gone.
+            PeerEnded: another rank has ended.
+            WorldLost: a sum differs from the known one.
         """
         if self.group is None:
             return
@@ -75,6 +87,8 @@ class Collectives:
             total = mx.distributed.all_sum(summands, group=self.group)
             mx.eval(total)
         except RuntimeError as error:
+            if shows_ended_peer(str(error)):
+                raise PeerEnded(f"A peer ended before the first collective: {error}.") from error
             raise WorldLost(f"The first collective failed: {error}.") from error
         n = self.world_size
         expected = [n, n * (n - 1) // 2, n * (n - 1) * (2 * n - 1) // 6]
@@ -95,6 +109,7 @@ def init(backend: Backend, rank: int, world_size: int) -> Collectives:
 
     Raises:
         ConfigError: MLX on this machine lacks the backend.
+        PeerEnded: another rank has ended or does not answer.
         WorldLost: MLX cannot join, or it joined with another rank or number of ranks than ordered.
     """
     if backend == "off":
@@ -113,8 +128,7 @@ def init(backend: Backend, rank: int, world_size: int) -> Collectives:
     try:
         group = mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:
-        detail = _name_error_numbers(str(error))
-        raise WorldLost(f"Joining the world over {backend} failed: {detail}.") from error
+        _refuse_init(backend, str(error).rstrip("."))
     if (group.rank(), group.size()) != (rank, world_size):
         raise WorldLost(
             f"The scheduler ordered rank {rank} of {world_size}, "
@@ -123,10 +137,30 @@ def init(backend: Backend, rank: int, world_size: int) -> Collectives:
     return Collectives(group, rank, world_size)
 
 
+def _refuse_init(backend: Backend, text: str) -> NoReturn:
+    """Raise the error for a message of MLX's init."""
+    if "Couldn't connect" in text:
+        raise PeerEnded(
+            f"Joining the world over {backend} failed: a peer did not answer while joining "
+            f"({_name_error_numbers(text)})."
+        )
+    if shows_ended_peer(text):
+        # The number is of an earlier system call: at the end of a connection none is set.
+        said = _ERROR_NUMBER.sub("", text).replace(" with ", " ").strip()
+        raise PeerEnded(
+            f"Joining the world over {backend} failed: a peer ended while joining, and its own "
+            f"report says why ({said})."
+        )
+    if _NO_RDMA_RESOURCES.search(text):
+        raise WorldLost(
+            f"Joining the world over {backend} failed: {text}. An RDMA device has "
+            f"{DEVICE_QUEUE_PAIRS_MAX} queue pairs and {DEVICE_REGIONS_MAX} memory regions, and "
+            "another process may hold them: end it, or restart this machine; `lockstep doctor` "
+            "counts what a world needs."
+        )
+    raise WorldLost(f"Joining the world over {backend} failed: {_name_error_numbers(text)}.")
+
+
 def _name_error_numbers(text: str) -> str:
     """Replace error numbers in MLX's message by their names."""
-    return re.sub(
-        r"\(error: (\d+)\)|errno=?\s*(\d+)",
-        lambda match: f"({os.strerror(int(match[1] or match[2]))})",
-        text.rstrip("."),
-    )
+    return _ERROR_NUMBER.sub(lambda match: f"({os.strerror(int(match[1] or match[2]))})", text)

@@ -11,6 +11,7 @@ from shared.errors import (
     CanaryFailed,
     ConfigError,
     LockstepError,
+    PeerEnded,
     RanksUnreachable,
     UnavailableError,
 )
@@ -18,7 +19,7 @@ from shared.log import Log
 
 _log = Log("rank_worker")
 
-FailureCause = Literal["error", "memory", "unavailable", "canary"]
+FailureCause = Literal["error", "memory", "unavailable", "canary", "peer"]
 
 _OUT_OF_MEMORY_MESSAGE = re.compile(
     r"out ?of ?memory|insufficient memory|unable to allocate|std::bad_alloc"
@@ -27,6 +28,13 @@ _OUT_OF_MEMORY_MESSAGE = re.compile(
 )
 """Messages of MLX: "[metal::malloc] ...", "[malloc] Unable to allocate n bytes.", Metal's
 "Insufficient Memory (...ErrorOutOfMemory)", CUDA's "cudaMallocAsync(...) failed: out of memory"."""
+
+_PEER_ENDED_MESSAGE = re.compile(
+    r"\[(jaccl|ring)\] (Recv failed(?! with error code)|Send failed with errno|Accept failed"
+    r"|Couldn't connect|connection to a peer was lost)"
+)
+"""MLX's messages about a connection that another rank has closed or does not accept. "error code"
+is the rank's own RDMA device."""
 
 _MODEL_CODE = "custom_model"
 """Module name under which mlx-lm imports a model's own Python file."""
@@ -37,14 +45,22 @@ def failure_cause(error: BaseException) -> FailureCause:
 
     Returns:
         "memory": host or device memory is exhausted; "canary": a canary check failed;
-        "unavailable": a service or rank cannot be reached; "error": everything else.
+        "unavailable": a service or rank cannot be reached; "peer": another rank has ended, and only
+        that one knows why; "error": everything else.
     """
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY_MESSAGE.search(str(error)):
         return "memory"
     if isinstance(error, CanaryFailed):
         return "canary"
+    if isinstance(error, PeerEnded) or shows_ended_peer(str(error)):
+        return "peer"
     # A network that is not up yet is retried like a service.
     return "unavailable" if isinstance(error, UnavailableError | RanksUnreachable) else "error"
+
+
+def shows_ended_peer(text: str) -> bool:
+    """Tell whether an error message of MLX is about a rank that has ended or does not answer."""
+    return _PEER_ENDED_MESSAGE.search(text) is not None
 
 
 def first_line(error: BaseException) -> str:

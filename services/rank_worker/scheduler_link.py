@@ -7,6 +7,7 @@ is lost: the main thread may be inside a collective that never returns.
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from shared.messages import (
     JoinWorld,
     LeaveWorld,
     Message,
+    RankFailed,
     RankHello,
     RestoreBlocks,
     StepPlan,
@@ -78,6 +80,9 @@ class SchedulerLink:
         self.on_leave: Callable[[LeaveWorld], object] | None = None
         """Called in this thread with the scheduler's order to leave the world, before the process
         exits."""
+        self.awaits_report = False
+        """The main thread joins a world, and may be about to report why it cannot: an exit waits
+        `FLUSH_S` for that."""
         self._hello = hello
         self._clock = clock or SystemClock()
         self._end_process = end_process
@@ -98,7 +103,18 @@ class SchedulerLink:
     def send(self, message: Message) -> None:
         """Queue a message; messages are sent in order. Does not block; thread-safe."""
         self._outgoing.append(message)
+        if isinstance(message, RankFailed):
+            self.awaits_report = False
         self._link.wake()
+
+    def wait_until_sent(self) -> None:
+        """Wait until all queued messages have left, `FLUSH_S` at most.
+
+        For a caller that will hold the interpreter's lock, so that this thread cannot send.
+        """
+        until_s = time.monotonic() + FLUSH_S
+        while self._outgoing and time.monotonic() < until_s:
+            time.sleep(0.002)
 
     def exit(self, exit_code: int) -> None:
         """Exit the process once all messages are acknowledged, after `FLUSH_S` at the latest."""
@@ -224,7 +240,8 @@ class SchedulerLink:
         if self._exit_deadline_s is None:
             self._exit_deadline_s = now_s + FLUSH_S
         self._flush()
-        if self._link.unacknowledged and now_s < self._exit_deadline_s:
+        is_busy = self._link.unacknowledged or self.awaits_report
+        if is_busy and now_s < self._exit_deadline_s:
             # Messages that are received now are ignored.
             self._link.poll(self._exit_deadline_s - now_s)
             return True

@@ -22,9 +22,17 @@ CHECK_EVERY_S = 0.25
 """Interval of the checks. Checking is cheaper than waking the thread in every step."""
 
 
-def _exit_with_traceback(exit_code: int) -> None:
-    """Write the traceback of every thread to stderr and exit."""
+GIL_SLACK_S = 5.0
+"""Time for a thread that ends the process itself, before C code ends it without the GIL."""
+
+
+def write_stacks() -> None:
+    """Write the stack of every thread to stderr."""
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+
+
+def _exit_with_traceback(exit_code: int) -> None:
+    write_stacks()
     os._exit(exit_code)
 
 
@@ -73,13 +81,27 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def hard_deadline(seconds: float) -> Iterator[None]:
+def hard_deadline(seconds: float, on_late: Callable[[], object] | None = None) -> Iterator[None]:
     """End the process with code 1 when the `with` block takes longer than `seconds`.
 
-    Works even while the block holds the GIL.
+    Works even while the block holds the GIL; stderr then gets the stack of every thread.
+
+    Args:
+        seconds: longest time of the block.
+        on_late: called in another thread after that time, to say why and to end the process. If it
+            cannot run, because the block holds the GIL, the process is ended `GIL_SLACK_S` later.
     """
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+    timer = None
+    end_s = seconds
+    if on_late is not None:
+        timer = threading.Timer(seconds, on_late)
+        timer.daemon = True
+        timer.start()
+        end_s += GIL_SLACK_S
+    faulthandler.dump_traceback_later(end_s, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+        if timer is not None:
+            timer.cancel()

@@ -155,20 +155,18 @@ class Worker:
         cores.pin(pin_cores, on_cpu=self._on_cpu, place=place, count=count)
         self._report("joining", 0.0)
         began_s = self.clock.now()
+        self.link.awaits_report = True
         rendezvous.wait_for_ranks(order)
         left_s = max(INIT_MIN_S, order.init_deadline_s - (self.clock.now() - began_s))
         remedy = "check the links with `lockstep doctor`, or raise scheduler.init_deadline_s"
         if order.backend != "off":
             # Said now, because MLX holds the GIL while it waits for the other ranks: at the
             # deadline this process can only write its stacks.
-            at_deadline = (
-                f"this process writes its stacks and ends with code {limits.EXIT_DEADLINE}"
-            )
             _log.info(
                 "mlx_init_begins",
                 backend=order.backend,
-                deadline_s=round(left_s, 1),
-                at_deadline=f"{at_deadline}: {remedy}",
+                detail=f"It waits for the other ranks. After {left_s:.0f} s this process writes "
+                f"its stacks and ends: then {remedy}.",
             )
             self._report("init", 0.0)
             self.link.wait_until_sent()
@@ -177,6 +175,7 @@ class Worker:
             world = collectives.init(order.backend, order.rank, order.world_size)
             if hostfile and has_few_cores and sys.platform == "linux":
                 ring_sockets.make_blocking(hostfile)
+        self.link.awaits_report = False
         self._report("loading", 0.0)
         _log.info("world_joined", epoch=order.epoch, rank=order.rank, world_size=order.world_size)
         self.ranks_on_host = count

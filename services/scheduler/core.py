@@ -116,9 +116,9 @@ class SchedulerCore:
             case GatewayLost():
                 self._handle_gateway_lost(event.gateway)
             case RankLost():
-                rank = self._world.rank_of(event.peer)
+                lost = self._world.explain_loss(event.peer, event.cause)
                 if self._world.handle_lost(event.peer, event.cause, now_s):
-                    self._end_epoch(f"Rank {rank} is lost ({event.cause}).", now_s)
+                    self._end_epoch(lost, now_s, is_symptom=event.cause.startswith("silent"))
             case DrainRequested():
                 self._drain.begin_stop(now_s)
                 self._report_to_gateways(now_s)
@@ -223,10 +223,9 @@ class SchedulerCore:
             case Heartbeat():
                 pass
             case RankFailed() if self._world.knows(peer):
-                rank = self._world.rank_of(peer)
-                name = "A rank" if rank is None else f"Rank {rank}"
+                cause = self._world.explain_failure(peer, message)
                 if self._world.handle_failed(peer, message, now_s):
-                    self._end_epoch(f"{name} failed: {message.detail}", now_s)
+                    self._end_epoch(cause, now_s, is_symptom=message.cause == "peer")
             case _:
                 self._log_refused_message(peer, message)
 
@@ -280,13 +279,13 @@ class SchedulerCore:
                     f"and this request has {len(sequence.tokens)} already.",
                 )
 
-    def _end_epoch(self, cause: str, now_s: float) -> None:
+    def _end_epoch(self, cause: str, now_s: float, *, is_symptom: bool = False) -> None:
         """End the epoch: dismiss its ranks and return running sequences to the waiting queue."""
         was_stuck = self._pipeline.is_stuck
         suspects = self._batch.running
         self._pipeline.discard_in_flight()
         self._batch.requeue_running()
-        self._world.end_epoch(cause, now_s, was_stuck=was_stuck)
+        self._world.end_epoch(cause, now_s, was_stuck=was_stuck, is_symptom=is_symptom)
         self._fail_suspects(suspects, cause)
         if self._world.state is WorldState.FAILED:
             self._fail_all("failed", self._world.explain())
@@ -320,7 +319,7 @@ class SchedulerCore:
             self._world.extend_deadlines(stalled_s, now_s)
         overdue = in_flight.overdue_reason(now_s) or self._world.overdue_reason(now_s)
         if overdue is not None:
-            self._end_epoch(overdue, now_s)
+            self._end_epoch(overdue, now_s, is_symptom=True)
         for sequence, cause, detail in self._requests.expired(now_s):
             self._fail(sequence, cause, detail)
         if now_s - self._status_at_s >= _STATUS_EVERY_S:

@@ -92,6 +92,18 @@ class SendToRanks:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AllowSilence:
+    """Let the links of some ranks be silent, or judge their silence again from now on.
+
+    A rank inside MLX's init cannot send: MLX holds the interpreter's lock while it waits. A closed
+    connection or a restarted process still loses a rank.
+    """
+
+    peers: tuple[PeerId, ...]
+    is_allowed: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class WriteLog:
     """Write a log line."""
 
@@ -114,4 +126,4 @@ class Stop:
     exit_code: int
 
 
-Action = SendToGateway | SendToRanks | WriteLog | SaveEvidence | Stop
+Action = SendToGateway | SendToRanks | AllowSilence | WriteLog | SaveEvidence | Stop

@@ -15,6 +15,7 @@ import orjson
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
     Action,
+    AllowSilence,
     DrainRequested,
     Event,
     GatewayConnected,
@@ -160,6 +161,9 @@ class Shell:
                     self._log.warning("gateway_too_slow", peer=action.gateway, detail=str(error))
                     self._gateways.drop(action.gateway)
                     self._handle(GatewayLost(action.gateway))
+            case AllowSilence():
+                for rank in action.peers:
+                    self._ranks.allow_silence(rank, is_allowed=action.is_allowed)
             case WriteLog():
                 getattr(self._log, action.level)(action.event, **action.fields)
             case SaveEvidence():

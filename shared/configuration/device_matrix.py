@@ -6,6 +6,7 @@ uses as many cables per pair as every pair has. Other matrices fail deep inside 
 rejected here.
 """
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -24,6 +25,19 @@ MESH_RANKS_MAX = 8
 
 RING_CABLES_MAX = 4
 """Most cables between two neighbours in a ring, MLX's `RING_MAX_CONNS`."""
+
+DEVICE_QUEUE_PAIRS_MAX = 10
+"""Queue pairs of one RDMA device over Thunderbolt, for all processes of its host (MLX issue 4209).
+One cable between two ranks needs one at each end; a ring of two ranks needs two."""
+
+DEVICE_REGIONS_MAX = 100
+"""Memory regions of one RDMA device over Thunderbolt, for all processes of its host (MLX issue
+3162). They are the buffers that the device may read and write."""
+
+MESH_REGIONS = 64
+RING_REGIONS = 32
+"""Memory regions that MLX 0.32 registers per queue pair: buffers of 8 sizes, 2 of each, one to send
+and one to receive; a mesh has as many again for scattered sums."""
 
 
 def parse(text: str) -> Matrix:
@@ -75,6 +89,7 @@ def matrix_from_rows(rows: Sequence[Sequence[Any]], name: str) -> Matrix:
             raise ConfigError(
                 f"{name} names a device from rank {rank} to itself: write null there."
             )
+        _check_shared_devices(row, rank, name)
     return matrix
 
 
@@ -105,6 +120,48 @@ def topology(matrix: Matrix, name: str = "world.jaccl_devices", *, ring: bool = 
     return "ring"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What one world needs of an RDMA device."""
+
+    queue_pairs: int
+    memory_regions: int
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether the device has fewer."""
+        return self.queue_pairs > DEVICE_QUEUE_PAIRS_MAX or self.memory_regions > DEVICE_REGIONS_MAX
+
+    def explain(self, device: str) -> str:
+        """Return a clause about a device and its limits."""
+        return (
+            f"{device} needs {self.queue_pairs} of {DEVICE_QUEUE_PAIRS_MAX} queue pairs and "
+            f"{self.memory_regions} of {DEVICE_REGIONS_MAX} memory regions"
+        )
+
+
+def device_uses(
+    matrix: Matrix, shape: Topology, machines: Sequence[str]
+) -> dict[tuple[str, str], DeviceUse]:
+    """Return what a world needs of each RDMA device, by (machine, device) in rank order.
+
+    Args:
+        matrix: the devices.
+        shape: result of `topology`.
+        machines: name of each rank's machine, by rank. Ranks of one machine share its devices.
+    """
+    pairs: dict[tuple[str, str], int] = {}
+    size = len(matrix)
+    for rank, row in enumerate(matrix):
+        sides = [(rank - 1) % size, (rank + 1) % size]
+        for peer in range(size) if shape == "mesh" else sides:
+            for device in row[peer]:
+                key = (machines[rank], device)
+                pairs[key] = pairs.get(key, 0) + 1
+    each = MESH_REGIONS if shape == "mesh" else RING_REGIONS
+    return {key: DeviceUse(count, count * each) for key, count in pairs.items()}
+
+
 def to_json(matrix: Matrix) -> str:
     """Return the content of a file for `MLX_IBV_DEVICES`, in the format of MLX's own launcher."""
     return json.dumps([[_entry(devices) for devices in row] for row in matrix])
@@ -131,6 +188,20 @@ def _devices(entry: Any, where: str) -> Devices:
     if len(set(names)) != len(names):
         raise ConfigError(f"{where} names the same device twice: one device is one cable.")
     return tuple(names)
+
+
+def _check_shared_devices(row: Sequence[Devices], rank: int, name: str) -> None:
+    """Check that each device leads to one peer: with two, MLX crashes both ranks."""
+    peers: dict[str, int] = {}
+    for peer, devices in enumerate(row):
+        for device in devices:
+            if device in peers:
+                raise ConfigError(
+                    f"{name} names {device} from rank {rank} to rank {peers[device]} and to rank "
+                    f"{peer}: one device is one cable, which leads to one peer, so name another "
+                    "device there, or null without a cable."
+                )
+            peers[device] = peer
 
 
 def _check_ring(matrix: Matrix, missing: Sequence[tuple[int, int]], name: str) -> None:

@@ -77,7 +77,7 @@ def share_of_host(
     world = _section(tree, "world", inventory)
     world["size"] = inventory.world_size
     _set_addresses(inventory, tree)
-    matrix = _devices(inventory)
+    matrix = rdma_matrix(inventory)
     if matrix and world.get("backend") == "jaccl":
         _set_jaccl(inventory, tree)
     if host.data_address:
@@ -100,6 +100,26 @@ def share_of_host(
         ranks=inventory.ranks[host.name],
     )
     return HostShare(host.name, roles, config, files)
+
+
+def rdma_matrix(inventory: Inventory) -> Matrix:
+    """Return the matrix of RDMA devices by rank, () without `rdma` tables.
+
+    Raises:
+        ConfigError: when a host with RDMA does not have exactly one rank.
+    """
+    if not any(host.rdma for host in inventory.hosts):
+        return ()
+    for host in inventory.hosts:
+        count = len(inventory.ranks[host.name])
+        if count > 1 or (host.rdma and not count):
+            raise ConfigError(
+                f"{inventory.file}: The host {host.name} has {count} ranks, but with RDMA each "
+                "host has one."
+            )
+    hosts = inventory.by_rank()
+    rows = [[host.rdma.get(peer.name) for peer in hosts] for host in hosts]
+    return device_matrix.matrix_from_rows(rows, f"{inventory.file}: The table of RDMA devices")
 
 
 def _host_settings(host: HostEntry) -> list[tuple[str, str, str]]:
@@ -156,26 +176,6 @@ def _set_jaccl(inventory: Inventory, tree: dict[str, Any]) -> None:
     first = inventory.by_rank()[0]
     if not world.get("jaccl_coordinator") and first.address:
         world["jaccl_coordinator"] = f"{first.address}:{inventory.cluster.coordinator_port}"
-
-
-def _devices(inventory: Inventory) -> Matrix:
-    """Return the matrix of RDMA devices by rank, () without `rdma` tables.
-
-    Raises:
-        ConfigError: when a host with RDMA does not have exactly one rank.
-    """
-    if not any(host.rdma for host in inventory.hosts):
-        return ()
-    for host in inventory.hosts:
-        count = len(inventory.ranks[host.name])
-        if count > 1 or (host.rdma and not count):
-            raise ConfigError(
-                f"{inventory.file}: The host {host.name} has {count} ranks, but with RDMA each "
-                "host has one."
-            )
-    hosts = inventory.by_rank()
-    rows = [[host.rdma.get(peer.name) for peer in hosts] for host in hosts]
-    return device_matrix.matrix_from_rows(rows, f"{inventory.file}: The table of RDMA devices")
 
 
 def _check_stores(inventory: Inventory, config: Config) -> None:

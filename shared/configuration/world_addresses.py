@@ -6,7 +6,7 @@ The scheduler builds each rank's environment from them; `lockstep up` checks the
 from collections.abc import Sequence
 
 from shared.configuration import device_matrix, hostfile
-from shared.configuration.device_matrix import Matrix
+from shared.configuration.device_matrix import DeviceUse, Matrix
 from shared.configuration.hostfile import Hostfile
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
@@ -123,6 +123,26 @@ def jaccl_devices(
         )
     prefers_ring = hosts is not None and hosts.prefers_ring
     return matrix, device_matrix.topology(matrix, name, ring=prefers_ring)
+
+
+def rdma_device_uses(
+    config: Config, hostfile_text: str, devices_text: str
+) -> dict[tuple[str, str], DeviceUse]:
+    """Return what a world over jaccl needs of each RDMA device, by (machine, device).
+
+    Args:
+        config: the settings; the backend is jaccl.
+        hostfile_text: content of world.hostfile, "" without one.
+        devices_text: content of world.jaccl_devices, "" without one.
+
+    Raises:
+        ConfigError: as `jaccl_devices`.
+    """
+    size = config.world.size
+    hosts = parse_hostfile(hostfile_text, size)
+    matrix, shape = jaccl_devices(hosts, size, devices_text)
+    machines = hosts.machines if hosts is not None else [f"rank {n}" for n in range(size)]
+    return device_matrix.device_uses(matrix, shape, machines)
 
 
 def coordinator_address(hosts: Hostfile | None, setting: str) -> str:

@@ -79,7 +79,8 @@ class JoinWorld(Message, frozen=True, kw_only=True):
 class RankLoading(Message, frozen=True, kw_only=True):
     """Fact: how far this rank has come in joining the world and loading its shard."""
 
-    stage: Literal["joining", "downloading", "loading", "warming"]
+    stage: Literal["joining", "init", "downloading", "loading", "warming"]
+    """`init`: inside MLX's init, where the process may not be able to send anything."""
     loaded: Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
@@ -297,10 +298,11 @@ class RankFailed(Message, frozen=True, kw_only=True):
     detail: ShortText
     permanent: bool
     """A restart cannot help, for example if the model does not exist or cannot be sharded."""
-    cause: Literal["error", "memory", "unavailable", "canary"] = "error"
+    cause: Literal["error", "memory", "unavailable", "canary", "peer"] = "error"
     """`memory`: the device had none left, so the next epoch gets less. `unavailable`: a remote
     service or another rank cannot be reached, so starts are repeated without limit. `canary`: the
-    canary's results were wrong, so this world must not serve."""
+    canary's results were wrong, so this world must not serve. `peer`: another rank has ended, and
+    only that one knows why."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

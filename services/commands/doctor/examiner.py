@@ -23,8 +23,10 @@ from services.commands.doctor.reading import macos as macos_output
 from services.commands.doctor.reading import thunderbolt
 from services.commands.doctor.system_commands import CommandOutcome, RunCommand, run_command
 from shared.clock import unix_seconds
+from shared.configuration import world_addresses
 from shared.configuration.host_share import HostShare
-from shared.configuration.loading import is_loopback
+from shared.configuration.loading import is_loopback, read_world_files
+from shared.errors import ConfigError
 from shared.model.checkpoint_files import WeightFile
 from shared.os.cpu_cores import available_cores
 from shared.os.process_file import RoleProcess, find_processes
@@ -82,6 +84,7 @@ class Examiner:
         on_mac = sys.platform == "darwin"
         system, chip, seen, devices = self._mac(weights) if on_mac else self._linux(weights)
         device.check_device(found, device.run_mlx_probe(self._run), config.backend)
+        self._check_rdma_uses()
         if share.roles.cache_store:
             files.check_disk(found, config)
         variables = environment.watched_variables(self._variables)
@@ -160,6 +163,23 @@ class Examiner:
         linux.check_memory(found, held)
         linux.report_mac_only_checks(found)
         return system, platform.machine(), [], []
+
+    def _check_rdma_uses(self) -> None:
+        """Count what jaccl needs of each RDMA device; the scheduler's host has the table."""
+        share, config = self._share, self._config
+        if config.backend != "jaccl" or not share.roles.scheduler:
+            return
+        try:
+            hosts, devices = "", share.files.get(config.world.jaccl_devices)
+            if devices is None:
+                files = read_world_files(config)
+                hosts, devices = files.hostfile, files.jaccl_devices
+            uses = world_addresses.rdma_device_uses(config, hosts, devices)
+        except ConfigError as error:
+            remedy = "correct it, or let `mlx.distributed_config --backend jaccl` write it"
+            self._found.fail("rdma resources", str(error), remedy)
+            return
+        rdma.check_device_uses(self._found, uses)
 
     def _ask(self, *command: str) -> CommandOutcome:
         return self._run(command, SHORT_S)

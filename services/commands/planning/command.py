@@ -25,8 +25,9 @@ from services.commands.planning.report import MemoryPlan
 from services.commands.planning.splits import DraftMemory, MemoryDemand, PlannedModel, all_splits
 from services.commands.planning.table import render
 from shared import limits
-from shared.configuration.loading import load_config
+from shared.configuration.loading import load_config, read_world_files
 from shared.configuration.settings import Config
+from shared.configuration.world_addresses import rdma_device_uses
 from shared.errors import ConfigError, UsageError
 from shared.model import checkpoint_files
 from shared.model.location import local_folder
@@ -70,6 +71,8 @@ class Inputs:
     """Number of sequences that must fit at once."""
     has_hosts: bool
     """Whether ranks run on several hosts, which an inventory lists or will have to list."""
+    rdma_note: str = ""
+    """What a world needs of its RDMA devices, one sentence; "" without jaccl."""
 
 
 @click.command(cls=Command)
@@ -211,7 +214,31 @@ def _inputs(options: PlanOptions) -> Inputs:
         context_tokens=options.context_tokens or 0,
         sequences=options.sequences or 1,
         has_hosts=has_hosts,
+        rdma_note=_rdma_note(options, config),
     )
+
+
+def _rdma_note(options: PlanOptions, config: Config) -> str:
+    try:
+        if options.inventory:
+            uses = from_inventory.inventory_rdma_uses(options.inventory)
+        elif config.backend == "jaccl":
+            files = read_world_files(config)
+            uses = rdma_device_uses(config, files.hostfile, files.jaccl_devices)
+        else:
+            return ""
+    except ConfigError as error:
+        return f"the table of RDMA devices cannot be used: {error}"
+    for (machine, device), use in uses.items():
+        if use.exceeded:
+            return (
+                f"{use.explain(f'{device} of {machine}')}, so MLX's init fails there: run one rank "
+                "per host, with a cable of its own between each pair of hosts"
+            )
+    if not uses:
+        return ""
+    most = max(uses.values(), key=lambda use: use.memory_regions)
+    return f"{most.explain('each RDMA device')}, which all processes of its host share"
 
 
 def _check(options: PlanOptions) -> None:
@@ -298,6 +325,8 @@ def _notes(model: PlannedModel, inputs: Inputs) -> list[str]:
             "layers of this family keep state whose size is not in the headers, so KV is larger "
             "than shown; `lockstep status` shows it once the model runs",
         )
+    if inputs.rdma_note:
+        notes.append(inputs.rdma_note)
     if inputs.kind == "metal" and not Path("/usr/sbin/sysctl").exists():
         notes.append(
             "usable memory is the default share of macOS; `sysctl iogpu.wired_limit_mb` changes it"

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.commands.planning.hosts import DeviceKind, RankMemory, memory_of_sizes
+from shared.configuration import device_matrix, host_share
+from shared.configuration.device_matrix import DeviceUse
 from shared.configuration.inventory import Inventory, read
 from shared.configuration.loading import config_from_tree
 from shared.configuration.settings import Config
@@ -52,6 +54,21 @@ def read_inventory_memory(
     names = [host.name for host in hosts]
     sizes = [host.memory_bytes // len(inventory.ranks[host.name]) for host in hosts]
     return config_from_tree(tree), kind, memory_of_sizes(sizes, kind, share, names)
+
+
+def inventory_rdma_uses(file: str) -> dict[tuple[str, str], DeviceUse]:
+    """Return what a world needs of each RDMA device, by (host, device); {} without jaccl.
+
+    Raises:
+        ConfigError: when the inventory or its table of devices is wrong.
+    """
+    inventory = read(file)
+    matrix = host_share.rdma_matrix(inventory)
+    if not matrix or inventory.settings.get("world", {}).get("backend") != "jaccl":
+        return {}
+    shape = device_matrix.topology(matrix, f"{file}: The table of RDMA devices")
+    names = [host.name for host in inventory.by_rank()]
+    return device_matrix.device_uses(matrix, shape, names)
 
 
 def _own_path(inventory: Inventory) -> str:

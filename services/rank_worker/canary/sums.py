@@ -232,12 +232,17 @@ def _compare(
         if not wrong_count and is_wrong.any():
             at = int(np.argmax(is_wrong))
             first_mismatch = (
-                f"element {start + at:,} is {block[at]:g} instead of {expected_block[at]}"
+                f"element {start + at:,} is {_digits(block[at])} instead of {expected_block[at]}"
             )
         wrong_count += int(is_wrong.sum())
     if not wrong_count:
         return ""
     return f"{first_mismatch}, and {wrong_count:,} of {len(indices):,} are wrong"
+
+
+def _digits(number: np.generic) -> str:
+    """Return the shortest text that no other number of this type has, without ".0"."""
+    return str(number).removesuffix(".0")
 
 
 def count_sums(model: nn.Module) -> int:

@@ -17,10 +17,16 @@ class RankProcess:
     rank: int | None = None
     """Its rank in the current epoch; None: it waits for one."""
     state: Literal["joining", "loading", "ready"] = "joining"
+    is_in_init: bool = False
+    """It has reported that it is inside MLX's init, and nothing since."""
     loaded: float = 0.0
     """Part of the model that it has loaded, 0 to 1."""
     ready: RankReady | None = None
     memory_bytes: int = 0
+
+    def describe(self) -> str:
+        """Return its rank and machine, such as "rank 1 on mac2"; it must have a rank."""
+        return f"rank {self.rank} on {self.hello.host}" if self.hello.host else f"rank {self.rank}"
 
     def status(self) -> RankStatus:
         """Return this process's entry in the status report; it must have a rank."""

@@ -54,6 +54,9 @@ class FailedEpoch:
     """Kind of its failure, as far as it is known."""
     ring_obstacle: str = ""
     """Why its processes cannot use the ring backend; "" if they can."""
+    is_symptom: bool = False
+    """The cause may be the consequence of what another rank reports later: a rank was silent or
+    late, or only said that another one had ended."""
 
 
 class Recovery:
@@ -70,30 +73,44 @@ class Recovery:
         """Backend of the next epoch."""
         self.failure: AbandonCause = ""
         """Why no further epoch starts; "" while one may."""
-        self.detail = ""
-        """The same as a sentence."""
         self.memory_exhausted = 0
         """Epochs that ended because a device had no memory left."""
         self._scheduler = config.scheduler
         self._may_use_ring = config.world.jaccl_fallback == "ring"
         self._actions = actions
         self._failed_at_s: deque[float] = deque()
+        self._why_abandoned = ""
+        """The same as a sentence; with too many failed epochs the cause of the last one follows."""
         self._last: FailedEpoch | None = None
         """The last failed epoch, if no epoch was ready since."""
         self._starts_failed = 0
         self._canaries_failed = 0
         self._kv_bytes_max: int | None = None
 
+    @property
+    def detail(self) -> str:
+        """Why no further epoch starts, as a sentence; "" while one may.
+
+        It quotes what is now known about the last failed epoch: the rank that knows the cause may
+        report after the rank that felt the consequence.
+        """
+        quoted = (
+            f" The last one: {self._last.cause}" if self.failure == "epochs" and self._last else ""
+        )
+        return f"{self._why_abandoned}{quoted}"[:_DETAIL_CHARS]
+
     def abandon_start(self, failure: AbandonCause, detail: str) -> None:
-        """Rule out all further epochs until the scheduler is restarted; only the first call counts.
+        """Rule out all further epochs until the scheduler is restarted.
+
+        Only the first call counts, except that a wrong configuration explains failed epochs.
 
         Args:
             failure: kind of the cause, for the status.
             detail: a sentence for the operator.
         """
-        if not self.failure:
+        if not self.failure or (self.failure, failure) == ("epochs", "configuration"):
             self.failure = failure
-            self.detail = detail[:_DETAIL_CHARS]
+            self._why_abandoned = detail
             self._log("error", "world_start_abandoned", failure=failure, detail=self.detail)
 
     def note_progress(self) -> None:
@@ -124,7 +141,7 @@ class Recovery:
         """
         self._last = failed
         if failed.kind not in ("unreachable", "unavailable"):
-            self._count(failed, now_s)
+            self._count(now_s)
         if self.failure or failed.kind == "unavailable":
             return
         self._starts_failed = 0 if failed.was_ready else self._starts_failed + 1
@@ -137,19 +154,22 @@ class Recovery:
     def note_late_failure(self, message: RankFailed, kind: FailureKind) -> None:
         """Correct the cause of the last failed epoch by a later report of another of its ranks.
 
-        A rank whose collectives fail often reports before the rank that knows the cause. The call
-        has no effect if the kind of the failure is known already.
+        A rank whose collectives fail often reports before the rank that knows the cause. A report
+        replaces a symptom, and a cause of which the kind is not known by one of which it is.
 
         Args:
             message: that rank's report; one of an older epoch has no effect.
-            kind: the kind of failure that it reports; "" has no effect.
+            kind: the kind of failure that it reports; "" is not known.
         """
         failed = self._last
-        if failed is None or failed.epoch != message.epoch or failed.kind or not kind:
+        if failed is None or failed.epoch != message.epoch or message.cause == "peer":
+            return
+        if not (failed.is_symptom or (kind and not failed.kind)):
             return
         cause = f"Rank {message.rank} failed: {message.detail}"
-        self._last = failed = dataclasses.replace(failed, cause=cause, kind=kind)
-        if self.failure:
+        self._log("warning", "epoch_explained", epoch=failed.epoch, cause=cause, seen=failed.cause)
+        self._last = failed = dataclasses.replace(failed, cause=cause, kind=kind, is_symptom=False)
+        if self.failure or not kind:
             return
         if kind == "canary":
             self._canary_failed(failed)
@@ -157,7 +177,7 @@ class Recovery:
             self._failed_at_s.pop()
             self._starts_failed = max(0, self._starts_failed - 1)
 
-    def _count(self, failed: FailedEpoch, now_s: float) -> None:
+    def _count(self, now_s: float) -> None:
         """Start no further epoch if too many have failed within the window."""
         window_s = self._scheduler.epochs_failed_window_s
         times = self._failed_at_s
@@ -169,7 +189,7 @@ class Recovery:
             self.abandon_start(
                 "epochs",
                 f"{count} failed within {now_s - times[0]:.0f} s, so no other is tried until the "
-                f"scheduler is restarted. The last one: {failed.cause}",
+                "scheduler is restarted.",
             )
 
     def _canary_failed(self, failed: FailedEpoch) -> None:
@@ -181,7 +201,7 @@ class Recovery:
                 "epochs",
                 f"The ranks compute wrong numbers together, {self._canaries_failed} starts in "
                 "a row: check cables and ports with `lockstep doctor`, or set another "
-                f"world.backend, then restart the scheduler. The last one: {failed.cause}",
+                "world.backend, then restart the scheduler.",
             )
 
     def reduce_kv_budget(self, kv_bytes: int) -> None:
@@ -219,3 +239,15 @@ class Recovery:
 
     def _log(self, level: str, event: str, **fields: object) -> None:
         self._actions.append(WriteLog(level, event, fields))
+
+
+def failure_kind_of(message: RankFailed, *, is_joining: bool) -> FailureKind:
+    """Return the kind of failure that a rank's report shows.
+
+    Args:
+        message: the report.
+        is_joining: the rank had not joined, so that only another rank could be unreachable.
+    """
+    if message.cause == "unavailable":
+        return "unreachable" if is_joining else "unavailable"
+    return "canary" if message.cause == "canary" else ""

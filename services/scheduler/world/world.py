@@ -9,12 +9,13 @@ consequences for the next epoch.
 from enum import Enum
 
 from services.scheduler.cache.kv_rows import RowBudget, smallest_budget
-from services.scheduler.events import Action, SendToRanks, WriteLog
+from services.scheduler.events import Action, AllowSilence, SendToRanks, WriteLog
 from services.scheduler.world.canary_comparison import explain_difference, explain_mismatch
 from services.scheduler.world.dismissed_ranks import DismissedRanks
 from services.scheduler.world.join_orders import JoinOrders
+from services.scheduler.world.late_ranks import explain_lateness, explain_place
 from services.scheduler.world.members import RankProcess, assign_ranks, is_same_process, replaces
-from services.scheduler.world.recovery import FailedEpoch, FailureKind, Recovery
+from services.scheduler.world.recovery import FailedEpoch, FailureKind, Recovery, failure_kind_of
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.identifiers import Epoch, PeerId
@@ -89,6 +90,17 @@ class World:
         member = self._members.get(peer)
         return member.rank if member else None
 
+    def explain_loss(self, peer: PeerId, cause: str) -> str:
+        """Return a sentence about a lost link, which says where in joining the rank was."""
+        member = self._members.get(peer)
+        place = explain_place(member, self.recovery.backend) if member else ""
+        return f"Rank {self.rank_of(peer)} is lost{place} ({cause})."
+
+    def explain_failure(self, peer: PeerId, message: RankFailed) -> str:
+        """Return a sentence about a report of failure."""
+        rank = self.rank_of(peer)
+        return f"{'A rank' if rank is None else f'Rank {rank}'} failed: {message.detail}"
+
     def host_of(self, peer: PeerId) -> str:
         """Return the machine of a rank process; "" for an unknown peer."""
         member = self._members.get(peer)
@@ -127,7 +139,11 @@ class World:
         """Record how far a rank has joined and loaded, for the status and the deadlines."""
         member = self._members.get(peer)
         if member is not None and member.rank is not None and member.state != "ready":
-            member.state = "loading" if message.stage != "joining" else "joining"
+            is_joining = message.stage in ("joining", "init")
+            if not is_joining:
+                self._judge_silence(member)
+            member.is_in_init = message.stage == "init"
+            member.state = "joining" if is_joining else "loading"
             member.loaded = message.loaded
 
     def handle_ready(self, peer: PeerId, message: RankReady) -> str | None:
@@ -143,6 +159,7 @@ class World:
         member = self._members.get(peer)
         if self.state is not WorldState.LOADING or member is None or member.rank is None:
             return None
+        self._judge_silence(member)
         member.ready = message
         member.state = "ready"
         member.loaded = 1.0
@@ -200,11 +217,12 @@ class World:
         member = self._members.pop(peer, None)
         is_ranked = member is not None and member.rank is not None
         if member is not None and is_ranked:
+            self._judge_silence(member)
             self.dismissed.add(member, now_s)
-            self._failure_kind = _failure_kind_of(message, is_joining=member.state == "joining")
+            self._failure_kind = failure_kind_of(message, is_joining=member.state == "joining")
         elif member is None and self.state is not WorldState.READY:
             # Its progress is no longer known, but only joined ranks report late causes.
-            self.recovery.note_late_failure(message, _failure_kind_of(message, is_joining=False))
+            self.recovery.note_late_failure(message, failure_kind_of(message, is_joining=False))
         if message.cause == "memory" and self._kv_bytes:
             self.recovery.reduce_kv_budget(self._kv_bytes)
             self._kv_bytes = 0
@@ -225,29 +243,26 @@ class World:
         self._now_s = now_s
         if self.state is not WorldState.LOADING:
             return None
-        scheduler = self._config.scheduler
-        joining = any(m.rank is not None and m.state == "joining" for m in self._members.values())
-        if joining and self._age_s() > scheduler.init_deadline_s:
-            return f"The ranks have not joined within {scheduler.init_deadline_s:.0f} s."
-        if self._age_s() > scheduler.init_deadline_s + scheduler.load_deadline_s:
-            return f"The ranks have not loaded within {scheduler.load_deadline_s:.0f} s."
-        return None
+        backend = self.recovery.backend
+        return explain_lateness(self._ranked(), self._age_s(), backend, self._config.scheduler)
 
-    def end_epoch(self, cause: str, now_s: float, *, was_stuck: bool = True) -> None:
+    def end_epoch(
+        self, cause: str, now_s: float, *, was_stuck: bool = True, is_symptom: bool = False
+    ) -> None:
         """End the epoch, dismiss its ranks, and begin the next epoch if enough processes wait.
 
         Args:
             cause: why it ends, one sentence.
             now_s: the time in seconds.
             was_stuck: it had running sequences but produced no token, which counts as a failure.
+            is_symptom: the cause may be the consequence of what another rank reports later.
         """
         if self.state in (WorldState.LOADING, WorldState.READY):
             was_ready = self.state is WorldState.READY
             self._log("warning", "epoch_ended", cause=cause)
             if was_stuck or not was_ready:
-                failed = FailedEpoch(
-                    self.epoch, cause, was_ready, self._failure_kind, self._ring_obstacle
-                )
+                known = (self._failure_kind, self._ring_obstacle, is_symptom)
+                failed = FailedEpoch(self.epoch, cause, was_ready, *known)
                 self.recovery.epoch_failed(failed, now_s)
         self.dismiss_ranks(cause, now_s)
         self._failure_kind = ""
@@ -273,7 +288,9 @@ class World:
             )
             self._actions.append(SendToRanks(peers, leave, self.epoch))
         for peer in peers:
-            self.dismissed.add(self._members.pop(peer), now_s)
+            member = self._members.pop(peer)
+            self._judge_silence(member)
+            self.dismissed.add(member, now_s)
         for member in self._members.values():
             # It may have said hello before the process that it replaces was dismissed.
             self.dismissed.forget_replaced(member.hello)
@@ -364,21 +381,20 @@ class World:
         self._ring_obstacle = self._orders.find_ring_obstacle(chosen)
         self._kv_bytes = 0
         self._log("info", "epoch_begins", ranks=self.size, backend=self.recovery.backend)
+        # Until they have joined, only the deadline for joining counts.
+        self._actions.append(AllowSilence(tuple(one.peer for one in chosen), is_allowed=True))
         for rank, member in enumerate(chosen):
             member.rank = rank
             self._actions.append(SendToRanks((member.peer,), orders[rank], epoch))
         return None
+
+    def _judge_silence(self, member: RankProcess) -> None:
+        """End the time in which a joining rank may be silent."""
+        if member.state == "joining":
+            self._actions.append(AllowSilence((member.peer,), is_allowed=False))
 
     def _age_s(self) -> float:
         return self._now_s - self._started_at_s
 
     def _log(self, level: str, event: str, **fields: object) -> None:
         self._actions.append(WriteLog(level, event, {"epoch": self.epoch, **fields}))
-
-
-def _failure_kind_of(message: RankFailed, *, is_joining: bool) -> FailureKind:
-    """Return the kind of failure that a rank's RankFailed reports."""
-    if message.cause == "unavailable":
-        # While joining, only another rank can be unreachable.
-        return "unreachable" if is_joining else "unavailable"
-    return "canary" if message.cause == "canary" else ""

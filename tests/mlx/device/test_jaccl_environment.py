@@ -18,7 +18,7 @@ from services.rank_worker.joining import join
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankMessageReceived, SendToRanks
 from shared.configuration.loading import load_config, read_world_files
-from shared.errors import ConfigError, WorldLost
+from shared.errors import ConfigError, PeerEnded, WorldLost
 from shared.identifiers import PeerId
 from shared.messages import JoinWorld
 from tests.mlx.sharding.in_process_world import FakeGroup
@@ -192,8 +192,45 @@ def test_error_number_in_mlx_message_is_replaced_by_its_text(
     """An error number in a message of MLX is replaced by its text."""
 
     def init(**_: Any) -> None:
-        raise RuntimeError(f"[ring] Couldn't connect (error: {errno.ECONNREFUSED})")
+        raise RuntimeError(f"[ring] Couldn't bind socket (error: {errno.ECONNREFUSED})")
 
     monkeypatch.setattr(mx.distributed, "init", init)
-    with pytest.raises(WorldLost, match=r"Couldn't connect \(Connection refused\)\."):
+    with pytest.raises(WorldLost, match=r"Couldn't bind socket \(Connection refused\)\."):
         collectives.init("ring", 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (f"[jaccl] Recv failed with errno={errno.ENOENT}",
+         "a peer ended while joining, and its own report says why ([jaccl] Recv failed)."),
+        (f"[ring] Couldn't connect (error: {errno.ECONNREFUSED})",
+         "a peer did not answer while joining ([ring] Couldn't connect (Connection refused))."),
+    ],
+)  # fmt: skip
+def test_end_of_peer_during_init_is_reported_without_stale_error_number(
+    monkeypatch: pytest.MonkeyPatch, message: str, sentence: str
+) -> None:
+    """At the end of a connection MLX prints the error number of an earlier call: the sentence
+    says that a peer ended, and its kind tells the scheduler that this is no cause."""
+
+    def init(**_: Any) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(mx.distributed, "is_available", lambda _: True)
+    monkeypatch.setattr(mx.distributed, "init", init)
+    with pytest.raises(PeerEnded) as caught:
+        collectives.init("jaccl", 0, 2)
+    assert str(caught.value) == f"Joining the world over jaccl failed: {sentence}"
+
+
+def test_lack_of_memory_regions_names_limits_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may hold what an RDMA device has; the sentence says so."""
+
+    def init(**_: Any) -> None:
+        raise RuntimeError("[jaccl] Register memory region failed")
+
+    monkeypatch.setattr(mx.distributed, "is_available", lambda _: True)
+    monkeypatch.setattr(mx.distributed, "init", init)
+    with pytest.raises(WorldLost, match=r"10 queue pairs and 100 memory regions.*lockstep doctor"):
+        collectives.init("jaccl", 0, 2)

@@ -173,6 +173,19 @@ def test_canary_error_gives_index_of_wrong_element_in_whole_sum(count: int) -> N
     assert digests[0].digest() != digests[1].digest()
 
 
+def test_canary_error_shows_digits_in_which_wrong_element_differs() -> None:
+    """Two different numbers look different, however small the difference."""
+    expected = sums.expected_sum(2, 0)
+    place = sums.period_indices(4, 2)
+    right = mx.array(expected)[mx.array(place)].astype(mx.float32)
+    wrong = right * (1 + 2**-22)
+    message = sums._compare(wrong, expected, place, lambda _: None)
+
+    shown = message.split()
+    assert shown[3] != shown[6].rstrip(",")
+    assert np.float32(shown[3]) == wrong[int(shown[1])].item()
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_canary_takes_activation_width_and_dtype_from_embedding(
     make_model: MakeModel, family: str

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.rank_worker.failure import name_model_code_line
+from services.rank_worker.failure import failure_cause, name_model_code_line
 from services.rank_worker.joining import join
-from shared.errors import ConfigError, LockstepError, UnavailableError
+from shared.errors import ConfigError, LockstepError, PeerEnded, UnavailableError
 
 Call = Callable[[Callable[[], object]], object]
 
@@ -92,3 +92,23 @@ def test_error_outside_model_python_file_keeps_its_type(import_as: Callable[[str
     with pytest.raises(AttributeError) as caught, name_model_code_line():
         import_as("custom_model")(lambda: join.needs_data_port(None))  # type: ignore[arg-type]
     assert not isinstance(caught.value, LockstepError)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("[jaccl] Recv failed with errno=2", "peer"),
+        ("[jaccl] Recv failed: peer closed the side channel (another rank failed)", "peer"),
+        ("[jaccl] Send failed with errno=32", "peer"),
+        ("[jaccl] Couldn't connect (error: 61)", "peer"),
+        ("[ring] connection to a peer was lost", "peer"),
+        ("[jaccl] Could not find device rdma_en9 (1 available)", "error"),
+        ("[jaccl] Recv failed with error code 12", "error"),
+        ("[jaccl] Couldn't bind socket (error: 48)", "error"),
+        ("[jaccl] Changing queue pair to RTR failed with errno 16", "error"),
+    ],
+)
+def test_errors_about_ended_peers_are_told_from_own_causes(text: str, cause: str) -> None:
+    """What another rank did gets the cause `peer`; what this rank lacks is its own `error`."""
+    assert failure_cause(RuntimeError(text)) == cause
+    assert failure_cause(PeerEnded("Joining failed.")) == "peer"

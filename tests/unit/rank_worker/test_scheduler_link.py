@@ -108,6 +108,34 @@ def test_rank_sends_hello_first_and_no_heartbeat_before_joining(pair: LinkPair) 
     assert pair.received == [HELLO]
 
 
+def test_wait_until_sent_returns_when_messages_have_left_link(pair: LinkPair) -> None:
+    """A caller that then holds the interpreter's lock knows that its messages are on their way."""
+    for fraction in (0.1, 0.2, 0.3):
+        pair.rank_link.send(RankLoading(stage="init", loaded=fraction))
+    pair.rank_link.wait_until_sent()
+    assert not pair.rank_link._outgoing
+
+    pair.poll_until(lambda: len(pair.received) == 4)
+
+
+def test_joining_rank_that_must_leave_sends_cause_that_it_is_about_to_report(
+    pair: LinkPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose init has just failed, but that is told to leave first, still reports why."""
+    monkeypatch.setattr(scheduler_link, "FLUSH_S", 10.0)
+    pair.send(_join(3))
+    assert isinstance(pair.rank_link.orders.get(timeout=30.0), JoinWorld)
+    pair.rank_link.awaits_report = True
+    pair.send(LeaveWorld(epoch=3, detail="a symptom"))
+    wait_until(lambda: pair.rank_link._exit_deadline_s is not None, 30.0)
+    assert pair.ended.empty()
+    failed = RankFailed(rank=2, epoch=3, detail="the cause", permanent=False)
+    pair.rank_link.send(failed)
+
+    assert pair.exit_code() == limits.EXIT_WORLD_LOST
+    assert failed in pair.received
+
+
 def test_rank_without_world_sends_hello_again_after_reconnect(pair: LinkPair) -> None:
     """A rank without a world survives the loss of the scheduler and sends its hello again."""
     pair.link.drop(pair.peer)

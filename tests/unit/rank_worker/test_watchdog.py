@@ -3,9 +3,10 @@
 import subprocess
 import sys
 
-from services.rank_worker.watchdog import Watchdog
+from services.rank_worker.watchdog import Watchdog, hard_deadline
 from shared import limits
 from shared.clock import ManualClock
+from tests.support.waiting import wait_until
 
 
 def test_watchdog_ends_no_process_whose_step_meets_deadline() -> None:
@@ -53,6 +54,17 @@ def test_hard_deadline_ends_process_stuck_with_gil_held() -> None:
 
     assert done.returncode == 1
     assert b"Timeout" in done.stderr
+
+
+def test_missed_deadline_is_reported_before_process_ends_while_lock_is_free() -> None:
+    """A block that lets other threads run gets its sentence said, and no stack without one."""
+    said: list[str] = []
+    with hard_deadline(0.05, lambda: said.append("late")):
+        wait_until(lambda: bool(said), 30.0)
+    with hard_deadline(30.0, lambda: said.append("never")):
+        pass
+
+    assert said == ["late"]
 
 
 def test_hard_deadline_has_no_effect_after_its_with_statement() -> None:

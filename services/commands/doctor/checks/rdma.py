@@ -9,6 +9,7 @@ from services.commands.doctor.facts import Findings, ThunderboltPort
 from services.commands.doctor.reading import thunderbolt
 from services.commands.doctor.reading.macos import Interface, version_numbers
 from services.commands.doctor.system_commands import CommandOutcome
+from shared.configuration.device_matrix import DeviceUse
 
 THUNDERBOLT_5_GBPS = 80
 """Speed of a Thunderbolt 5 link; only such links have RDMA."""
@@ -122,6 +123,26 @@ def check_links(
             complain(check, fault, remedy)
         if not faults:
             found.ok(check, f"{place} reaches {port.peer_name or 'another computer'}")
+
+
+def check_device_uses(found: Findings, uses: Mapping[tuple[str, str], DeviceUse]) -> None:
+    """Check that each RDMA device has the queue pairs and memory regions that a world needs.
+
+    Args:
+        found: collects a FAIL per device with too few, else one OK finding.
+        uses: (machine, device) -> what the world needs of it.
+    """
+    exceeded = [(key, use) for key, use in uses.items() if use.exceeded]
+    for (machine, device), use in exceeded:
+        found.fail(
+            "rdma resources",
+            f"{use.explain(f'{device} of {machine}')}, so MLX's init fails there",
+            "run one rank per host, and connect each pair of hosts by a cable of its own",
+        )
+    if uses and not exceeded:
+        most = max(uses.values(), key=lambda use: use.memory_regions)
+        count = "1 device" if len(uses) == 1 else f"{len(uses)} devices"
+        found.ok("rdma resources", f"{most.explain(f'each of {count}')}")
 
 
 def check_bridge(

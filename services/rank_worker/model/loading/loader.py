@@ -34,7 +34,7 @@ from shared.model.sharding.shares import Split
 
 _log = Log("rank_worker.loading")
 
-Stage = Literal["joining", "downloading", "loading", "warming"]
+Stage = Literal["joining", "init", "downloading", "loading", "warming"]
 Report = Callable[[Stage, float], None]
 
 REPORTS_MAX = 200

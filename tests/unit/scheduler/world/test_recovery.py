@@ -7,7 +7,7 @@ import pytest
 
 from services.rank_worker.failure import failure_cause
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import RankLost, RankMessageReceived
+from services.scheduler.events import RankLost, RankMessageReceived, TimePassed
 from shared.configuration.loading import config_from_tree
 from shared.errors import RanksUnreachable, UnavailableError
 from shared.identifiers import PeerId
@@ -176,6 +176,21 @@ class WorldStarts:
             )
         return peers
 
+    def report(
+        self,
+        peer: PeerId,
+        rank: int,
+        detail: str,
+        cause: Literal["error", "peer"] = "error",
+        *,
+        permanent: bool = False,
+    ) -> None:
+        """Let a process of the last start report that it has failed."""
+        failed = RankFailed(
+            rank=rank, epoch=self.count, detail=detail, permanent=permanent, cause=cause
+        )
+        self.core.handle(RankMessageReceived(peer, failed), float(self.count))
+
     def fail(self, *causes: Literal["error", "unavailable"]) -> None:
         """Let ranks 0 and 1 of another start fail with these causes, in this order."""
         for rank, (peer, cause) in enumerate(zip(self.start(), causes, strict=False)):
@@ -217,6 +232,51 @@ def test_epoch_with_later_cause_unavailable_does_not_count_as_failed() -> None:
     assert starts.failure == ""
     starts.fail("error", "error")
     assert starts.failure == "epochs"
+
+
+@pytest.mark.parametrize("symptom", ["peer", "silence", "deadline"])
+def test_own_cause_of_late_rank_replaces_symptom_after_all_starts_have_ended(symptom: str) -> None:
+    """The rank that knows the cause may report after the symptom of another has ended all trying:
+    the sentence is made of what is known when it is read."""
+    starts = WorldStarts(epochs_failed_max=1)
+    first, second = starts.start()
+    if symptom == "peer":
+        starts.report(first, 0, "A peer ended while joining.", "peer")
+    elif symptom == "silence":
+        starts.core.handle(RankLost(first, "silent for 10 s"), 2.0)
+    else:
+        for now_s in range(2, 100):
+            starts.core.handle(TimePassed(), float(now_s))
+    assert starts.failure == "epochs"
+    assert "rdma_en9" not in starts.core._world.explain()
+    starts.report(second, 1, "Could not find device rdma_en9.")
+
+    assert starts.core._world.explain().endswith(
+        "The last one: Rank 1 failed: Could not find device rdma_en9."
+    )
+    starts.report(second, 1, "A peer ended while joining.", "peer")
+    assert "rdma_en9" in starts.core._world.explain()
+
+
+def test_first_own_cause_stays_when_other_ranks_report_later() -> None:
+    """A symptom, or another cause, does not replace the first rank's own cause."""
+    starts = WorldStarts(epochs_failed_max=9)
+    first, second = starts.start()
+    starts.report(second, 1, "Could not find device rdma_en9.")
+    starts.report(first, 0, "A peer ended while joining.", "peer")
+    starts.report(first, 0, "Something else.")
+
+    assert "Rank 1 failed: Could not find device rdma_en9." in starts.core._world.explain()
+
+
+def test_late_wrong_configuration_is_reason_for_failed_epochs() -> None:
+    """A wrong setting that one rank reports late is why no further start is tried."""
+    starts = WorldStarts(epochs_failed_max=1)
+    first, second = starts.start()
+    starts.report(first, 0, "A peer ended while joining.", "peer")
+    starts.report(second, 1, "No such model.", permanent=True)
+
+    assert (starts.failure, starts.core._world.explain()) == ("configuration", "No such model.")
 
 
 def test_failed_epoch_after_unavailable_one_counts_as_failed() -> None:

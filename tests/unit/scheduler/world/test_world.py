@@ -5,7 +5,13 @@ from typing import Literal
 import msgspec
 
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import RankMessageReceived, SendToRanks, TimePassed
+from services.scheduler.events import (
+    AllowSilence,
+    RankLost,
+    RankMessageReceived,
+    SendToRanks,
+    TimePassed,
+)
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -123,6 +129,63 @@ def test_epoch_ends_when_joining_or_loading_exceeds_deadline() -> None:
             ]
             leaves_at_s += [now_s for one in messages if isinstance(one, LeaveWorld)]
         assert leaves_at_s == [after_s]
+
+
+def test_silence_of_ranks_is_allowed_from_order_to_join_until_they_have_joined() -> None:
+    """A rank inside MLX's init cannot send: its silence counts again when it reports loading."""
+    core = make_core()
+    join_orders(core, b"x", HELLO)
+    found: list[AllowSilence] = []
+
+    def tell(peer: bytes, message: RankHello | RankLoading) -> None:
+        actions = core.handle(RankMessageReceived(PeerId(peer), message), 1.0)
+        found.extend(one for one in actions if isinstance(one, AllowSilence))
+
+    tell(b"y", OTHER)
+    both = (PeerId(b"x"), PeerId(b"y"))
+    assert found == [AllowSilence(both, is_allowed=True)]
+    stages: list[Literal["joining", "init"]] = ["joining", "init"]
+    for stage in stages:
+        tell(b"y", RankLoading(stage=stage, loaded=0.0))
+    assert len(found) == 1
+    for _ in range(2):
+        tell(b"y", RankLoading(stage="loading", loaded=0.0))
+    assert found[1:] == [AllowSilence((PeerId(b"y"),), is_allowed=False)]
+
+
+def test_dismissed_rank_that_is_still_joining_may_not_be_silent_for_ever() -> None:
+    """When an epoch ends, the silence of a rank inside MLX's init counts again, so that its link
+    ends."""
+    core = make_core()
+    join_orders(core, b"x", HELLO)
+    join_orders(core, b"y", OTHER)
+    actions = core.handle(RankLost(PeerId(b"x"), "gone"), 1.0)
+
+    assert AllowSilence((PeerId(b"y"),), is_allowed=False) in actions
+
+
+def test_cause_of_ended_start_says_which_ranks_are_inside_init() -> None:
+    """A missed deadline and a lost rank are reported with the rank's host and place in joining."""
+    causes = []
+    for event in (TimePassed(), RankLost(PeerId(b"y"), "gone")):
+        core = make_core(backend="ring")
+        join_orders(core, b"x", HELLO)
+        join_orders(core, b"y", OTHER)
+        message = RankLoading(stage="init", loaded=0.0)
+        core.handle(RankMessageReceived(PeerId(b"y"), message), 1.0)
+        for now_s in range(1, 61):
+            core.handle(TimePassed(), float(now_s) - 0.5)
+        actions = core.handle(event, 61.0)
+        (leave,) = {one.message for one in actions if isinstance(one, SendToRanks)}
+        assert isinstance(leave, LeaveWorld)
+        causes.append(leave.detail)
+    host = HELLO.host
+    assert causes[0].startswith(
+        "The ranks have not joined within 60 s (scheduler.init_deadline_s): "
+        f"rank 1 on {host} is inside MLX's init of ring, "
+        f"rank 0 on {host} is on the way to MLX's init of ring."
+    )
+    assert causes[1] == "Rank 1 is lost inside MLX's init of ring (gone)."
 
 
 def test_status_lists_every_rank_and_reason_for_unready_world(make_world: MakeWorld) -> None:
