@@ -77,8 +77,6 @@ class Supervisor:
         """Time of the latest status."""
         self._answered_gateway = 0
         """Number of the latest gateway process that has answered."""
-        self._has_served = False
-        """The world has been ready, so that every setting has worked once."""
 
     def run(self) -> int:
         """Start all children, watch them until a stop signal or a permanent failure, stop them.
@@ -142,7 +140,7 @@ class Supervisor:
 
     def _continues_without(self, child: Child, code: int | None) -> bool:
         """Log an exit after which a restart cannot help; return whether the others continue."""
-        if self._has_served:
+        if child.has_worked:
             # The cause arose since, for example a key file that others can write, and may go again.
             child.retry_slowly(self._now_s)
             consequence = f"the others continue; trying again in {LONGEST_DELAY_S:.0f} s"
@@ -152,13 +150,12 @@ class Supervisor:
         else:
             consequence = "stopping everything"
         self._log_permanent_failure(child, code, consequence)
-        return self._has_served or child in self._children.stores
+        return child.has_worked or child in self._children.stores
 
     def _apply_status(self, status: StatusReported) -> int | None:
         """Update the children's health from a status; return as `_check_children`."""
         scheduler, gateway = self._children.scheduler, self._children.gateway
         self._status_at_s = self._now_s
-        self._has_served |= status.ready
         # For a scheduler on another host, count the processes that this link has met.
         start = scheduler.starts if scheduler else self._scheduler_watch.schedulers
         self._scheduler_liveness.update(start, self._now_s)
