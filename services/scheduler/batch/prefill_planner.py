@@ -89,15 +89,20 @@ class PrefillPlanner:
         self._refused = None
         candidates = [one for one in self._running if not one.is_decoding]
         candidates += self._waiting.heads(_SCANNED_MAX)
-        position = _position_of(next(self._turns.in_turn(candidates), None))
-        # Another tenant's next chunk waits for this step as a decode does.
-        others_wait = bool(plan.decodes) or len(self._turns) > 1
-        tokens_max = min(
-            self._config.step_tokens_max,
-            self._timing.chunk_tokens(decoding=others_wait, position=position),
-        )
+        first = next(self._turns.in_turn(candidates), None)
+        position = _position_of(first)
         # Without decodes one long prompt may fill a step, but several prompts may not.
         joint_tokens_max = math.inf if plan.decodes else self._timing.joint_tokens_max(position)
+        # Other tenants' prompts wait for the chunk of a long one as decodes do.
+        delays_others = bool(plan.decodes) or (
+            first is not None
+            and len(first.tokens) - position > joint_tokens_max
+            and any(one.tenant != first.tenant for one in candidates)
+        )
+        tokens_max = min(
+            self._config.step_tokens_max,
+            self._timing.chunk_tokens(decoding=delays_others, position=position),
+        )
         budget = PromptBudget(tokens_max, position, self._timing)
         admits = not plan.preempted
         for sequence in self._turns.in_turn(candidates):

@@ -42,6 +42,8 @@ class Sequence:
     """Order of arrival; unchanged by preemption, so a preempted sequence comes first again."""
     deadline_at_s: float
     """When its request fails if it has not finished, on the scheduler's clock."""
+    owns_tokens: bool = False
+    """It was admitted once, and `tokens` are a copy of its own."""
     queue_deadline_at_s: float = math.inf
     """Deadline of its first admission; infinite once it was admitted."""
     state: SequenceState = SequenceState.WAITING
@@ -105,9 +107,11 @@ class Sequence:
         )
 
     def own_tokens(self) -> None:
-        """Copy the tokens, which may be shared, so that they can grow."""
-        self.tokens = self.tokens[:]
-        self.blocks.replace_tokens(self.tokens)
+        """Copy the tokens, which may be shared, once, so that they can grow."""
+        if not self.owns_tokens:
+            self.owns_tokens = True
+            self.tokens = self.tokens[:]
+            self.blocks.replace_tokens(self.tokens)
 
     def preempt(self) -> None:
         """Mark the sequence as waiting: without slot and row, but with all its tokens.

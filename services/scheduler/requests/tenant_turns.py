@@ -80,8 +80,10 @@ class TenantTurns:
         by_tenant: defaultdict[str, deque[Sequence]] = defaultdict(deque)
         for sequence in sequences:
             by_tenant[sequence.tenant].append(sequence)
+        # Of equal ones the last to come is first, since the others had turns before it came.
+        order = {tenant: -place for place, tenant in enumerate(self._accounts)}
         while by_tenant:
-            tenant = min(by_tenant, key=lambda one: self._accounts[one].served)
+            tenant = min(by_tenant, key=lambda one: (self._accounts[one].served, order[one]))
             yield by_tenant[tenant].popleft()
             if not by_tenant[tenant]:
                 del by_tenant[tenant]

@@ -5,7 +5,9 @@ from collections import Counter
 
 import pytest
 
+from services.scheduler.speculation.sequence_drafts import NgramDraftState
 from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, completion
+from tests.unit.scheduler.support.reference_rank import REPEAT_MARKER
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
@@ -160,6 +162,25 @@ def test_request_gets_kv_memory_that_others_fill(
     assert world.tokens["small"] == completion([5, 6], 20)
 
 
+def test_long_prompt_delays_short_one_of_another_tenant_by_one_step_at_most(
+    make_world: MakeWorld,
+) -> None:
+    """Without running decodes, a short prompt is in the first plan that is made after it came."""
+    world = make_world(kv_tokens=50_000)
+    world.submit("learnt", [9] * 6_000, 2, tenant="a")
+    world.settle()
+    world.submit("long", [3] * 7_000, 2, tenant="a")
+    for _ in range(3):
+        world.step()
+    before = len(world.plans)
+    world.submit("short", [4] * 200, 2, tenant="b")
+    world.step()
+    world.step()
+    chunks = [[chunk.length for chunk in plan.prefill_chunks] for plan in world.plans[before:]]
+    assert chunks[0][0] == 200, chunks
+    world.settle()
+
+
 def test_short_prompt_is_read_while_long_one_of_another_tenant_is(make_world: MakeWorld) -> None:
     """A prompt of 200 tokens is answered long before one of 7,000 of another tenant is read."""
     world = make_world(kv_tokens=50_000)
@@ -194,3 +215,27 @@ def test_one_tenant_reads_its_prompts_one_after_the_other(make_world: MakeWorld)
     world.settle()
     owners = [chunk.sequence_id for plan in world.plans for chunk in plan.prefill_chunks]
     assert owners == sorted(owners)
+
+
+def test_preempted_sequence_copies_drafts_from_all_of_its_tokens(make_world: MakeWorld) -> None:
+    """A sequence that ran before its preemption proposes drafts from the tokens that it has since
+    then, and its text is the same."""
+    world = make_world(running_sequences_max=2, speculation={"method": "ngram", "tokens_max": 4})
+    prompt = [REPEAT_MARKER, 5, *range(20)]
+    for name in ("first", "second"):
+        world.submit(name, prompt, 300, tenant="a")
+    for _ in range(10):
+        world.step()
+    world.submit("small", [5, 6], 4, tenant="b")
+    while "small" not in world.ends:
+        world.step()
+    for _ in range(6):
+        world.step()
+    assert _fairness_preemptions(world) == 1
+    for sequence in world.core._batch.running:
+        assert isinstance(sequence.draft_state, NgramDraftState)
+        assert sequence.draft_state.proposer._tokens is sequence.tokens
+        assert sequence.blocks.tokens is sequence.tokens
+    assert len(world.core._batch) == 2
+    world.settle()
+    assert world.tokens["first"] == world.tokens["second"] == completion(prompt, 300)
