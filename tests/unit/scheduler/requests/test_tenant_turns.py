@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
 def _flood(
-    world: InMemoryWorld, tenant: str, requests: int, tokens: int = 8, **options: object
+    world: InMemoryWorld, tenant: str, requests: int, tokens: int = 8, **options: Any
 ) -> None:
     """Submit equal requests of one tenant, named by it."""
     for index in range(requests):

@@ -111,7 +111,7 @@ def test_waiting_prompts_take_little_more_than_four_bytes_per_token(
     """64 prompts of 8,100 ids with two completions each keep less than 5 MB, instead of 42 MB."""
     world = make_world(context=16_384, kv_tokens=20_000, running_sequences_max=1)
     world.submit("runs", [1], 5_000)
-    decoder = codec.Decoder(ToScheduler)
+    decoder: codec.Decoder[SubmitRequest] = codec.Decoder(ToScheduler)
     bodies = [
         codec.encode(
             SubmitRequest(
