@@ -3,7 +3,6 @@
 The files are in the model's folder or, for a Hugging Face id, are downloaded from the hub.
 """
 
-import functools
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -40,6 +39,9 @@ _TEMPLATE_ERRORS = (
 )
 """Exceptions that a chat template may raise when messages do not fit it."""
 
+PROBE_CHARS_PER_TOKEN = 16
+"""A text with more characters per token of the context is not encoded whole at first. Text has
+about 4 characters per token."""
 SHRINKING_MAX = 4
 """Most characters that a normalizer turns into one; limits the characters of a prompt."""
 
@@ -97,12 +99,37 @@ class Tokenizer:
         """Return an upper bound of the characters in a text of `tokens_max` tokens."""
         return tokens_max * max(1, self._vocabulary.token_bytes_max) * SHRINKING_MAX
 
+    def surely_exceeds(self, texts: Iterable[str], tokens_max: int) -> bool:
+        """Return whether a long text has more than `tokens_max` tokens for sure.
+
+        Only the first characters of a long text are encoded, so that no second is spent on a text
+        which is then refused. A short text is not encoded: the answer is False.
+
+        Args:
+            texts: the text in pieces.
+            tokens_max: number of tokens; 0: unknown, then the answer is False.
+        """
+        probe_chars = tokens_max * PROBE_CHARS_PER_TOKEN
+        pieces: list[str] = []
+        chars = 0
+        for text in texts:
+            pieces.append(text[: probe_chars - chars])
+            chars += len(pieces[-1])
+            if chars == probe_chars:
+                break
+        if not chars or chars < probe_chars:
+            return False
+        probe = self._encoder.encode_raw("".join(pieces), add_special_tokens=False)
+        # Where the text is cut, a few tokens are others than in the whole text.
+        return len(probe) > 2 * tokens_max
+
     def encode_chat(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         arguments: dict[str, Any],
         block_tokens: int = 0,
+        check: Callable[[], None] = lambda: None,
     ) -> Prompt:
         """Render a conversation with the model's chat template and encode it to token ids.
 
@@ -113,13 +140,20 @@ class Tokenizer:
             arguments: further arguments of the template, by name.
             block_tokens: size of a cache block; shorter prompts get no cache boundaries. 0 means
                 that there is no cache.
+            check: called between long steps; it may raise an exception to end the work.
 
         Raises:
             ApiError: 400 when the template refuses the messages, or the model has no template.
         """
         if self._inner.chat_template is None:
             raise invalid("The model has no chat template: use /v1/completions.", "model")
-        render = functools.partial(self._render, arguments)
+
+        def render(fields: Any, *, opens_answer: bool = True) -> str:
+            check()
+            text = self._render(arguments, fields, opens_answer=opens_answer)
+            check()
+            return text
+
         conversation = self._encoder.encode_conversation([messages, tools], render)
         if not 0 < block_tokens <= len(conversation.ids):
             return Prompt(conversation.ids)
@@ -131,7 +165,7 @@ class Tokenizer:
             find_cache_boundaries(conversation, messages, tools, render),
         )
 
-    def _render(self, arguments: dict[str, Any], fields: Any, *, opens_answer: bool = True) -> str:
+    def _render(self, arguments: dict[str, Any], fields: Any, *, opens_answer: bool) -> str:
         messages, tools = fields
         try:
             text: str = self._inner.apply_chat_template(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from services.gateway.http.errors import ApiError
+from services.gateway.tokenizing import encoder as encoder_module
 from services.gateway.tokenizing.encoder import Encoder
 from tests.support.effort import cases
 from tests.unit.gateway.tokenizing import small_tokenizers
@@ -111,3 +112,13 @@ def test_shared_token_count_excludes_token_of_word_that_continues_differently() 
     assert conversation.count_shared_tokens([], lambda _: f"{_START}one two three") < len(
         conversation.ids
     )
+
+
+@settings(max_examples=cases(60, 300))
+@given(content=_special_fragments, size=st.integers(1, 12))
+def test_search_for_special_tokens_in_pieces_finds_all_of_them(content: str, size: int) -> None:
+    """A special token may lie across the end of a piece."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder_module, "SEARCH_CHARS", size)
+        in_pieces = _encode(content)
+    assert in_pieces == _encode(content)
