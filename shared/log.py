@@ -2,11 +2,44 @@
 
 import logging
 import sys
+import time
 from typing import Any
 
 import orjson
 
 from shared.configuration.settings import LogConfig
+
+TRACEBACK_INTERVAL_S = 60.0
+"""Shortest time between two tracebacks of one kind, so that a client cannot fill the log."""
+
+
+class TracebackLimit(logging.Filter):
+    """Drops a failure with a traceback if the same kind was logged a short time ago.
+
+    The kind is the logger and the type of the exception. The next line that is not dropped has the
+    number of dropped ones in its field `suppressed`.
+    """
+
+    def __init__(self) -> None:
+        """Begin without failures."""
+        super().__init__()
+        self._next_s: dict[object, float] = {}
+        self._suppressed: dict[object, int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record; add the number of dropped ones to it."""
+        if not record.exc_info:
+            return True
+        kind = record.name, record.exc_info[0]
+        now_s = time.monotonic()
+        if now_s < self._next_s.get(kind, now_s):
+            self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
+            return False
+        self._next_s[kind] = now_s + TRACEBACK_INTERVAL_S
+        if suppressed := self._suppressed.pop(kind, 0):
+            fields = getattr(record, "fields", {})
+            record.__dict__["fields"] = {**fields, "suppressed": suppressed}
+        return True
 
 
 class _Formatter(logging.Formatter):
@@ -69,6 +102,7 @@ def set_up(role: str, config: LogConfig) -> None:
         config: level and format.
     """
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(TracebackLimit())
     handler.setFormatter(_Formatter(role, config.format == "json"))
     root = logging.getLogger()
     root.handlers = [handler]

@@ -66,3 +66,28 @@ def test_logged_exception_includes_its_traceback(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().err
     assert "failed request_id=r1" in text
     assert "ValueError: boom" in text
+
+
+def test_repeated_failure_logs_one_traceback_a_minute_and_the_number_of_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that causes 100 failures gets one traceback into the log; other kinds get theirs."""
+    now_s = 1_000.0
+    monkeypatch.setattr(log.time, "monotonic", lambda: now_s)
+    log.set_up("gateway", LogConfig(format="json"))
+
+    def fail(kind: type[Exception]) -> None:
+        try:
+            raise kind
+        except kind:
+            log.Log("gateway").exception("handler_failed")
+
+    for _ in range(100):
+        fail(RecursionError)
+    fail(KeyError)
+    now_s += log.TRACEBACK_INTERVAL_S
+    fail(RecursionError)
+
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line.get("suppressed") for line in lines] == [None, None, 99]
+    assert ["KeyError" in line["traceback"] for line in lines] == [False, True, False]
