@@ -1,6 +1,7 @@
 """Link to the scheduler in an asyncio loop. Owns one Dialer, which it reads without blocking."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -57,6 +58,9 @@ class SchedulerClient:
     the socket may reset it. So every receive reads until the socket is empty, every send is
     followed by a receive, and a timer polls regularly, which also sends acknowledgements and
     keep-alives.
+
+    A thread sends keep-alives too, so that the scheduler does not lose this gateway while the event
+    loop is busy. A lock keeps the two threads apart; only then may they share the socket.
     """
 
     def __init__(self, address: str, keys_dir: Path | None = None) -> None:
@@ -72,6 +76,9 @@ class SchedulerClient:
         self._is_drain_due = False
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._heartbeat = threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True)
 
     def start(self, handle: Callable[[Events], None]) -> None:
         """Begin to receive from the scheduler; the session opens later and is then an event.
@@ -82,6 +89,7 @@ class SchedulerClient:
         self._handle = handle
         self._loop.add_reader(self._dialer.fileno(), self._drain)
         self._tick()
+        self._heartbeat.start()
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message to the scheduler.
@@ -90,7 +98,8 @@ class SchedulerClient:
             PeerUnknown: when no session is open.
             LinkFull: when the scheduler does not keep up.
         """
-        self._dialer.send(message)
+        with self._lock:
+            self._dialer.send(message)
         self._schedule_drain()
 
     def close(self) -> None:
@@ -99,7 +108,9 @@ class SchedulerClient:
         if self._timer is not None:
             self._timer.cancel()
         self._loop.remove_reader(self._dialer.fileno())
-        self._dialer.close()
+        self._ended.set()
+        with self._lock:
+            self._dialer.close()
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(limits.ACK_DELAY_S, self._tick)
@@ -114,8 +125,15 @@ class SchedulerClient:
         self._is_drain_due = False
         if self._is_closed or self._handle is None:
             return
-        events = self._dialer.poll(0.0, DRAIN_MESSAGES_MAX)
+        with self._lock:
+            events = self._dialer.poll(0.0, DRAIN_MESSAGES_MAX)
         if not self._dialer.socket.is_drained:
             self._schedule_drain()
         if events:
             self._handle(events)
+
+    def _keep_alive(self) -> None:
+        while not self._ended.wait(limits.KEEPALIVE_S):
+            with self._lock:
+                if not self._ended.is_set():
+                    self._dialer.keep_alive()
