@@ -129,7 +129,10 @@ class PlanBuilder:
     chunk_tokens: int = 0
     """Tokens of all prefill chunks."""
     preempted: bool = False
-    """A sequence was preempted for this plan."""
+    """A sequence was preempted for this plan, because memory was used up."""
+    displaced: Sequence | None = None
+    """The sequence that was preempted for another tenant's; its row is dropped with this plan, so
+    only a later one can admit it again."""
 
     @property
     def read_tokens(self) -> int:

@@ -88,7 +88,8 @@ class PrefillPlanner:
         """
         self._refused = None
         candidates = [one for one in self._running if not one.is_decoding]
-        candidates += self._waiting.heads(_SCANNED_MAX)
+        waiting = self._waiting.heads(_SCANNED_MAX)
+        candidates += [one for one in waiting if one is not plan.displaced]
         first = next(self._turns.in_turn(candidates), None)
         position = _position_of(first)
         # Without decodes one long prompt may fill a step, but several prompts may not.

@@ -37,7 +37,8 @@ class RunningBatch:
         self.rows = Rows(scheduler.running_sequences_max, scheduler.kv_row_growth_tokens)
         self.timing = StepTiming(scheduler.decode_stall_ms)
         self.cache = BlockCache(config.cache, self.rows, self.timing.prefill_token_ms)
-        self._deadlines = StepDeadlines(self.timing)
+        self._config = scheduler
+        self._deadlines = StepDeadlines(self.timing, scheduler)
         self.preemptions = 0
         self._preemptions_for_fairness = 0
         self._waiting = waiting
@@ -84,7 +85,7 @@ class RunningBatch:
         self._running.departed.clear()
         self.rows.start(budget)
         self.timing.begin_epoch()
-        self._deadlines = StepDeadlines(self.timing)
+        self._deadlines = StepDeadlines(self.timing, self._config)
         self.speculation.begin_epoch(can_roll_back=can_roll_back)
         return self.cache.state.start_epoch(form, epoch)
 
@@ -155,7 +156,7 @@ class RunningBatch:
         plan_builder = PlanBuilder(now_s, chosen)
         self.cache.begin_plan(now_s)
         self._keep_blocks()
-        self._make_room_for_locked_out(now_s)
+        self._make_room_for_locked_out(plan_builder)
         self._plan_decodes(plan_builder)
         self._prefill.plan(plan_builder)
         self.speculation.read_prompts(plan_builder, self._running)
@@ -299,16 +300,18 @@ class RunningBatch:
         self._requeue(victim)
         self.preemptions += 1
 
-    def _make_room_for_locked_out(self, now_s: float) -> None:
+    def _make_room_for_locked_out(self, plan_builder: PlanBuilder) -> None:
         """Preempt one sequence if a tenant with none in a full batch waits for its turn."""
         if len(self._turns) < 2:
             return
-        locked_out = self._prefill.find_locked_out({one.tenant for one in self._running}, now_s)
+        running = {one.tenant for one in self._running}
+        locked_out = self._prefill.find_locked_out(running, plan_builder.now_s)
         if locked_out is None:
             return
         victim = preemption.choose_for_tenant(self._running, self._turns, locked_out.tenant)
         if victim is not None:
             self._requeue(victim)
+            plan_builder.displaced = victim
             self._preemptions_for_fairness += 1
 
     def _remove(self, sequence: Sequence) -> None:

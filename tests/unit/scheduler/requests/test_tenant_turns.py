@@ -161,6 +161,8 @@ def test_request_gets_kv_memory_that_others_fill(
     assert _fairness_preemptions(world) >= 1
     world.settle()
     assert world.tokens["small"] == completion([5, 6], 20)
+    for plan in world.plans:
+        assert not {one.sequence_id for one in plan.admitted} & set(plan.dropped)
 
 
 def test_long_prompt_delays_short_one_of_another_tenant_by_one_step_at_most(
