@@ -42,8 +42,11 @@ KEEPALIVE_S = 0.5
 """A link without other traffic sends a keep-alive after this time."""
 
 PEER_SILENCE_S = 10.0
-"""A peer silent for this time is lost. 20 keep-alives, since a busy machine stalls threads for
-seconds."""
+"""A peer silent for this time is lost unless `scheduler.silence_s` says otherwise. 20 keep-alives,
+since a busy machine stalls threads for seconds."""
+
+PEER_SILENCE_MAX_S = 120.0
+"""Largest `scheduler.silence_s`, after which ZeroMQ drops a connection too."""
 
 HELLO_INTERVAL_S = 0.1
 """A dialer repeats its hello at this interval until it receives a welcome."""
@@ -116,7 +119,8 @@ more if that finishes the prompt. Without fused attention, memory grows with thi
 context. mlx-lm uses the same number."""
 
 STEP_DEADLINE_MIN_S = 5.0
-"""Shortest deadline of a step, after which the world is declared lost."""
+"""Shortest deadline of a step, after which the world is declared lost, unless the setting of this
+name says otherwise."""
 
 STEP_DEADLINE_MAX_S = 60.0
 """Longest deadline of a step."""

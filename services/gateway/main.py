@@ -85,7 +85,9 @@ def build_service(
     status = StatusBoard(clock)
     flush_list = FlushList()
     metrics = GatewayMetrics(status)
-    link = SchedulerClient(config.gateway_address, config.keys_dir)
+    link = SchedulerClient(
+        config.gateway_address, config.keys_dir, silence_s=config.scheduler.silence_s
+    )
     call_later = asyncio.get_running_loop().call_later
     open_requests = OpenRequests(link, call_later, clock, status, metrics, flush_list)
     link.start(open_requests.handle)

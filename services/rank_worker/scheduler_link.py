@@ -193,6 +193,7 @@ class SchedulerLink:
             return
         self._epoch = message.epoch
         self._rank = message.rank
+        self._link.silence_s = message.silence_s
         self.orders.put(message)
 
     def _handle_leave(self, message: LeaveWorld) -> None:

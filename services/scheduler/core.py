@@ -17,6 +17,7 @@ from services.scheduler.events import (
     GatewayLost,
     GatewayMessageReceived,
     HandOverRequested,
+    PeerSilent,
     RankLost,
     RankMessageReceived,
     SendToGateway,
@@ -119,6 +120,8 @@ class SchedulerCore:
                 lost = self._world.explain_loss(event.peer, event.cause)
                 if self._world.handle_lost(event.peer, event.cause, now_s):
                     self._end_epoch(lost, now_s, is_symptom=event.cause.startswith("silent"))
+            case PeerSilent():
+                self._counters["peer_silences_total"] += 1
             case DrainRequested():
                 self._drain.begin_stop(now_s)
                 self._report_to_gateways(now_s)
@@ -317,6 +320,10 @@ class SchedulerCore:
             self._actions.append(WriteLog("warning", "scheduler_stalled", fields))
             in_flight.extend_deadlines(stalled_s, now_s)
             self._world.extend_deadlines(stalled_s, now_s)
+        late = in_flight.newly_late_step(now_s)
+        if late is not None:
+            self._counters["steps_late_total"] += 1
+            self._actions.append(WriteLog("warning", "step_late", late))
         overdue = in_flight.overdue_reason(now_s) or self._world.overdue_reason(now_s)
         if overdue is not None:
             self._end_epoch(overdue, now_s, is_symptom=True)

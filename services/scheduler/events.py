@@ -39,6 +39,11 @@ class RankLost:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PeerSilent:
+    """A rank or gateway was silent for half of the time after which it counts as lost."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RankMessageReceived:
     """A rank sent a message."""
 
@@ -66,6 +71,7 @@ Event = (
     | GatewayLost
     | GatewayMessageReceived
     | RankLost
+    | PeerSilent
     | RankMessageReceived
     | TimePassed
     | DrainRequested

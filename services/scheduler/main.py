@@ -22,6 +22,7 @@ from services.scheduler.events import (
     GatewayLost,
     GatewayMessageReceived,
     HandOverRequested,
+    PeerSilent,
     RankLost,
     RankMessageReceived,
     SaveEvidence,
@@ -41,7 +42,7 @@ from shared.identifiers import PeerId
 from shared.messages import ToScheduler
 from shared.os import lifeline
 from shared.transport import codec
-from shared.transport.links import Connected, LinkEvent, LinkSet, Listener, Lost, Received
+from shared.transport.links import Connected, LinkEvent, LinkSet, Listener, Lost, Quiet, Received
 
 _TICK_S = limits.ACK_DELAY_S
 """Time between ticks. Waking up more often would disturb the other processes."""
@@ -73,6 +74,8 @@ class Shell:
         self._ranks: Listener[ToScheduler] = Listener(
             config.rank_address, ToScheduler, keys_dir=config.keys_dir, roles=("rank",)
         )
+        for link in (self._gateways, self._ranks):
+            link.silence_s = config.scheduler.silence_s
         self._links = LinkSet(self._gateways, self._ranks)
         self._exit_code: int | None = None
         self._drains_requested = 0
@@ -127,6 +130,8 @@ class Shell:
                     pass
                 case Lost():
                     self._handle(RankLost(event.peer, event.cause))
+                case Quiet():
+                    self._handle(PeerSilent())
 
     def _take_gateways(self, events: list[LinkEvent[ToScheduler]]) -> None:
         for event in events:
@@ -137,6 +142,8 @@ class Shell:
                     self._handle(GatewayConnected(event.peer))
                 case Lost():
                     self._handle(GatewayLost(event.peer))
+                case Quiet():
+                    self._handle(PeerSilent())
 
     def _handle(self, event: Event) -> None:
         started = time.perf_counter()

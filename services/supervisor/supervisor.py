@@ -25,14 +25,6 @@ STATUS_INTERVAL_S = 0.5
 END_DEADLINE_S = 5.0
 """Seconds from SIGTERM to SIGKILL for a role without unfinished requests."""
 
-STOPPED_S = limits.PEER_SILENCE_S
-"""A process stopped (SIGSTOP) for this many seconds is killed and restarted: its peers have
-declared it lost, and it will notice only when it continues."""
-
-RANK_STOPPED_S = limits.STEP_DEADLINE_MIN_S
-"""The same for a rank, which blocks all ranks and streams. Its step's deadline may be later, if no
-step of its kind has run yet, but a stopped rank certainly computes nothing."""
-
 TICK_MAX_S = 1.0
 """Longest time in seconds that one tick counts. When the supervisor itself was not scheduled it
 could not receive anything, so children must not be blamed for that time."""
@@ -105,6 +97,18 @@ class Supervisor:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._stop_signals.append(number)
 
+    def _stopped_max_s(self, child: Child) -> float:
+        """Return after how many seconds a process that is stopped (SIGSTOP) is killed.
+
+        Its peers have declared it lost by then, and it would notice only when it continues. A rank
+        blocks all ranks and streams: its step's deadline may be later, if no step of its kind has
+        run yet, but a stopped rank certainly computes nothing.
+        """
+        scheduler = self._config.scheduler
+        if child in self._children.ranks:
+            return scheduler.step_deadline_min_s
+        return scheduler.silence_s
+
     def _check_children(self, children: Sequence[Child]) -> int | None:
         """Restart ended children and kill stuck ones, once.
 
@@ -117,7 +121,7 @@ class Supervisor:
             if code in PERMANENT and not self._continues_without(child, code):
                 return code
             child.start_if_due(now_s)
-            stopped_max_s = RANK_STOPPED_S if child in self._children.ranks else STOPPED_S
+            stopped_max_s = self._stopped_max_s(child)
             if child.stopped_s(now_s) >= stopped_max_s:
                 child.kill_stuck(f"has been stopped for {stopped_max_s:.0f} s")
         lingering = self._lingering_ranks.due(now_s)

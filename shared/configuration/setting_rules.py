@@ -13,7 +13,13 @@ def check_consistency(config: Config) -> None:
     Raises:
         ConfigError: when a rule is broken; names the settings and the remedy.
     """
-    world = config.world
+    world, scheduler = config.world, config.scheduler
+    if scheduler.step_deadline_min_s > scheduler.step_deadline_max_s:
+        raise ConfigError(
+            f"scheduler.step_deadline_min_s is {scheduler.step_deadline_min_s:g}, and "
+            f"scheduler.step_deadline_max_s is {scheduler.step_deadline_max_s:g}: set the shortest "
+            "deadline to at most the longest."
+        )
     if config.backend == "off" and world.size > 1:
         raise ConfigError(
             f"world.backend is off, but world.size is {world.size}: "

@@ -126,6 +126,18 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Longest time for a rank to load its shard. A slower rank ends the epoch."""
     init_deadline_s: PositiveSeconds = 60.0
     """Longest time for a rank to join the world. A slower rank ends the epoch."""
+    silence_s: Annotated[float, Meta(ge=2.0, le=limits.PEER_SILENCE_MAX_S)] = limits.PEER_SILENCE_S
+    """Silence after which scheduler, rank or gateway count as lost to each other; ranks are told
+    this value. After half of it a warning is logged. Larger values tolerate busier machines and
+    notice a stopped process or a cut cable later."""
+    step_deadline_factor: Annotated[float, Meta(ge=2.0, le=1_000.0)] = limits.STEP_DEADLINE_FACTOR
+    """A step that takes this many times its predicted time ends the epoch. After half of its
+    deadline a warning is logged."""
+    step_deadline_min_s: Annotated[float, Meta(ge=1.0, le=600.0)] = limits.STEP_DEADLINE_MIN_S
+    """Shortest deadline of a step."""
+    step_deadline_max_s: Annotated[float, Meta(ge=10.0, le=3_600.0)] = limits.STEP_DEADLINE_MAX_S
+    """Longest deadline of a step, and the deadline of the first step of its kind, in which kernels
+    are compiled."""
     epochs_failed_max: Annotated[int, Meta(ge=1, le=1_000)] = 5
     """Failed epochs within `epochs_failed_window_s` after which no further start is tried. Requests
     then end with an error, and `/readyz` contains the reason."""
@@ -221,7 +233,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """SSD space for the blocks of all ranks of this host. 0: a quarter of the free space at start,
     at most 100 GiB."""
     ttl_days: Annotated[float, Meta(ge=0.0, le=3_650.0)] = 0.0
-    """Time to live: blocks that were not used for so many days are deleted from memory and SSD, and
+    """Time to live: after that many days without a use, blocks are deleted from memory and SSD, and
     their tokens forgotten. 0: only memory and SSD space bound them."""
     store_address: str = ""
     """Address on which this host's cache store listens for rank workers. "": an ipc socket in

@@ -74,6 +74,9 @@ class JoinWorld(Message, frozen=True, kw_only=True):
     init_deadline_s: Seconds
     load_deadline_s: Seconds
     step_deadline_max_s: Seconds
+    silence_s: Annotated[float, Meta(ge=1.0, le=limits.PEER_SILENCE_MAX_S)] = limits.PEER_SILENCE_S
+    """Silence of the scheduler after which the rank ends its process, as the scheduler does with
+    the rank."""
 
 
 class RankLoading(Message, frozen=True, kw_only=True):

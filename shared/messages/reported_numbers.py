@@ -37,6 +37,7 @@ COUNTERS = {
     "memory_exhausted_total": "Epochs that ended because a rank ran out of device memory.",
     "preemptions_for_fairness_total": "Sequences taken off the batch for a tenant without any.",
     "preemptions_total": "Sequences taken off the batch because memory was used up.",
+    "peer_silences_total": "Silences of ranks and gateways of half the time that loses them.",
     "prefill_tokens_total": "Prompt tokens computed.",
     "prompt_tokens_total": "Prompt tokens of accepted requests.",
     "receipts_mismatched_total": "Steps whose receipts differ between ranks.",
@@ -50,6 +51,7 @@ COUNTERS = {
     "stale_receipts_total": "Receipts of an epoch that has ended.",
     "step_busy_ms_total": "Time during which the primary rank computed steps.",
     "step_idle_ms_total": "Time during which the primary rank waited for a plan.",
+    "steps_late_total": "Steps that took more than half of their deadline.",
     "steps_total": "Steps finished in all epochs.",
     "tokens_discarded_total": "Tokens computed after the end of their sequence.",
 }

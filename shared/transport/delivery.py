@@ -75,11 +75,14 @@ class Session:
         self.own = own
         self.peer = peer
         self.last_received_s = now_s
+        self.silence_s = limits.PEER_SILENCE_S
+        """Silence after which the peer is lost."""
         self.may_be_silent = False
         """The peer does not count as lost however long nothing comes from it."""
         self.duplicates = 0
         self.gaps = 0
         self.resent = 0
+        self._is_quiet = False
         self._unreachable_since_s = 0.0
         self._failed_sends = 0
         self._sent_at_s = now_s
@@ -185,11 +188,17 @@ class Session:
         return Frame(0, self.own, self.peer, 0, self._received, kind)
 
     def is_silent(self, now_s: float) -> bool:
-        """Tell whether nothing came from the peer in the `limits.PEER_SILENCE_S` before `now_s`.
+        """Tell whether nothing came from the peer in the `silence_s` before `now_s`.
 
         Always False while it `may_be_silent`.
         """
-        return not self.may_be_silent and now_s - self.last_received_s > limits.PEER_SILENCE_S
+        return not self.may_be_silent and now_s - self.last_received_s > self.silence_s
+
+    def becomes_quiet(self, now_s: float) -> bool:
+        """Tell, once in every silence of the peer, that half of `silence_s` is over and not all."""
+        silent_s = 0.0 if self.may_be_silent else now_s - self.last_received_s
+        was_quiet, self._is_quiet = self._is_quiet, silent_s > self.silence_s / 2.0
+        return self._is_quiet and not was_quiet and silent_s <= self.silence_s
 
     def allow_silence(self, now_s: float, *, is_allowed: bool) -> None:
         """Set `may_be_silent`; once silence is not allowed any more, its limit counts from now."""
@@ -223,7 +232,7 @@ class Session:
             "".
         """
         if self.is_silent(now_s):
-            return f"silent for {limits.PEER_SILENCE_S:.0f} s"
+            return f"silent for {self.silence_s:g} s"
         # A killed process sends no goodbye, but its connection closes.
         return "gone" if self.is_unreachable(now_s) else ""
 

@@ -38,7 +38,14 @@ class Lost:
     """A phrase, for example "goodbye" or "silent for 10 s"."""
 
 
-LinkEvent = Received[M] | Connected | Lost
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quiet:
+    """Nothing came from the peer for half of the time after which it counts as lost."""
+
+    peer: PeerId
+
+
+LinkEvent = Received[M] | Connected | Lost | Quiet
 
 
 @dataclasses.dataclass(slots=True)

@@ -19,7 +19,7 @@ from shared.transport import codec, delivery, framing, socket_file, sockets
 from shared.transport.authentication import REFUSAL_LOG_INTERVAL_S, AccessControl, listener_key
 from shared.transport.delivery import Frame, Session, new_incarnation
 from shared.transport.keys import DIALLING_ROLES
-from shared.transport.link_events import Connected, LinkCounters, LinkEvent, Lost, Received
+from shared.transport.link_events import Connected, LinkCounters, LinkEvent, Lost, Quiet, Received
 from shared.transport.reconnect import ReconnectPolicy
 from shared.transport.sockets import LinkSocket
 
@@ -52,6 +52,7 @@ class _Link(Generic[M]):
         self.socket = socket
         self.incarnation = new_incarnation()
         self.counters = LinkCounters()
+        self.silence_s = limits.PEER_SILENCE_S  # of a peer, after which it is lost
         self._decoder: codec.Decoder[M] = codec.Decoder(receives)
         self._clock = clock
         self._next_warning_s = -math.inf
@@ -62,6 +63,15 @@ class _Link(Generic[M]):
         if now_s >= self._next_warning_s:
             self._next_warning_s = now_s + REFUSAL_LOG_INTERVAL_S
             _LOG.warning("frame_refused", link=self.socket.address, cause=ascii(str(error))[:300])
+
+    def _warn_if_quiet(
+        self, peer: PeerId, session: Session, now_s: float, events: list[LinkEvent[M]]
+    ) -> None:
+        session.silence_s = self.silence_s
+        if session.becomes_quiet(now_s):
+            half_s, name = self.silence_s / 2.0, peer.decode(errors="replace")
+            _LOG.warning("peer_silent", peer=name, seconds=half_s, lost_after_s=self.silence_s)
+            events.append(Quiet(peer))
 
     def wake(self) -> None:
         """Make a waiting `poll` return. The only method that other threads may call."""
@@ -226,6 +236,7 @@ class Listener(_Link[M]):
     def _maintain_sessions(self, now_s: float, events: list[LinkEvent[M]]) -> None:
         self._file.restore(now_s)
         for peer, session in list(self._sessions.items()):
+            self._warn_if_quiet(peer, session, now_s, events)
             if cause := session.loss_cause(now_s):
                 self._end_session(peer, cause, events)
             elif session.due_in_s(now_s) <= 0.0:
@@ -317,9 +328,11 @@ class Dialer(_Link[M]):
         for parts, _ in self.socket.receive(count_max):
             self._handle_frame(parts, now_s, events)
         # Checked after reading: if this process was not scheduled, the peer is not silent.
-        if self._session is not None and self._session.is_silent(now_s):
-            self._end_session(f"silent for {limits.PEER_SILENCE_S:.0f} s", events)
-            self._reconnect_policy.session_lost(is_silent=True)
+        if self._session is not None:
+            self._warn_if_quiet(self.peer, self._session, now_s, events)
+            if self._session.is_silent(now_s):
+                self._end_session(f"silent for {self.silence_s:g} s", events)
+                self._reconnect_policy.session_lost(is_silent=True)
         self._send_due_frames(now_s)
         return events
 
@@ -402,4 +415,4 @@ class Dialer(_Link[M]):
             events.append(Lost(self.peer, cause))
 
 
-__all__ = ["Connected", "Dialer", "LinkEvent", "LinkSet", "Listener", "Lost", "Received"]
+__all__ = ["Connected", "Dialer", "LinkEvent", "LinkSet", "Listener", "Lost", "Quiet", "Received"]

@@ -393,7 +393,7 @@ def _set_options(socket: zmq.Socket[bytes], kind: int, address: str) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MESSAGE_BYTES_MAX)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(limits.PEER_SILENCE_S * 1_000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(limits.PEER_SILENCE_MAX_S * 1_000))
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)

@@ -37,9 +37,10 @@ LONG: dict[str, Any] = {
 
 
 SHORT_DEADLINES = (
-    "import sys; from services.commands import main; from services.supervisor import supervisor; "
+    "import os, sys; from services.commands import main; "
     "from services.supervisor.children import stuck_processes; "
-    "stuck_processes.SILENT_S, supervisor.STOPPED_S = 3.0, 6.0; sys.exit(main.main())"
+    "stuck_processes.SILENT_S = 3.0; os.environ['LOCKSTEP_SCHEDULER_SILENCE_S'] = '6'; "
+    "sys.exit(main.main())"
 )
 """`lockstep` with shorter deadlines for stopped and silent processes."""
 

@@ -63,14 +63,22 @@ class SchedulerClient:
     loop is busy. A lock keeps the two threads apart; only then may they share the socket.
     """
 
-    def __init__(self, address: str, keys_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        keys_dir: Path | None = None,
+        *,
+        silence_s: float = limits.PEER_SILENCE_S,
+    ) -> None:
         """Create the client; `start` connects it.
 
         Args:
             address: ZeroMQ address of the scheduler.
             keys_dir: folder of this host's keys, used over tcp if they exist.
+            silence_s: silence of the scheduler after which it counts as lost.
         """
         self._dialer: Dialer[ToGateway] = Dialer(address, "gateway", ToGateway, keys_dir=keys_dir)
+        self._dialer.silence_s = silence_s
         self._handle: Callable[[Events], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._is_drain_due = False

@@ -33,6 +33,8 @@ class InFlightSteps:
         self.finished_step_id = 0
         """Number of the last finished step; 0: none has finished."""
         self._steps: deque[InFlightStep] = deque()
+        self._late_step_id = 0
+        """Number of the last step that was reported as late; 0: none was."""
         self._progress_at_s = 0.0
         """When a step finished last, or the oldest plan was sent to idle ranks."""
 
@@ -97,6 +99,22 @@ class InFlightSteps:
         step = self._steps.popleft()
         self.finished_step_id = step.step_id
         return step
+
+    def newly_late_step(self, now_s: float) -> dict[str, object] | None:
+        """Return facts of the oldest step, once, when half of its deadline is over at `now_s`."""
+        step = self._steps[0] if self._steps else None
+        if step is None or step.step_id == self._late_step_id:
+            return None
+        deadline_s = step.planned.plan.deadline_s
+        if now_s - self._progress_at_s <= deadline_s / 2.0:
+            return None
+        self._late_step_id = step.step_id
+        return {
+            "step_id": step.step_id,
+            "seconds": round(now_s - self._progress_at_s, 1),
+            "deadline_s": round(deadline_s, 1),
+            "answered": sorted(step.receipts),
+        }
 
     def overdue_reason(self, now_s: float) -> str | None:
         """Return a sentence if the oldest step has passed its deadline at `now_s`, else None."""

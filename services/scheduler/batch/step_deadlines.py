@@ -1,14 +1,14 @@
 """Step deadlines. Owns how long a step may take before the world is declared lost.
 
-A deadline is ten times the predicted time and at least `limits.STEP_DEADLINE_MIN_S`, because the
-prediction may come from an idle machine and the step run on a busy one. A step of a kind that has
-not run in this epoch gets the longest deadline: it may compile kernels (seconds on CUDA) or
-allocate memory, and the cost of a token at a new depth is unknown.
+A deadline is a multiple of the predicted time and at least some seconds, because the prediction
+may come from an idle machine and the step run on a busy one. A step of a kind that has not run in
+this epoch gets the longest deadline: it may compile kernels (seconds on CUDA) or allocate memory,
+and the cost of a token at a new depth is unknown.
 """
 
 from services.scheduler.batch.plan_builder import StepWork
 from services.scheduler.batch.step_timing import StepTiming
-from shared import limits
+from shared.configuration.settings import SchedulerConfig
 
 _StepKind = tuple[str, int, int]
 
@@ -20,27 +20,29 @@ class StepDeadlines:
     this epoch, because new processes compile kernels and allocate memory again.
     """
 
-    def __init__(self, timing: StepTiming) -> None:
+    def __init__(self, timing: StepTiming, config: SchedulerConfig) -> None:
         self._timing = timing
+        self._factor = config.step_deadline_factor
+        self._min_s, self._max_s = config.step_deadline_min_s, config.step_deadline_max_s
         self._seen: set[_StepKind] = set()
 
     def deadline_s(self, shape: StepWork) -> float:
-        """Return how many seconds a step may take: ten times its predicted time, 5 to 60 s.
+        """Return how many seconds a step may take: a multiple of its predicted time, within bounds.
 
         Args:
             shape: the work in the step. If any kind of it is new in this epoch, or its time cannot
                 be predicted yet, the step gets the longest deadline.
         """
         if not self._seen.issuperset(_kinds(shape)):
-            return limits.STEP_DEADLINE_MAX_S
+            return self._max_s
         predicted_ms = self._timing.predicted_ms(
             shape.chunk_tokens, shape.decodes, shape.chunk_position
         )
         if predicted_ms is None:
-            return limits.STEP_DEADLINE_MAX_S
+            return self._max_s
         # Each further token of a row costs at most as much as the first.
-        allowed_s = limits.STEP_DEADLINE_FACTOR * shape.width * predicted_ms / 1_000.0
-        return min(max(allowed_s, limits.STEP_DEADLINE_MIN_S), limits.STEP_DEADLINE_MAX_S)
+        allowed_s = self._factor * shape.width * predicted_ms / 1_000.0
+        return min(max(allowed_s, self._min_s), self._max_s)
 
     def record_step(self, shape: StepWork) -> None:
         """Record that a step has finished, so that its kinds of work are no longer new.

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from services.scheduler.world.environment import rank_environment
 from services.scheduler.world.members import RankProcess
-from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.identifiers import Epoch
@@ -64,7 +63,8 @@ class JoinOrders:
                 receipt_logits=size > 1 and (wanted == "on" or (wanted == "auto" and alike)),
                 init_deadline_s=config.scheduler.init_deadline_s,
                 load_deadline_s=config.scheduler.load_deadline_s,
-                step_deadline_max_s=limits.STEP_DEADLINE_MAX_S,
+                step_deadline_max_s=config.scheduler.step_deadline_max_s,
+                silence_s=config.scheduler.silence_s,
             )
             orders.append(order)
         return orders

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 from services.supervisor.children.stuck_processes import SILENT_S
-from services.supervisor.supervisor import STOPPED_S
+from shared import limits
 from shared.messages import OrderDrain, StepPlan
 from tests.simulation.environment.disk import DISK_FAULTS
 from tests.simulation.environment.event_heap import START_S, EventHeap
@@ -158,7 +158,7 @@ class FaultSchedule:
         process = self._rng.choice([self._pick_rank(), self._pick_process()])
         if process is not None:
             process.stop()
-            self._extend_to(STOPPED_S)
+            self._extend_to(limits.PEER_SILENCE_S)
 
     def _freeze(self) -> None:
         """Stop a process that was swapped out, or whose machine sleeps, without a report; it

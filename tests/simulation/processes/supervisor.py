@@ -4,7 +4,7 @@ rules; `System` restarts them."""
 from typing import Protocol
 
 from services.supervisor.children.stuck_processes import LingeringRanks, SchedulerLiveness
-from services.supervisor.supervisor import RANK_STOPPED_S, STOPPED_S
+from shared import limits
 from tests.simulation.checks import core_inspection
 from tests.simulation.environment.event_heap import EventHeap, Violation
 from tests.simulation.processes.process import Process
@@ -62,7 +62,11 @@ class Supervisor:
                     raise Violation(f"{rank.name} was dismissed, is connected, and does not leave")
                 rank.kill("as dismissed")
         for process in self._system.processes:
-            stopped_max_s = RANK_STOPPED_S if process in self._system.ranks else STOPPED_S
+            stopped_max_s = (
+                limits.STEP_DEADLINE_MIN_S
+                if process in self._system.ranks
+                else limits.PEER_SILENCE_S
+            )
             if not process.is_visibly_stopped:
                 self._stopped_at_s.pop(process.name, None)
             elif now_s - self._stopped_at_s.setdefault(process.name, now_s) >= stopped_max_s:

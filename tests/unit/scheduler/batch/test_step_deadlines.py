@@ -9,6 +9,9 @@ from services.scheduler.batch.step_deadlines import StepDeadlines
 from services.scheduler.batch.step_timing import StepTiming
 from services.scheduler.events import RankLost, RankMessageReceived, TimePassed
 from shared import limits
+from shared.configuration.loading import config_from_tree
+from shared.configuration.settings import SchedulerConfig
+from shared.errors import ConfigError
 from shared.identifiers import PeerId
 from shared.messages import RankLoading, RequestFailed, RequestFinished
 from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, completion
@@ -22,10 +25,12 @@ def step_work(chunk: int = 0, decodes: int = 0, position: int = 0, rows: int = 2
     )
 
 
-def new_deadlines() -> tuple[StepTiming, StepDeadlines, Callable[[StepWork, float], None]]:
+def new_deadlines(
+    config: SchedulerConfig | None = None,
+) -> tuple[StepTiming, StepDeadlines, Callable[[StepWork, float], None]]:
     """Return timing and deadlines of a new epoch, and a function that records a step in both."""
     timing = StepTiming(decode_stall_ms=150.0)
-    deadlines = StepDeadlines(timing)
+    deadlines = StepDeadlines(timing, config or SchedulerConfig())
 
     def record(one: StepWork, busy_ms: float) -> None:
         timing.record_step(one.chunk_tokens, one.decodes, busy_ms, one.chunk_position)
@@ -44,6 +49,22 @@ def test_step_deadline_is_ten_times_predicted_duration_within_bounds() -> None:
     record(step_work(chunk=1_000), 20_000.0)
     record(step_work(chunk=1_000), 20_000.0)
     assert deadlines.deadline_s(step_work(chunk=1_000)) == limits.STEP_DEADLINE_MAX_S
+
+
+def test_step_deadline_follows_settings() -> None:
+    """Factor, shortest and longest deadline are settings, and the longest is at least the
+    shortest."""
+    config = SchedulerConfig(
+        step_deadline_factor=4.0, step_deadline_min_s=2.0, step_deadline_max_s=300.0
+    )
+    _, deadlines, record = new_deadlines(config)
+    assert deadlines.deadline_s(step_work(decodes=1)) == 300.0
+    record(step_work(decodes=1), 10.0)
+    assert deadlines.deadline_s(step_work(decodes=1)) == 2.0
+    record(step_work(chunk=1_000), 20_000.0)
+    assert deadlines.deadline_s(step_work(chunk=1_000)) == 80.0
+    with pytest.raises(ConfigError, match="step_deadline_min_s is 100"):
+        config_from_tree({"scheduler": {"step_deadline_min_s": 100.0}})
 
 
 @pytest.mark.parametrize(

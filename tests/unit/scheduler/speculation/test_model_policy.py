@@ -150,7 +150,7 @@ def test_first_step_of_each_draft_method_gets_longest_deadline() -> None:
     """It may compile kernels that n-gram verifications of that width have not compiled."""
     timing = StepTiming(100.0)
     timing.record_step(0, 2, 10.0)
-    deadlines = StepDeadlines(timing)
+    deadlines = StepDeadlines(timing, SchedulerConfig())
     ngram = StepWork(0, 0, 2, 2, 64, width=3)
     model = StepWork(0, 0, 2, 2, 64, width=3, method="draft_model")
     reading = StepWork(0, 0, 2, 2, 64, width=3, method="draft_model", read_tokens=100)

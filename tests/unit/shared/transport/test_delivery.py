@@ -207,3 +207,20 @@ def test_session_drops_message_after_gap_until_it_is_resent() -> None:
     assert session.receive(Frame(1, ALICE, BOB, 2, 0, MESSAGE, b"second"), 0.0)
     assert not session.receive(Frame(1, ALICE, BOB, 2, 0, MESSAGE, b"second"), 0.0)
     assert (session.gaps, session.duplicates) == (1, 1)
+
+
+def test_session_tells_once_that_half_of_silence_limit_is_over() -> None:
+    """A silence is announced once, halfway to its end; a frame begins a new one; a peer that may be
+    silent is not announced."""
+    session = Session(ALICE, BOB, 0.0)
+    session.silence_s = 30.0
+
+    told_at_s = [at for at in range(31) if session.becomes_quiet(at)]
+    assert told_at_s == [16]
+    session.receive(Frame(0, BOB, ALICE, 0, 0, "alive"), 31.0)
+    assert [at for at in range(31, 62) if session.becomes_quiet(at)] == [47]
+    assert not session.is_silent(61.0)
+    assert session.loss_cause(61.5) == "silent for 30 s"
+
+    session.allow_silence(62.0, is_allowed=True)
+    assert not any(session.becomes_quiet(at) for at in range(62, 200))
