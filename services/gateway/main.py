@@ -32,6 +32,7 @@ from shared.clock import Clock, SystemClock, unix_seconds
 from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, LockstepError
+from shared.fair_share import FairShare
 from shared.os import lifeline
 
 ENCODER_THREADS = 2
@@ -101,7 +102,7 @@ def build_service(
         encoders=ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encoder"),
         authenticator=Authenticator(config.gateway, keys, clock),
         origin_policy=OriginPolicy(config.gateway),
-        admission=AdmissionControl(config.gateway.open_requests_max, status),
+        admission=AdmissionControl(config.gateway.open_requests_max, config.tenants.share, status),
         started_unix_s=unix_seconds(),
     )
 
@@ -120,13 +121,14 @@ def bind(config: Config) -> socket.socket:
         listener.bind((host, port))
         # Two sockets may bind one port with SO_REUSEADDR; only one may listen.
         listener.listen(LISTEN_BACKLOG)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         listener.close()
-        cause = (
-            "another program uses the port; set gateway.port"
-            if error.errno == errno.EADDRINUSE
-            else error.strerror
-        )
+        if isinstance(error, (socket.gaierror, UnicodeError)):
+            cause = "gateway.host is not an address and no name that resolves"
+        elif error.errno == errno.EADDRINUSE:
+            cause = "another program uses the port; set gateway.port"
+        else:
+            cause = str(error.strerror)
         raise ConfigError(f"Cannot listen on {host}:{port}: {cause}.") from None
     return listener
 
@@ -143,10 +145,11 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
         loop.add_signal_handler(number, on_signal)
     listener = bind(config)
     connection_limits.limit_send_buffers(listener)
-    connection_count_max = connection_limits.connections_max(raise_descriptor_limit())
+    connections_max = connection_limits.connections_max(raise_descriptor_limit())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     service = build_service(config, loaded, keys, SystemClock())
-    runner = GuardedRunner(app.build(service), config.gateway, connection_count_max)
+    connections = FairShare(connections_max, config.tenants.share)
+    runner = GuardedRunner(app.build(service), config.gateway, connections)
     try:
         await runner.setup()
         await web.SockSite(runner, listener, backlog=connection_limits.ACCEPTS_PER_TURN).start()

@@ -85,6 +85,7 @@ class RunningGateway:
         prelude: str = "",
         drain_s: float = 3.0,
         report: StatusReported | None = None,
+        tenant_share: float = 0.75,
         **gateway: object,
     ) -> Iterator["RunningGateway"]:
         """Start a gateway, wait until it is ready, and stop it at the end of the context.
@@ -96,6 +97,7 @@ class RunningGateway:
             prelude: as for `launch`.
             drain_s: seconds in which running requests may finish after SIGTERM.
             report: the scheduler's status from the beginning; None: ready.
+            tenant_share: the setting `tenants.share`.
             gateway: further settings of the section `gateway`.
         """
         port = free_port()
@@ -104,6 +106,7 @@ class RunningGateway:
             "model": {"path": str(model_folder), "served_name": "tiny"},
             "paths": {"run_dir": str(run_dir)},
             "scheduler": {"drain_s": drain_s},
+            "tenants": {"share": tenant_share},
             "cache": {"block_tokens": 32},
         }
         scheduler = ScriptedScheduler(f"ipc://{run_dir}/gateways.sock", report=report)

@@ -73,14 +73,14 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._choices)
 
-    def check_queue(self) -> None:
-        """Refuse a new request while the scheduler's queue is known to be full.
+    def check_queue(self, tenant: str) -> None:
+        """Refuse a new request of a tenant for which the scheduler's queue is known to be full.
 
         Raises:
-            ApiError: 429 when the scheduler rejected a request as `queue_full` less than
-                `FULL_MEMORY_S` ago and none has left the queue since.
+            ApiError: 429 when the scheduler rejected a request of the tenant as `queue_full` less
+                than `FULL_MEMORY_S` ago and none of any tenant has left the queue since.
         """
-        error = self._queue.error()
+        error = self._queue.error(tenant)
         if error is not None:
             self._metrics.rejections["queue_full"] += 1
             raise error
@@ -92,7 +92,7 @@ class OpenRequests:
             ApiError: 429 when the queue is full; 503 when the scheduler stays away or does not keep
                 up.
         """
-        self.check_queue()
+        self.check_queue(generation.tenant)
         # A dead peer's link may look alive for seconds, but its reports stop at once.
         is_lost = self._reconnect_timer is not None
         wait_s = RESTART_WAIT_S_MAX if is_lost and self._status.was_ready else CONNECT_WAIT_S
@@ -250,7 +250,7 @@ class OpenRequests:
             self._resume_later(choice)
             return
         if message.cause == "queue_full":
-            self._queue.store(message)
+            self._queue.store(choice.generation.tenant, message)
         del self._choices[message.request_id]
         choice.is_confirmed = True
         self._metrics.rejections[message.cause] += 1

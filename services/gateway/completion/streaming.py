@@ -7,6 +7,8 @@ not read collect in its own connection only, up to a limit that closes it.
 
 import asyncio
 import contextlib
+import functools
+from collections.abc import Callable
 
 import orjson
 from aiohttp import hdrs, web
@@ -15,6 +17,7 @@ from services.gateway.completion.completion_text import LogprobEntry
 from services.gateway.completion.generation import Choice, Generation
 from services.gateway.completion.response_format import CollectedChoice, ResponseFormat
 from services.gateway.http import authentication, cache_header, connection_limits
+from services.gateway.http.connection import PROBE
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.tokenizing.tool_calls import ParsedCall
 from shared.configuration.settings import GatewayConfig
@@ -190,6 +193,9 @@ class EventStream:
         self._is_chunked = request.version >= (1, 1)
         if self._is_chunked:
             response.enable_chunked_encoding()
+        else:
+            # Without chunks and length only the end of the connection ends the response.
+            response.force_close()
         await response.prepare(request)
         first = [self._format.first_event(index) for index in range(len(self._frames))]
         # Send only the headers: a larger write could wait for the client without a time limit.
@@ -197,6 +203,8 @@ class EventStream:
         # From now on only this object writes to the connection, until the handler returns.
         self._written_s = self._read_s = self._loop.time()
         self._transport = request.transport
+        probe: Callable[[], None] = functools.partial(self._keep_alive, generation)
+        request[PROBE] = probe
         self._key = authentication.key_name(request)
         self._pending[:0] = first
         # The limit is for generated text, so the echoed prompt does not count.
@@ -207,6 +215,9 @@ class EventStream:
         return response
 
     def _keep_alive(self, generation: Generation) -> None:
+        """Write an event with empty text for each choice that runs; none after the end."""
+        if generation.ended.is_set():
+            return
         for choice in generation.choices:
             if not choice.finish_reason:
                 self._add(self._format.keepalive_event(choice.index))

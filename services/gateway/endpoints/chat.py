@@ -26,7 +26,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     body = request_body.decode(_decoder, await service.read_body(request))
     service.check_model(body.model)
     options = check_chat(body, service.config)
-    service.check_capacity(options.count)
+    service.admission.reserve_choices(request, options.count)
     messages = template_messages(body.messages)
     arguments = msgspec.to_builtins(body.chat_template_kwargs or request_types.TemplateArguments())
     tools = _tools(service, body)

@@ -74,21 +74,10 @@ class CompletionService:
                 400, 408, 413 or 415 for the body.
         """
         admitted = self.admission.admit(request)
-        self.open_requests.check_queue()
+        self.open_requests.check_queue(admitted.tenant)
         body = await server.read_json_body(request, self.config.gateway, admitted.reserve_body)
         admitted.mark_read()
         return body
-
-    def check_capacity(self, choices: int) -> None:
-        """Refuse a request if its completions and all open ones exceed `gateway.open_requests_max`.
-
-        Args:
-            choices: number of completions that the request asks for.
-
-        Raises:
-            ApiError: 503 while the gateway shuts down; 429 when there would be too many.
-        """
-        self.admission.check_capacity(choices, len(self.open_requests))
 
     def check_model(self, name: str) -> None:
         """Refuse a model that is not served.
@@ -201,7 +190,6 @@ async def respond(
     generation.choices = _choices(service, generation, options, cache_salt, more_expected)
     for choice in generation.choices if parses_tool_calls else ():
         choice.tool_calls = ToolCallParser()
-    service.check_capacity(count)
     deadline = asyncio.get_running_loop().call_later(
         config.request_timeout_s + DEADLINE_GRACE_S,
         generation.fail,

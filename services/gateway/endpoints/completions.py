@@ -32,7 +32,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     prompts_or_ids = validate_prompts(body.prompt, service.tokenizer.vocab_size)
     if len(prompts_or_ids) * options.count > CHOICES_TOTAL_MAX:
         raise invalid_field("prompt", f"prompts times n may be at most {CHOICES_TOTAL_MAX}.")
-    service.check_capacity(len(prompts_or_ids) * options.count)
+    service.admission.reserve_choices(request, len(prompts_or_ids) * options.count)
     chars = max(len(prompt) if isinstance(prompt, str) else 0 for prompt in prompts_or_ids)
     encode = service.tokenizer.encode_text
     prompts = await service.encode(

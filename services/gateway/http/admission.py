@@ -1,17 +1,21 @@
-"""Admission of HTTP requests. Owns the bounds on open requests and body bytes; parses nothing."""
+"""Admission of HTTP requests. Owns the bounds on open requests and body bytes; parses nothing.
+
+Each bound is shared between tenants, so that one of them cannot use up what the others need.
+"""
 
 import asyncio
 
 from aiohttp import web
 
-from services.gateway.http import errors
+from services.gateway.http import authentication, errors
 from services.gateway.http.errors import ApiError
 from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from shared.clock import Clock
+from shared.fair_share import FairShare
 from shared.messages import RequestRejected
 
 BODIES_BYTES_MAX = 256 * 1024 * 1024
-"""Total bytes of all bodies, from the first byte until the prompt is token ids. Parsing a body
+"""Total bytes that have arrived of all bodies whose prompts are not token ids yet. Parsing a body
 takes several times its size. 500 bodies of 100,000 tokens fit."""
 REQUESTS_RETRY_S = 2.0
 """Retry-After of a full gateway: with its number of requests some end within seconds."""
@@ -28,18 +32,21 @@ new connection, 4 for a kept one."""
 
 
 class AdmittedRequest:
-    """One admitted HTTP request, and the memory reserved for its body in bytes.
+    """One admitted HTTP request: its tenant, and what it holds of the gateway's limits.
 
-    The memory is reserved while the body arrives and until the prompt has been encoded to token
-    ids.
+    Memory is reserved while the body arrives and until the prompt has been encoded to token ids.
     """
 
-    __slots__ = ("_admission", "_is_encoding", "_reserved_bytes", "is_read")
+    __slots__ = ("_admission", "_is_encoding", "choices", "is_read", "reserved_bytes", "tenant")
 
-    def __init__(self, admission: "AdmissionControl") -> None:
+    def __init__(self, admission: "AdmissionControl", tenant: str) -> None:
         self._admission = admission
-        self._reserved_bytes = 0
         self._is_encoding = False
+        self.tenant = tenant
+        self.reserved_bytes = 0
+        """Memory that is reserved for the body."""
+        self.choices = 0
+        """Completions that it asks for; 0 before they are known."""
         self.is_read = False
         """The whole request was read, so a drain waits for its response."""
 
@@ -47,13 +54,13 @@ class AdmittedRequest:
         """Reserve memory for the request's body; each call replaces the number of the call before.
 
         Args:
-            body_bytes: length of the whole body, as announced or as received so far.
+            body_bytes: bytes of the body that have arrived so far.
 
         Raises:
-            ApiError: 429 when the bodies of all open requests would exceed `BODIES_BYTES_MAX`.
+            ApiError: 429 when the bodies of all open requests would exceed `BODIES_BYTES_MAX`, or
+                those of this tenant its share of it.
         """
-        self._admission.reserve_bytes(body_bytes - self._reserved_bytes)
-        self._reserved_bytes = body_bytes
+        self._admission.reserve_bytes(self, body_bytes)
 
     def mark_read(self) -> None:
         """Record that the whole request was read and its prompt is not encoded to token ids yet."""
@@ -67,8 +74,7 @@ class AdmittedRequest:
         Call it when the prompt has become token ids or the request has failed: the request then no
         longer counts as one whose prompt is being encoded.
         """
-        self._admission.reserve_bytes(-self._reserved_bytes)
-        self._reserved_bytes = 0
+        self._admission.release_bytes(self)
         self._admission.encoding -= self._is_encoding
         self._is_encoding = False
 
@@ -82,17 +88,18 @@ class AdmissionControl:
     A request is open from `admit`, before its body is read, until `remove`, after its response.
     """
 
-    def __init__(self, requests_max: int, status: StatusBoard) -> None:
+    def __init__(self, requests_max: int, share: float, status: StatusBoard) -> None:
         """Begin without requests.
 
         Args:
             requests_max: most requests that may be open, and most completions.
+            share: largest part of each limit for one tenant (`tenants.share`).
             status: says whether this gateway is draining.
         """
-        self._requests_max = requests_max
         self._status = status
-        self._admitted = 0
-        self._body_bytes = 0
+        self._requests = FairShare(requests_max, share)
+        self._choices = FairShare(requests_max, share)
+        self._bodies = FairShare(BODIES_BYTES_MAX, share)
         self.unanswered = 0
         """Requests that were read completely and whose responses are not written completely."""
         self.encoding = 0
@@ -108,13 +115,28 @@ class AdmissionControl:
             `request`.
 
         Raises:
-            ApiError: 503 while the gateway shuts down; 429 when too many requests are open.
+            ApiError: 503 while the gateway shuts down; 429 when too many requests are open, in all
+                or of the request's tenant.
         """
-        self.check_capacity(1, self._admitted)
-        admitted = AdmittedRequest(self)
+        self._refuse_when_draining()
+        admitted = AdmittedRequest(self, authentication.tenant(request))
+        if not self._requests.take(admitted.tenant, 1):
+            raise _full(self._requests, 1, "open requests", REQUESTS_RETRY_S)
         request[ADMITTED] = admitted
-        self._admitted += 1
         return admitted
+
+    def reserve_choices(self, request: web.Request, count: int) -> None:
+        """Count the completions that an admitted request asks for as open, or refuse the request.
+
+        Raises:
+            ApiError: 503 while the gateway shuts down; 429 when too many completions are open, in
+                all or of the request's tenant.
+        """
+        self._refuse_when_draining()
+        admitted = request[ADMITTED]
+        if not self._choices.take(admitted.tenant, count):
+            raise _full(self._choices, count, "open completions", REQUESTS_RETRY_S)
+        admitted.choices += count
 
     def release_body(self, request: web.Request) -> None:
         """Release the memory reserved for a request's body. Does nothing if it was not admitted."""
@@ -130,25 +152,9 @@ class AdmissionControl:
         admitted = request.get(ADMITTED)
         if admitted is not None:
             admitted.release_body()
-            self._admitted -= 1
+            self._choices.release(admitted.tenant, admitted.choices)
+            self._requests.release(admitted.tenant, 1)
             self.unanswered -= admitted.is_read
-
-    def check_capacity(self, count: int, open_count: int) -> None:
-        """Refuse more requests if they and the open ones exceed the limit `requests_max`.
-
-        Args:
-            count: number of new HTTP requests, or of new completions.
-            open_count: number of open ones of the same kind.
-
-        Raises:
-            ApiError: 503 while the gateway shuts down; 429 when the sum exceeds the limit.
-        """
-        if self._status.is_draining:
-            error = errors.unavailable("The server is shutting down.", DRAINING_RETRY_S)
-            error.close = True
-            raise error
-        if open_count + count > self._requests_max:
-            raise _full("Too many requests are open.", REQUESTS_RETRY_S)
 
     async def more_requests_expected(self) -> bool:
         """Return whether another request will soon be sent to the scheduler.
@@ -163,53 +169,84 @@ class AdmissionControl:
             await asyncio.sleep(0)
         return self.encoding > 0
 
-    def reserve_bytes(self, more_bytes: int) -> None:
-        """Add to the memory reserved for the bodies of all open requests.
-
-        Args:
-            more_bytes: bytes to add; a negative number releases bytes.
+    def reserve_bytes(self, admitted: AdmittedRequest, body_bytes: int) -> None:
+        """Set the memory that is reserved for the body of an admitted request.
 
         Raises:
-            ApiError: 429 when the sum would exceed `BODIES_BYTES_MAX`.
+            ApiError: 429 when the bodies of all open requests would exceed `BODIES_BYTES_MAX`, or
+                those of this tenant its share of it.
         """
-        if more_bytes > 0 and self._body_bytes + more_bytes > BODIES_BYTES_MAX:
-            raise _full("Too many request bodies are being read.", BODIES_RETRY_S)
-        self._body_bytes += more_bytes
+        more_bytes = body_bytes - admitted.reserved_bytes
+        if not self._bodies.take(admitted.tenant, more_bytes):
+            raise _full(self._bodies, more_bytes, "bytes in request bodies", BODIES_RETRY_S)
+        admitted.reserved_bytes = body_bytes
+
+    def release_bytes(self, admitted: AdmittedRequest) -> None:
+        """Release the memory that is reserved for the body of an admitted request. Idempotent."""
+        self._bodies.release(admitted.tenant, admitted.reserved_bytes)
+        admitted.reserved_bytes = 0
+
+    def _refuse_when_draining(self) -> None:
+        if self._status.is_draining:
+            error = errors.unavailable("The server is shutting down.", DRAINING_RETRY_S)
+            error.close = True
+            raise error
 
 
 class FullQueue:
-    """The scheduler's last `queue_full` rejection, repeated to new requests for a short time.
+    """The scheduler's last `queue_full` rejection of each tenant, repeated for a short time.
 
     A new rejection by the scheduler would cost reading a body, encoding a prompt and two messages.
-    Until one of this gateway's requests leaves the queue, the next request would be rejected too.
+    Until one of this gateway's requests leaves the queue, the tenant's next request would be
+    rejected too. Another tenant's may have room.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._rejection: RequestRejected | None = None
-        self._until_s = 0.0
+        self._rejections: dict[str, tuple[RequestRejected, float]] = {}
+        """By tenant: its last rejection, and the time until which it is repeated."""
 
-    def store(self, rejection: RequestRejected) -> None:
+    def store(self, tenant: str, rejection: RequestRejected) -> None:
         """Store a rejection with cause `queue_full`, to repeat it for `FULL_MEMORY_S` seconds."""
-        self._rejection = rejection
-        self._until_s = self._clock.now() + FULL_MEMORY_S
+        now_s = self._clock.now()
+        # The latest is at the end, so all before the first valid one are over.
+        self._rejections.pop(tenant, None)
+        while self._rejections and next(iter(self._rejections.values()))[1] <= now_s:
+            del self._rejections[next(iter(self._rejections))]
+        self._rejections[tenant] = rejection, now_s + FULL_MEMORY_S
 
     def clear(self) -> None:
-        """Discard the stored rejection, because the queue may have a free place.
+        """Discard the stored rejections, because the queue may have a free place.
 
         Call it when a request of this gateway was admitted or has ended, or the session was lost.
         """
-        self._rejection = None
+        self._rejections.clear()
 
-    def error(self) -> ApiError | None:
-        """Return the 429 that repeats the stored rejection, None without one or after its time.
+    def error(self, tenant: str) -> ApiError | None:
+        """Return the 429 that repeats a tenant's rejection, None without one or after its time.
 
         None means that the request must be sent to the scheduler, which accepts or rejects it.
         """
-        if self._rejection is None or self._clock.now() >= self._until_s:
+        rejection, until_s = self._rejections.get(tenant, (None, 0.0))
+        if rejection is None or self._clock.now() >= until_s:
             return None
-        return errors.rejected(self._rejection, "")
+        return errors.rejected(rejection, "")
 
 
-def _full(message: str, retry_after_s: float) -> ApiError:
+def _full(limit: FairShare, amount: int, what: str, retry_after_s: float) -> ApiError:
+    """Return the 429 for a request that a limit has no room for.
+
+    Args:
+        limit: the limit.
+        amount: what the request needs of it.
+        what: plural of what is limited.
+        retry_after_s: seconds after which there may be room.
+    """
+    if limit.used + amount > limit.total:
+        message = f"The server is full: it has too many {what}."
+    else:
+        message = (
+            f"You have too many {what}, which use up your share of this server: send this request "
+            "again when some of yours have ended."
+        )
     return ApiError(429, message, code="queue_full", retry_after_s=retry_after_s)

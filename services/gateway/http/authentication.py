@@ -1,7 +1,7 @@
 """API key checks of requests. Owns which paths need a key; the keys themselves are in `api_keys`.
 
 Health probes (`/health`, `/livez`, `/readyz`) never need a key. `/metrics` and `/openapi.json` need
-none while the gateway listens on a loopback address.
+none with `gateway.public_metrics`. An address says nothing: behind a proxy all clients are local.
 """
 
 import hashlib
@@ -12,12 +12,11 @@ from aiohttp import hdrs, web
 from services.gateway.http.api_keys import ApiKey, ApiKeys
 from services.gateway.http.errors import closing
 from shared.clock import Clock
-from shared.configuration.loading import is_loopback
 from shared.configuration.settings import GatewayConfig
 from shared.log import Log
 
 PROBES = frozenset({"/health", "/livez", "/readyz"})
-LOCAL_PATHS = frozenset({"/metrics", "/openapi.json"})
+METRICS_PATHS = frozenset({"/metrics", "/openapi.json"})
 WARNING_INTERVAL_S = 60.0
 """Shortest time between two warnings about refused keys."""
 
@@ -34,7 +33,7 @@ class Authenticator:
         self._clock = clock
         self.needs_key = keys.are_required
         """Requests need a key, except for `open_paths`."""
-        self.open_paths = PROBES | LOCAL_PATHS if is_loopback(config.host) else PROBES
+        self.open_paths = PROBES | METRICS_PATHS if config.public_metrics else PROBES
         self._refused = 0
         self._warn_at_s = 0.0
 

@@ -5,9 +5,11 @@ second at a time. So some descriptors are reserved for refusals.
 """
 
 import asyncio
+import dataclasses
 import socket
 
 from services.gateway.http.errors import ApiError
+from shared.fair_share import FairShare
 
 DESCRIPTORS_RESERVED = 160
 """Descriptors kept for this process itself and for connections that are being refused."""
@@ -29,11 +31,10 @@ SEND_BUFFER_BYTES = 32 * 1024
 of this server counts, and would accept more only after a third of them was sent."""
 
 _RETRY_AFTER_S = 5.0
-_BODY = ApiError(429, "Too many connections are open.", code="queue_full").body()
-_RESPONSE = (
-    b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\n"
-    b"Retry-After: %d\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
-    % (_RETRY_AFTER_S, len(_BODY), _BODY)
+_FULL = "Too many connections are open."
+_SHARE_USED = (
+    "Your address uses up its own share of the connections: close some of them, or use them for "
+    "further requests."
 )
 
 
@@ -64,13 +65,15 @@ def limit_send_buffers(listener: socket.socket) -> None:
 class ConnectionRefusal(asyncio.Protocol):
     """Protocol of one connection over the limit: it sends a 429 and closes the connection."""
 
-    def __init__(self, refusals: "set[ConnectionRefusal]") -> None:
+    def __init__(self, refusals: "set[ConnectionRefusal]", *, is_full: bool) -> None:
         """Create the protocol and add it to `refusals`, which has it until its connection is lost.
 
         Args:
             refusals: all refused connections of the server that are not closed yet.
+            is_full: the cause is the number of all connections, not that of the client's address.
         """
         self._refusals = refusals
+        self._cause = _FULL if is_full else _SHARE_USED
         refusals.add(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -83,10 +86,31 @@ class ConnectionRefusal(asyncio.Protocol):
         if len(self._refusals) > REFUSALS_MAX:
             transport.abort()
             return
-        transport.write(_RESPONSE)
+        transport.write(_response(self._cause))
         transport.write_eof()
         asyncio.get_running_loop().call_later(REFUSAL_LINGER_S, transport.abort)
 
     def connection_lost(self, _exc: BaseException | None) -> None:
         """Stop counting this connection as one that is being refused."""
         self._refusals.discard(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits that all connections of a server have in common, and what they hold of them."""
+
+    header_timeout_s: float
+    """Seconds within which a request's headers must be complete."""
+    by_address: FairShare
+    """Connections that are served, by client address; refused ones do not count."""
+    refusals: set[ConnectionRefusal] = dataclasses.field(default_factory=set)
+    """Connections that are being refused."""
+
+
+def _response(message: str) -> bytes:
+    body = ApiError(429, message, code="queue_full").body()
+    return (
+        b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\n"
+        b"Retry-After: %d\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+        % (_RETRY_AFTER_S, len(body), body)
+    )

@@ -12,6 +12,7 @@ import urllib.parse
 from aiohttp import hdrs, web
 
 from services.gateway.http import cache_header
+from services.gateway.http.authentication import PROBES
 from services.gateway.http.errors import closing
 from shared.configuration.loading import is_loopback
 from shared.configuration.settings import GatewayConfig
@@ -39,11 +40,13 @@ class OriginPolicy:
 
         The origin is compared for all methods except GET and HEAD: it must be in
         `gateway.allowed_origins` or, except for OPTIONS, have the same host and port as the Host
-        header.
+        header. Health probes over HTTP/1.0 may have no Host header; browsers always send one.
 
         Raises:
             ApiError: 403 when the Host or Origin header is not allowed.
         """
+        if hdrs.HOST not in request.headers and request.path in PROBES:
+            return
         host = request.headers.get(hdrs.HOST, "")
         if len(request.headers.getall(hdrs.HOST, ())) > 1 or not self._names_this_server(host):
             raise closing(

@@ -1,20 +1,22 @@
-"""HTTP server with limits on headers, bodies and slow clients. Owns a connection's deadlines.
+"""HTTP server with limits on headers, bodies and slow clients. Owns the deadlines of bodies.
 
 aiohttp's defaults keep an incomplete request open for ever and decompress bodies. Here every phase
-of a connection has a deadline, and unknown encodings are refused.
+of a connection has a deadline, and unknown encodings and expectations are refused.
 """
 
 import asyncio
 import resource
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import hdrs, web
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.http import HttpVersion11
 
-from services.gateway.http.connection_limits import ConnectionRefusal
+from services.gateway.http.connection import GuardedHandler
+from services.gateway.http.connection_limits import ConnectionLimits
 from services.gateway.http.errors import ApiError, closing
 from shared.configuration.settings import GatewayConfig
+from shared.fair_share import FairShare
 
 HEADER_BYTES_MAX = 8_190
 """Longest request line and longest header."""
@@ -23,129 +25,49 @@ IDLE_CONNECTION_S = 75.0
 """Lifetime of a connection without a request; longer than the 60 s of load balancers."""
 LINGER_S = 1.0
 """Time for which the body is read after an early response, so that the client sees the response."""
-CLIENT_CLOSED_STATUS = 499
-"""nginx's status for a request whose client closed the connection."""
 RESPONSE_TIMEOUT_S = 30.0
 """Time within which a client must read the end of a response, or it is disconnected."""
 DESCRIPTORS_WANTED = 8_192
 """Open files to ask for; each connection is one. macOS allows 256 by default, many Linuxes
 1,024."""
 
-
-class GuardedHandler(RequestHandler):
-    """One HTTP connection, closed if a request's headers are not complete in time."""
-
-    __slots__ = ("_guarded", "_header_timer")
-
-    def __init__(self, server: "GuardedServer", **kwargs: Any) -> None:
-        self._guarded = server
-        self._header_timer: asyncio.TimerHandle | None = None
-        super().__init__(server, **kwargs)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the timer that closes the connection if no headers are complete in time."""
-        super().connection_made(transport)
-        self._start_header_timer()
-
-    def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and start or stop the timer of the headers.
-
-        Complete headers stop it; the first bytes of a further request start it.
-        """
-        before = self._request_count
-        super().data_received(data)
-        if self._request_count != before:
-            self._stop_header_timer()
-        elif not self._request_in_progress and not self._messages:
-            self._start_header_timer()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """Stop the timer of the headers and count the connection as closed."""
-        self._guarded.open_connections -= 1
-        self._stop_header_timer()
-        super().connection_lost(exc)
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Return the response to a request that is not valid HTTP, with OpenAI's error body.
-
-        Replaces aiohttp's method, which would log a traceback for each such request.
-
-        Args:
-            request: the request with its parsed parts.
-            status: HTTP status of the error.
-            exc: the exception that aiohttp caught, if any.
-            message: aiohttp's sentence about the error.
-        """
-        if isinstance(exc, ConnectionError):
-            # The client closed the connection, so this response is not read.
-            return web.Response(status=CLIENT_CLOSED_STATUS)
-        if status >= 500:
-            return super().handle_error(request, status, exc, message)
-        cause = " ".join((message or "").split())[:200]
-        return closing(status, f"This is not valid HTTP: {cause}.").response()
-
-    def _start_header_timer(self) -> None:
-        if self._header_timer is None:
-            self._header_timer = self._loop.call_later(
-                self._guarded.header_timeout_s, self._close_incomplete, self._request_count
-            )
-
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _close_incomplete(self, count: int) -> None:
-        self._header_timer = None
-        if self._request_count == count and not self._request_in_progress:
-            self.force_close()
+_Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class GuardedServer(web.Server):
-    """Server that makes a `GuardedHandler` per connection, and refuses those over its limit."""
+    """Server that makes a `GuardedHandler` per connection."""
 
-    def __init__(
-        self, *args: Any, header_timeout_s: float, connections_max: int, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
         """Create a server without connections.
 
         Args:
             args: aiohttp's own arguments.
-            header_timeout_s: seconds within which a request's headers must be complete.
-            connections_max: connections beyond this number are refused.
+            limits: the limits of all connections.
             kwargs: aiohttp's own arguments.
         """
         super().__init__(*args, **kwargs)
-        self.header_timeout_s = header_timeout_s
-        """Seconds within which a request's headers must be complete."""
-        self._connections_max = connections_max
-        self._refusals: set[ConnectionRefusal] = set()
-        self.open_connections = 0
-        """Connections that are served; refused ones do not count."""
+        self._limits = limits
 
-    def __call__(self) -> asyncio.Protocol:  # type: ignore[override]  # a refusal reads no HTTP
+    def __call__(self) -> GuardedHandler:
         """Return the protocol of a new connection, which serves it or refuses it."""
-        if self.open_connections >= self._connections_max:
-            return ConnectionRefusal(self._refusals)
-        # Count here: `connection_made` runs one turn of the event loop later.
-        self.open_connections += 1
-        return GuardedHandler(self, loop=self._loop, **self._kwargs)
+        return GuardedHandler(self, self._limits, loop=self._loop, **self._kwargs)
 
 
 class GuardedRunner(web.AppRunner):
     """Runner that serves an application with a `GuardedServer` and limits the size of headers."""
 
-    __slots__ = ("_config", "_connections_max")
+    __slots__ = ("_config", "_connections")
 
-    def __init__(self, app: web.Application, config: GatewayConfig, connections_max: int) -> None:
+    def __init__(self, app: web.Application, config: GatewayConfig, connections: FairShare) -> None:
+        """Create the runner; it serves nothing before its `setup`.
+
+        Args:
+            app: the application.
+            config: the limits of requests.
+            connections: number of connections and the largest share of them for one client address.
+        """
         self._config = config
-        self._connections_max = connections_max
+        self._connections = connections
         super().__init__(
             app,
             access_log=None,
@@ -170,13 +92,12 @@ class GuardedRunner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         return GuardedServer(
-            server.request_handler,
+            _refusing_expectations(server.request_handler),
             request_factory=server.request_factory,
             # A closed connection cancels its handler, which aborts the request.
             handler_cancellation=True,
             loop=asyncio.get_running_loop(),
-            header_timeout_s=self._config.header_timeout_s,
-            connections_max=self._connections_max,
+            limits=ConnectionLimits(self._config.header_timeout_s, self._connections),
             **server._kwargs,  # noqa: SLF001  # aiohttp offers no other access
         )
 
@@ -203,9 +124,8 @@ async def read_json_body(
     Args:
         request: a request whose headers were read.
         config: the limits on size and time.
-        reserve: reserves memory for the body; called first with its announced length in bytes, then
-            with the larger of announced and received length. It may raise ApiError to refuse the
-            body.
+        reserve: reserves memory for the bytes that have arrived so far, whose number is its
+            argument. It may raise ApiError to refuse the body.
 
     Raises:
         ApiError: 400 when the body ends early or has an unknown transfer encoding, 408 when it is
@@ -221,7 +141,6 @@ async def read_json_body(
         raise closing(415, "The Content-Type must be application/json.", "unsupported_type")
     if (request.content_length or 0) > config.body_bytes_max:
         raise _too_large(config)
-    reserve(request.content_length or 0)
     try:
         async with asyncio.timeout(config.body_timeout_s):
             return await _read(request, config, reserve)
@@ -236,7 +155,6 @@ async def _read(
     request: web.Request, config: GatewayConfig, reserve: Callable[[int], None]
 ) -> bytes:
     body = bytearray()
-    announced_bytes = request.content_length or 0
     while True:
         part = await request.content.readany()
         if not part:
@@ -244,7 +162,7 @@ async def _read(
         body += part
         if len(body) > config.body_bytes_max:
             raise _too_large(config)
-        reserve(max(len(body), announced_bytes))
+        reserve(len(body))
 
 
 async def finish_response(request: web.Request, response: web.StreamResponse) -> None:
@@ -256,6 +174,22 @@ async def finish_response(request: web.Request, response: web.StreamResponse) ->
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
+
+
+def _refusing_expectations(handler: _Handler) -> _Handler:
+    """Return a handler that answers 417 to an unknown Expect header, else calls another one.
+
+    aiohttp's own 417 is plain text. HTTP/1.0 has no expectations.
+    """
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        expected = request.headers.get(hdrs.EXPECT, "").strip().lower()
+        if expected in ("", "100-continue") or request.version < HttpVersion11:
+            return await handler(request)
+        problem = "The only supported value of the header Expect is 100-continue."
+        return closing(417, problem, "unsupported_expectation").response()
+
+    return handle
 
 
 def _too_large(config: GatewayConfig) -> ApiError:

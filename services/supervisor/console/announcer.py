@@ -1,10 +1,12 @@
 """Announcements of `lockstep up` about the world. Owns which changes are announced, and when."""
 
+import os
 from collections.abc import Callable, Sequence
 
 from services.supervisor.console.console import Console
 from services.supervisor.status import progress_text
 from shared.configuration.host_share import HostShare
+from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.messages import StatusReported
 
 NO_STATUS_S = 3.0
@@ -68,7 +70,9 @@ class Announcer:
                 )
             elif is_first:
                 self._console.print_line(f"\n{progress_text.ready_line(self._config, status)}\n")
-                self._console.print_line(f"{progress_text.curl_line(self._config)}\n")
+                has_keys = self._config.gateway.api_keys_file or os.environ.get(API_KEYS_VARIABLE)
+                curl = progress_text.curl_line(self._config, needs_key=bool(has_keys))
+                self._console.print_line(f"{curl}\n")
             else:
                 self._console.log_line("lockstep", f"ready again (epoch {status.epoch})")
 

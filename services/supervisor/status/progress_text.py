@@ -55,17 +55,24 @@ def ready_line(config: Config, status: StatusReported) -> str:
     )
 
 
-def curl_line(config: Config) -> str:
-    """Return a curl command, in several lines, with which the user can ask the model a question."""
+def curl_line(config: Config, *, needs_key: bool) -> str:
+    """Return a curl command, in several lines, with which the user can ask the model a question.
+
+    Args:
+        config: the settings.
+        needs_key: requests need an API key, for which the command has a variable of the shell.
+    """
     body = {
         "model": config.served_name,
         "messages": [{"role": "user", "content": "What is Lockstep?"}],
         "stream": True,
     }
     data = json.dumps(body).replace("'", "'\\''")
+    authorization = '  -H "Authorization: Bearer $LOCKSTEP_API_KEY" \\\n' if needs_key else ""
     return (
         f"curl -N {base_url(config)}/v1/chat/completions \\\n"
         f"  -H 'Content-Type: application/json' \\\n"
+        f"{authorization}"
         f"  -d '{data}'"
     )
 

@@ -113,7 +113,9 @@ def test_simultaneous_requests_over_limit_get_429_and_others_are_served(
 ) -> None:
     """Of 300 simultaneous requests at a bound of 8, 8 are served and 292 get a 429."""
     release = threading.Event()
-    with RunningGateway.start(model_folder, tmp_path, open_requests_max=8) as gateway:
+    with RunningGateway.start(
+        model_folder, tmp_path, open_requests_max=8, tenant_share=1.0
+    ) as gateway:
         gateway.scheduler.reply = reply_after(_TOKENS, release)
 
         async def send_all() -> list[Response]:
@@ -142,7 +144,9 @@ def _open(gateway: RunningGateway, data: bytes) -> socket.socket:
 
 def test_full_gateway_answers_429_before_it_reads_body(model_folder: Path, tmp_path: Path) -> None:
     """The 429 comes before the body; a request with more choices than free places gets one too."""
-    with RunningGateway.start(model_folder, tmp_path, open_requests_max=2) as gateway:
+    with RunningGateway.start(
+        model_folder, tmp_path, open_requests_max=2, tenant_share=1.0
+    ) as gateway:
         gateway.scheduler.reply = reply_with(_TOKENS * 10, pause_s=0.1)
         with contextlib.ExitStack() as opened:
             for _ in range(2):
@@ -167,7 +171,7 @@ def test_gateway_serves_again_after_requests_with_incomplete_bodies_time_out(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """Requests count from their headers on; incomplete bodies free their places at the timeout."""
-    settings: dict[str, Any] = {"open_requests_max": 4, "body_timeout_s": 5.0}
+    settings: dict[str, Any] = {"open_requests_max": 4, "body_timeout_s": 5.0, "tenant_share": 1.0}
     with RunningGateway.start(model_folder, tmp_path, **settings) as gateway:
         gateway.scheduler.reply = reply_with(_TOKENS[:2])
         with contextlib.ExitStack() as opened:
@@ -181,7 +185,8 @@ def test_connections_over_descriptor_limit_get_429(model_folder: Path, tmp_path:
     """A gateway with 256 descriptors keeps some free, so late connections get a 429."""
     prelude = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
     release = threading.Event()
-    started = RunningGateway.start(model_folder, tmp_path, prelude=prelude, header_timeout_s=60.0)
+    settings: dict[str, Any] = {"header_timeout_s": 60.0, "tenant_share": 1.0}
+    started = RunningGateway.start(model_folder, tmp_path, prelude=prelude, **settings)
     with started as gateway:
         gateway.scheduler.reply = reply_after(_TOKENS, release)
         before = gateway.open_files()

@@ -24,8 +24,8 @@ _OK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content":
 _ENVIRONMENT_KEY = "an-operator-has-thought-of-this"
 
 
-def _new(path: Path, name: str) -> str:
-    return api_key.new(path, name).split()[0]
+def _new(path: Path, name: str, weight: float = 1.0) -> str:
+    return api_key.new(path, name, weight).split()[0]
 
 
 def _bearer(key: str) -> dict[str, str]:
@@ -54,7 +54,7 @@ def shared_keyed(
     """A gateway with two keys in a file and one in its environment."""
     folder = tmp_path_factory.mktemp("keys")
     path = folder / "api-keys"
-    alice, bob = _new(path, "alice"), _new(path, "bob")
+    alice, bob = _new(path, "alice"), _new(path, "bob", 2.5)
     settings: dict[str, Any] = {"api_keys_file": str(path)}
     environment = {API_KEYS_VARIABLE: f"carol={_ENVIRONMENT_KEY}"}
     with RunningGateway.start(model_folder, folder, environment=environment, **settings) as running:
@@ -134,6 +134,14 @@ def test_valid_api_key_is_accepted_as_bearer_token_and_x_api_key(keyed: KeyedGat
             assert keyed.gateway.post(_CHAT, _OK, headers)[0] == 200
 
 
+def test_scheduler_is_told_tenant_and_weight_of_each_request(keyed: KeyedGateway) -> None:
+    """Requests carry the name and the weight of their key, by which tenants take turns."""
+    for key in (keyed.alice, keyed.bob, _ENVIRONMENT_KEY):
+        assert keyed.gateway.post(_CHAT, _OK, _bearer(key))[0] == 200
+    told = [(request.tenant, request.weight) for request in keyed.gateway.scheduler.submitted]
+    assert told == [("key alice", 1.0), ("key bob", 2.5), ("key carol", 1.0)]
+
+
 def test_openai_client_is_served_with_api_key_and_refused_with_wrong_one(
     keyed: KeyedGateway,
 ) -> None:
@@ -148,11 +156,13 @@ def test_openai_client_is_served_with_api_key_and_refused_with_wrong_one(
         client.models.list()
 
 
-def test_only_health_probes_and_local_pages_are_served_without_api_key(keyed: KeyedGateway) -> None:
-    """Probes and, on loopback, metrics and OpenAPI document are open; unknown paths get a 401."""
-    for path in ("/health", "/livez", "/readyz", "/metrics", "/openapi.json"):
+def test_only_health_probes_are_served_without_api_key(keyed: KeyedGateway) -> None:
+    """Probes are open; metrics and OpenAPI document are not, and unknown paths get a 401."""
+    for path in ("/health", "/livez", "/readyz"):
         assert keyed.gateway.get(path)[0] == 200, path
     for path in (
+        "/metrics",
+        "/openapi.json",
         "/v1/models",
         "/v1/models/tiny",
         "/v1/lockstep/status",
@@ -253,7 +263,7 @@ def test_api_keys_never_appear_in_logs_or_responses(model_folder: Path, tmp_path
         events = _stream(gateway, alice)
         assert "error" in events
         responses.append(events)
-        responses.append(str(gateway.get("/metrics")))
+        responses.append(str(gateway.get("/metrics", _bearer(alice))))
         logged = gateway.stop()
     for secret in (alice, _ENVIRONMENT_KEY, wrong):
         assert secret.removeprefix("lockstep-") not in logged

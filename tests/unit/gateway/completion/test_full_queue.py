@@ -46,7 +46,7 @@ def test_gateway_refuses_requests_without_submission_while_scheduler_queue_is_fu
     _fill_queue(harness)
     for _ in range(3):
         with pytest.raises(ApiError) as refused:
-            harness.requests.check_queue()
+            harness.requests.check_queue("")
         error = refused.value
         assert (error.status, error.code, error.retry_after_s) == (429, "queue_full", 2.0)
         assert _DETAIL in str(error.body())
@@ -77,7 +77,7 @@ def test_gateway_submits_requests_again_when_full_scheduler_queue_may_have_room(
 ) -> None:
     """After an end, an admission, a lost session or FULL_MEMORY_S the queue may have room."""
     change(harness, _fill_queue(harness))
-    harness.requests.check_queue()
+    harness.requests.check_queue("")
 
 
 def test_gateway_submits_next_request_after_client_of_waiting_request_disconnects(
@@ -89,7 +89,17 @@ def test_gateway_submits_next_request_after_client_of_waiting_request_disconnect
     refused = harness.submit().request_id
     harness.receive(RequestRejected(request_id=refused, cause="queue_full", detail=_DETAIL))
     harness.requests.close(waiting.generation)
-    harness.requests.check_queue()
+    harness.requests.check_queue("")
+
+
+def test_full_queue_of_one_tenant_does_not_refuse_another_tenant(
+    harness: OpenRequestsHarness,
+) -> None:
+    """A rejection may be about one tenant's share, so another tenant's request is submitted."""
+    _fill_queue(harness)
+    harness.requests.check_queue("key other")
+    with pytest.raises(ApiError):
+        harness.requests.check_queue("")
 
 
 @pytest.mark.parametrize(
@@ -101,4 +111,4 @@ def test_gateway_submits_next_request_unless_scheduler_rejected_one_for_full_que
     """Only the cause queue_full keeps later requests from being submitted."""
     name = harness.submit().request_id
     harness.receive(RequestRejected(request_id=name, cause=cause, detail="No."))
-    harness.requests.check_queue()
+    harness.requests.check_queue("")

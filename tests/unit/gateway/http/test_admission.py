@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from services.gateway.http import admission
@@ -13,9 +14,13 @@ from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from shared.clock import ManualClock
 
 
-def _admission(requests_max: int = 2) -> tuple[AdmissionControl, StatusBoard]:
+def _admission(requests_max: int = 2, share: float = 1.0) -> tuple[AdmissionControl, StatusBoard]:
     status = StatusBoard(ManualClock())
-    return AdmissionControl(requests_max, status), status
+    return AdmissionControl(requests_max, share, status), status
+
+
+def _request(address: str) -> web.Request:
+    return make_mocked_request("POST", "/").clone(remote=address)
 
 
 def test_gateway_answers_429_over_request_limit_until_one_request_ends() -> None:
@@ -33,7 +38,7 @@ def test_gateway_answers_429_over_request_limit_until_one_request_ends() -> None
 
 
 def test_gateway_refuses_request_when_body_bytes_of_all_requests_exceed_limit() -> None:
-    """A body counts when it is announced, more when it grows, and not after it is encoded."""
+    """A body counts as far as it has arrived, and not after it is encoded."""
     control, _ = _admission(100)
     first, second = make_mocked_request("POST", "/"), make_mocked_request("POST", "/")
     large = control.admit(first)
@@ -49,6 +54,47 @@ def test_gateway_refuses_request_when_body_bytes_of_all_requests_exceed_limit() 
     control.remove(first)
     control.remove(second)
     control.admit(make_mocked_request("POST", "/")).reserve_body(admission.BODIES_BYTES_MAX)
+
+
+def test_tenant_that_uses_up_its_share_is_refused_and_another_is_admitted() -> None:
+    """Three of four places are one tenant's share; the sentence says whose limit is reached."""
+    control, _ = _admission(4, share=0.75)
+    for _ in range(3):
+        control.admit(_request("192.0.2.1"))
+    with pytest.raises(ApiError, match="your share") as refused:
+        control.admit(_request("192.0.2.1"))
+    assert (refused.value.status, refused.value.code) == (429, "queue_full")
+    control.admit(_request("192.0.2.2"))
+    with pytest.raises(ApiError, match="The server is full"):
+        control.admit(_request("192.0.2.3"))
+
+
+def test_bodies_of_one_tenant_leave_memory_for_bodies_of_another() -> None:
+    """A tenant's bodies take at most its share of the memory, and the rest is for others."""
+    control, _ = _admission(100, share=0.75)
+    body_bytes = admission.BODIES_BYTES_MAX // 16
+    for _ in range(12):
+        control.admit(_request("192.0.2.1")).reserve_body(body_bytes)
+    refused = control.admit(_request("192.0.2.1"))
+    with pytest.raises(ApiError, match="your share"):
+        refused.reserve_body(body_bytes)
+    control.admit(_request("192.0.2.2")).reserve_body(body_bytes)
+
+
+def test_completions_of_one_tenant_leave_places_for_those_of_another() -> None:
+    """Completions count until their request is removed, each tenant's up to its share."""
+    control, _ = _admission(8, share=0.75)
+    first, second = _request("192.0.2.1"), _request("192.0.2.1")
+    control.admit(first)
+    control.admit(second)
+    control.reserve_choices(first, 5)
+    with pytest.raises(ApiError, match="your share"):
+        control.reserve_choices(second, 2)
+    other = _request("192.0.2.2")
+    control.admit(other)
+    control.reserve_choices(other, 2)
+    control.remove(first)
+    control.reserve_choices(second, 2)
 
 
 def test_drain_waits_for_completely_read_requests_and_refuses_new_ones() -> None:

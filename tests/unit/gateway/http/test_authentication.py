@@ -6,7 +6,7 @@ from aiohttp.web import Request
 
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.authentication import (
-    LOCAL_PATHS,
+    METRICS_PATHS,
     PROBES,
     Authenticator,
     cache_salt,
@@ -19,13 +19,13 @@ from shared.clock import ManualClock
 from shared.configuration.settings import GatewayConfig
 
 _SECRET = "a-key-from-the-environment"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_OTHERS = ("0.0.0.0", "::", "192.168.1.5", "llm.example")
 
 
-def _access(host: str, given: str = f"alice={_SECRET}") -> Authenticator:
+def _access(
+    host: str, given: str = f"alice={_SECRET}", *, public_metrics: bool = False
+) -> Authenticator:
     clock = ManualClock()
-    config = GatewayConfig(host=host)
+    config = GatewayConfig(host=host, public_metrics=public_metrics)
     return Authenticator(config, ApiKeys(config, given, clock), clock)
 
 
@@ -34,21 +34,30 @@ def _request(path: str, **headers: str) -> Request:
     return make_mocked_request("GET", path, {"Host": "localhost", **named})
 
 
-@pytest.mark.parametrize("host", [*_LOOPBACK, *_OTHERS])
-def test_health_probes_need_no_api_key_but_metrics_need_one_off_loopback(host: str) -> None:
-    """A load balancer can probe without a key; /metrics and /openapi.json need one off loopback."""
-    access = _access(host)
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("public_metrics", [False, True])
+def test_metrics_need_api_key_at_every_address_unless_they_are_public(
+    host: str, public_metrics: bool
+) -> None:
+    """Probes never need a key; behind a proxy all clients are local, so no address is exempt."""
+    access = _access(host, public_metrics=public_metrics)
 
     for path in PROBES:
         access.check(_request(path))
-    for path in LOCAL_PATHS:
-        if host in _LOOPBACK:
+    for path in METRICS_PATHS:
+        access.check(_request(path, Authorization=f"Bearer {_SECRET}"))
+        if public_metrics:
             access.check(_request(path))
         else:
             with pytest.raises(ApiError) as refused:
                 access.check(_request(path))
             assert refused.value.status == 401
-            access.check(_request(path, Authorization=f"Bearer {_SECRET}"))
+
+
+def test_metrics_need_no_api_key_when_gateway_has_none() -> None:
+    """Without keys every path is open."""
+    for path in METRICS_PATHS:
+        _access("127.0.0.1", given="").check(_request(path))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from aiohttp import web
 from services.gateway.http import server
 from services.gateway.http.server import GuardedRunner, raise_descriptor_limit
 from shared.configuration.settings import GatewayConfig
+from shared.fair_share import FairShare
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _BODY = b"x" * 32 * 1024 * 1024
@@ -37,7 +38,7 @@ async def port() -> AsyncIterator[int]:
     app = web.Application(middlewares=[_drained])
     app.router.add_get("/large", _large)
     app.router.add_get("/small", _small)
-    runner = GuardedRunner(app, GatewayConfig(), connections_max=100)
+    runner = GuardedRunner(app, GatewayConfig(), FairShare(100, 1.0))
     await runner.setup()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await web.SockSite(runner, listener).start()

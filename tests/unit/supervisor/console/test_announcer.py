@@ -8,7 +8,7 @@ import pytest
 from services.supervisor.console.announcer import Announcer
 from services.supervisor.console.console import Console
 from shared.configuration.host_share import single_host_share
-from shared.configuration.loading import load_config
+from shared.configuration.loading import API_KEYS_VARIABLE, load_config
 from tests.unit.supervisor.status.status_reports import rank_status, status_report
 
 
@@ -39,6 +39,16 @@ def test_lockstep_up_prints_ready_line_with_curl_command_only_once() -> None:
     assert "curl -N" in first
     assert announcements.show() == ""
     assert announcements.show(epoch=2) == "lockstep  | ready again (epoch 2)\n"
+
+
+def test_printed_curl_command_sends_api_key_when_gateway_has_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With keys the command has the header, so that it does not end with a 401."""
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
+    assert "Authorization: Bearer" not in _Announcements().show()
+    monkeypatch.setenv(API_KEYS_VARIABLE, "alice=a-key-from-the-environment")
+    assert "Authorization: Bearer" in _Announcements().show()
 
 
 def test_lockstep_up_announces_epoch_1_again_after_scheduler_restart() -> None:

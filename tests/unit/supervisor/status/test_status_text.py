@@ -95,10 +95,13 @@ def test_printed_curl_command_is_valid_shell_for_any_model_name() -> None:
     """A shell parses the line as one command with a valid JSON body."""
     config = load_config(flags={"model.served_name": 'it\'s "mine"'})
 
-    words = shlex.split(progress_text.curl_line(config).replace("\\\n", " "))
+    for needs_key in (False, True):
+        curl = progress_text.curl_line(config, needs_key=needs_key)
+        words = shlex.split(curl.replace("\\\n", " "))
 
-    assert words[:3] == ["curl", "-N", "http://127.0.0.1:8080/v1/chat/completions"]
-    assert json.loads(words[-1])["model"] == 'it\'s "mine"'
+        assert words[:3] == ["curl", "-N", "http://127.0.0.1:8080/v1/chat/completions"]
+        assert ("Authorization: Bearer $LOCKSTEP_API_KEY" in words) == needs_key
+        assert json.loads(words[-1])["model"] == 'it\'s "mine"'
 
 
 def test_status_table_shows_world_queue_kv_and_ranks() -> None:
