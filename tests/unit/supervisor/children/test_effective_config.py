@@ -1,5 +1,6 @@
 """The merged configuration file that the supervisor writes for its children."""
 
+import shutil
 import stat
 from pathlib import Path
 
@@ -55,6 +56,35 @@ def test_config_file_written_for_children_has_mode_0600(tmp_path: Path) -> None:
 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert load_config(str(path)).gateway == Config().gateway
+
+
+def test_files_of_children_are_restored_when_deleted_or_changed(tmp_path: Path) -> None:
+    """The settings and the hostfile's content come from memory, even if the whole run folder and
+    the user's own hostfile are gone."""
+    hostfile = tmp_path / "hosts.json"
+    hostfile.write_text('{"hosts": [{"ips": ["10.0.0.1"]}, {"ips": ["10.0.0.2"]}]}')
+    text = hostfile.read_text()
+    folder = tmp_path / "run"
+    files = effective_config.RunFiles(
+        load_config(flags={"world.hostfile": str(hostfile), "paths.run_dir": str(folder)}),
+        folder,
+        {str(folder / "further.json"): "{}"},
+    )
+    files.restore()
+    expected = files.config_file.read_text()
+    files.config_file.write_text("changed")
+    files.restore()
+    assert files.config_file.read_text() == expected
+
+    hostfile.unlink()
+    shutil.rmtree(folder)
+    files.restore()
+
+    read = load_config(str(files.config_file))
+    assert Path(read.world.hostfile).read_text() == text
+    assert read.world.size == 2
+    assert (folder / "further.json").read_text() == "{}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_environment_of_child_process_contains_no_setting_variables() -> None:
