@@ -19,6 +19,15 @@ from shared.os import lifeline
 PERMANENT = frozenset({limits.EXIT_CONFIG, limits.EXIT_USAGE})
 """Exit codes after which a restart cannot help."""
 
+RANK = "rank"
+"""First word of the names of ranks."""
+
+LATE_RANK = (
+    " (joining or loading took too long; its stacks are above; see scheduler.init_deadline_s, "
+    "scheduler.load_deadline_s)"
+)
+"""What exit code 1 of a rank means: it may have been inside C code, which says nothing."""
+
 LINE_CHARS_MAX = 1 << 16
 """Longest log line read at once. A traceback in JSON has a few thousand characters."""
 
@@ -204,6 +213,8 @@ class Child:
         self._start_at_s = now_s + delay_s
         if code not in PERMANENT:
             how = f"signal {-code}" if code < 0 else f"code {code}"
+            if code == limits.EXIT_DEADLINE and self.role.name.startswith(RANK):
+                how += LATE_RANK
             self._console.log_line(
                 "lockstep", f"{self.role.name} exited with {how}; restarting in {delay_s:.1f} s"
             )

@@ -1,5 +1,6 @@
 """Checks of one host: every fault has a finding with a remedy, and a healthy Mac has none."""
 
+import json
 import os
 import plistlib
 import socket
@@ -7,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.commands.doctor.checks import files, jobs, ports
+from services.commands.doctor.checks import files, jobs, ports, rdma
 from services.commands.doctor.checks.environment import check_variables, watched_variables
 from services.commands.doctor.examiner import Examiner, _running
 from services.commands.doctor.facts import Finding, Findings, HostReport
 from services.commands.doctor.system_commands import CommandOutcome
+from shared.configuration.device_matrix import DeviceUse
 from shared.configuration.host_share import HostShare, single_host_share
 from shared.configuration.loading import config_from_tree, load_config
 from shared.os.process_file import RoleProcess
@@ -27,6 +29,9 @@ JACCL = {
 }
 
 
+PAIR = [[None, "rdma_en5"], ["rdma_en4", None]]
+
+
 def _share(tmp_path: Path, **sections: object) -> HostShare:
     paths = {"run_dir": str(tmp_path / "run"), "keys_dir": str(tmp_path / "keys")}
     return single_host_share(config_from_tree({"paths": paths, **sections}))
@@ -36,9 +41,15 @@ def _examine_mac(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     changed: dict[str, str | CommandOutcome] | None = None,
+    devices: list[list[str | None]] | None = None,
 ) -> HostReport:
-    """Examine a Mac that answers as a healthy one does, except for `changed`."""
+    """Examine a Mac that answers as a healthy one does, except for `changed`.
+
+    Its matrix of RDMA devices is PAIR, or `devices`.
+    """
     monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "darwin")
+    monkeypatch.chdir(tmp_path)
+    Path(JACCL["world"]["jaccl_devices"]).write_text(json.dumps(devices or PAIR))
     share = _share(tmp_path, **JACCL)
     return Examiner(share, "studio-a", {}, recorded.mac_runner(changed)).examine()
 
@@ -152,6 +163,42 @@ def test_doctor_reports_each_fault_of_mac_with_cause_and_remedy(
     assert found.verdict == verdict
     assert cause in found.detail
     assert remedy in found.remedy
+
+
+def test_doctor_counts_queue_pairs_and_memory_regions_of_rdma_devices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The finding has what a world needs of a device and what the device has."""
+    found = _only_finding(_examine_mac(monkeypatch, tmp_path), "rdma resources")
+
+    assert (found.verdict, found.detail) == (
+        "OK",
+        "each of 2 devices needs 1 of 10 queue pairs and 64 of 100 memory regions",
+    )
+
+
+def test_doctor_fails_rdma_device_that_two_ranks_of_host_share() -> None:
+    """Two ranks of one host on the same cable need more memory regions than its device has."""
+    found = Findings("studio-a")
+    uses = {("studio-a", "rdma_en5"): DeviceUse(2, 128), ("studio-b", "rdma_en4"): DeviceUse(1, 64)}
+    rdma.check_device_uses(found, uses)
+    (one,) = found.all
+
+    assert one.verdict == "FAIL"
+    assert "rdma_en5 of studio-a needs 2 of 10 queue pairs and 128 of 100" in one.detail
+    assert "one rank per host" in one.remedy
+
+
+def test_doctor_fails_matrix_with_one_rdma_device_for_two_peers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before anything starts the doctor names the device, the rank and both peers."""
+    shared_device = [[None, "a", "a"], ["a", None, "b"], ["a", "b", None]]
+    report = _examine_mac(monkeypatch, tmp_path, devices=shared_device)
+    found = _only_finding(report, "rdma resources")
+
+    assert found.verdict == "FAIL"
+    assert "names a from rank 0 to rank 1 and to rank 2" in found.detail
 
 
 def test_doctor_only_warns_of_missing_rdma_when_jaccl_is_not_used(

@@ -151,6 +151,19 @@ def test_plan_takes_hosts_and_memory_from_inventory(
     assert "how much memory studio-b has" in err
 
 
+def test_plan_counts_rdma_resources_of_inventory_with_jaccl(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A note says what a world needs of each RDMA device, and what the device has."""
+    settings = f'[world]\nbackend = "jaccl"\n[model]\npath = "{folder}"'
+    cables = [f"rdma = {{ {peer} = 'rdma_en5' }}" for peer in ("studio-b", "studio-a")]
+    first, second = cables[0], f"{MEMORY}\n{cables[1]}"
+    _, out, _ = _plan(capsys, "--inventory", str(_inventory(tmp_path, settings, first, second)))
+
+    note = "each RDMA device needs 1 of 10 queue pairs and 64 of 100 memory regions"
+    assert f"note: {note}, which all processes of its host share" in out
+
+
 def test_plan_reads_the_inventory_model_folder_that_exists_on_this_machine(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,6 +204,20 @@ def test_supervisor_records_exit_code_0_of_child_that_ends_at_sigterm(
     assert child.last_code == limits.EXIT_OK
 
 
+def test_supervisor_says_why_rank_ended_at_its_hard_deadline(
+    child: Child, output: io.StringIO
+) -> None:
+    """A rank that C code ends cannot say a sentence; the supervisor says one for its exit code."""
+    child.role = Role("rank 1", ())
+    child._command = [sys.executable, "-c", f"raise SystemExit({limits.EXIT_DEADLINE})"]
+    child.start_if_due(0.0)
+    wait_until(lambda: child.reap(1.0), DEADLINE_S)
+    child._console.flush(1.0)
+
+    assert "rank 1 exited with code 1 (joining or loading took too long" in output.getvalue()
+    assert "scheduler.init_deadline_s" in output.getvalue()
+
+
 def test_restart_delay_doubles_from_0_1_s_up_to_10_s() -> None:
     """The delay starts at 0.1 s, doubles, and never exceeds 10 s."""
     backoff = Backoff()
