@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
@@ -16,6 +15,7 @@ from services.gateway import app
 from services.gateway.completion.open_requests import OpenRequests
 from services.gateway.completion.streaming import FlushList
 from services.gateway.endpoints.completion_service import CompletionService
+from services.gateway.endpoints.fair_threads import FairThreads
 from services.gateway.http import connection_limits
 from services.gateway.http.admission import AdmissionControl
 from services.gateway.http.api_keys import ApiKeys
@@ -35,8 +35,9 @@ from shared.errors import ConfigError, LockstepError
 from shared.fair_share import FairShare
 from shared.os import lifeline
 
-ENCODER_THREADS = 2
-"""Threads that encode prompts; more would starve the event loop on small machines."""
+ENCODER_THREADS = 3
+"""Threads that encode prompts. One tenant gets at most two; more would starve the event loop on
+small machines."""
 LISTEN_BACKLOG = 1_024
 """Connections waiting to be accepted. Linux caps it at net.core.somaxconn."""
 SWITCH_INTERVAL_S = 0.001
@@ -99,7 +100,8 @@ def build_service(
         metrics=metrics,
         open_requests=open_requests,
         flush_list=flush_list,
-        encoders=ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encoder"),
+        decoders=FairThreads("decoder", 1, _waiting(config)),
+        encoders=FairThreads("encoder", ENCODER_THREADS, _waiting(config)),
         authenticator=Authenticator(config.gateway, keys, clock),
         origin_policy=OriginPolicy(config.gateway),
         admission=AdmissionControl(config.gateway.open_requests_max, config.tenants.share, status),
@@ -133,6 +135,11 @@ def bind(config: Config) -> socket.socket:
     return listener
 
 
+def _waiting(config: Config) -> FairShare:
+    """Return the bound on work that waits for a thread: every request has one piece at a time."""
+    return FairShare(config.gateway.open_requests_max, config.tenants.share)
+
+
 async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -164,7 +171,8 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
     finally:
         await runner.cleanup()
         service.open_requests.close_link()
-        service.encoders.shutdown(wait=False, cancel_futures=True)
+        service.decoders.shutdown()
+        service.encoders.shutdown()
     return limits.EXIT_UNAVAILABLE if aborted else limits.EXIT_OK
 
 

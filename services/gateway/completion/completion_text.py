@@ -2,32 +2,43 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from services.gateway.tokenizing.detokenizer import Detokenizer
 from services.gateway.tokenizing.stop_strings import StopStrings
 from shared.messages import TokenLogprobs
 
+LogprobsJson = Callable[[int, int, TokenLogprobs], tuple[bytes, ...]]
+"""Serializer of a token's log probabilities, given its id and the position of its text."""
+
 
 @dataclasses.dataclass(slots=True)
 class LogprobEntry:
-    """One generated token with its log probabilities and the position of its text."""
+    """One generated token, the position of its text, and its log probabilities as JSON.
+
+    They are serialized when the token arrives: those of a whole answer may take seconds.
+    """
 
     token: int
     start_chars: int
     """Characters of the completion before this token's text."""
-    logprobs: TokenLogprobs
+    json: tuple[bytes, ...]
+    """One element of each list in the answer's field `logprobs`."""
 
-    def alternatives(self) -> Iterator[tuple[int, float]]:
-        """Return (token id, log probability) of the most likely tokens here, likeliest first."""
-        return zip(self.logprobs.top_ids, self.logprobs.top_logprobs, strict=True)
+
+def _no_json(_token: int, _start_chars: int, _logprobs: TokenLogprobs) -> tuple[bytes, ...]:
+    return ()
 
 
 class CompletionText:
     """Text of one completion: decodes its tokens and cuts the text before the first stop string."""
 
     def __init__(
-        self, detokenizer: Detokenizer, stop_ids: frozenset[int], stops: list[str]
+        self,
+        detokenizer: Detokenizer,
+        stop_ids: frozenset[int],
+        stops: list[str],
+        logprobs_json: LogprobsJson = _no_json,
     ) -> None:
         """Begin an empty text.
 
@@ -35,7 +46,9 @@ class CompletionText:
             detokenizer: a new decoder, used for this completion only.
             stop_ids: token ids that end the completion and become no text.
             stops: stop strings; [] for none.
+            logprobs_json: serializes the log probabilities of a token.
         """
+        self._logprobs_json = logprobs_json
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
         self._stops = StopStrings(stops)
@@ -62,7 +75,9 @@ class CompletionText:
             if token in self._stop_ids:
                 break
             if position < len(logprobs):
-                self._entries.append(LogprobEntry(token, self._decoded_chars, logprobs[position]))
+                start_chars = self._decoded_chars
+                json = self._logprobs_json(token, start_chars, logprobs[position])
+                self._entries.append(LogprobEntry(token, start_chars, json))
             piece = self._detokenizer.add(token)
             self._decoded_chars += len(piece)
             piece, is_stopped = self._stops.push(piece)

@@ -5,6 +5,7 @@ Bytes that all events repeat are made once per response.
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import orjson
@@ -15,6 +16,9 @@ from services.gateway.http import cache_header
 from services.gateway.tokenizing.tokenizer import Tokenizer
 from services.gateway.tokenizing.tool_calls import ParsedCall
 from shared.errors import InvariantBroken
+from shared.messages import TokenLogprobs
+
+Pieces = list[bytes | bytearray]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,8 +43,8 @@ class CollectedChoice:
 
     index: int
     """Number of the choice, counted from 0 over all prompts."""
-    logprobs: list[LogprobEntry] | None
-    """The tokens with their log probabilities, None if none were requested."""
+    logprobs: list[bytearray] | None
+    """The JSON elements of each list in its field `logprobs`, None if none were requested."""
     texts: list[str] = dataclasses.field(default_factory=list)
     """Pieces of its text, in order."""
     calls: list[ParsedCall] = dataclasses.field(default_factory=list)
@@ -65,6 +69,11 @@ class ResponseFormat(abc.ABC):
     """Bytes between that string and the event's `logprobs`."""
     _no_text: ClassVar[bytes]
     """The same place in the event that ends a choice, which has no text."""
+
+    logprob_lists: ClassVar[tuple[tuple[bytes, bytes], ...]]
+    """For each list in the field `logprobs` the bytes before it, and the value of an empty one."""
+    _after_logprobs: ClassVar[bytes]
+    """Bytes after the last of them."""
 
     def __init__(self, metadata: ResponseMetadata, tokenizer: Tokenizer) -> None:
         """Make the bytes that all events repeat.
@@ -100,7 +109,11 @@ class ResponseFormat(abc.ABC):
             text: the next piece of the choice's text.
             entries: tokens of this piece with their log probabilities.
         """
-        return self._text_event(index, text, orjson.dumps(self._logprobs(index, entries)))
+        lists = [
+            b",".join(filter(None, elements))
+            for elements in zip(*(entry.json for entry in entries), strict=True)
+        ]
+        return self._text_event(index, text, b"".join(self._logprobs(lists)))
 
     def call_event(self, index: int, call: ParsedCall) -> bytes:
         """Return an event with a complete tool call of choice `index`.
@@ -122,37 +135,50 @@ class ResponseFormat(abc.ABC):
         """Return the event with the request's token counts so far; its list of choices is empty."""
         return self._start + b"]," + orjson.dumps(_last_fields(generation))[1:] + b"\n\n"
 
-    def body(self, choices: list[CollectedChoice], generation: Generation) -> bytes:
-        """Return the body of a response that is not streamed.
+    @abc.abstractmethod
+    def logprobs_json(
+        self, index: int, token: int, start_chars: int, logprobs: TokenLogprobs
+    ) -> tuple[bytes, ...]:
+        """Return a token's element of each of the `logprob_lists` as JSON; b"" for no element.
+
+        Args:
+            index: number of the choice.
+            token: id of the token.
+            start_chars: characters of the completion before its text.
+            logprobs: its log probabilities.
+        """
+
+    def body(self, choices: list[CollectedChoice], generation: Generation) -> Pieces:
+        """Return the body of a response that is not streamed, in pieces of any length.
 
         Args:
             choices: text and ends of the choices, in order.
             generation: has the token counts of the request.
         """
-        fields = {
-            **self._first_fields(self._body_kind),
-            "choices": [
-                {
-                    "index": choice.index,
-                    **self._content(choice),
-                    "logprobs": None
-                    if choice.logprobs is None
-                    else self._logprobs(choice.index, choice.logprobs),
-                    "finish_reason": choice.finish_reason,
-                }
-                for choice in choices
-            ],
-            **_last_fields(generation),
-        }
-        return orjson.dumps(fields)
+        first_fields = orjson.dumps(self._first_fields(self._body_kind))
+        pieces: Pieces = [first_fields[:-1], b',"choices":[']
+        for choice in choices:
+            content = orjson.dumps({"index": choice.index, **self._content(choice)})
+            pieces += [b"," if choice.index else b"", content[:-1], b',"logprobs":']
+            pieces += [b"null"] if choice.logprobs is None else self._logprobs(choice.logprobs)
+            pieces.append(b',"finish_reason":"%b"}' % choice.finish_reason.encode())
+        return [*pieces, b"],", orjson.dumps(_last_fields(generation))[1:]]
 
     @abc.abstractmethod
     def _content(self, choice: CollectedChoice) -> dict[str, Any]:
         """Return the field of a body's choice that has its text."""
 
-    @abc.abstractmethod
-    def _logprobs(self, index: int, entries: list[LogprobEntry]) -> dict[str, Any]:
-        """Return the field `logprobs` of a body's choice or of an event."""
+    def _logprobs(self, lists: Sequence[bytes | bytearray]) -> Pieces:
+        """Return the field `logprobs` of a body's choice or of an event, in pieces.
+
+        Args:
+            lists: the elements of each of the `logprob_lists`, with commas between them.
+        """
+        pieces: Pieces = []
+        for (before, empty), elements in zip(self.logprob_lists, lists, strict=True):
+            pieces.append(before)
+            pieces += [b"[", elements, b"]"] if elements else [empty]
+        return [*pieces, self._after_logprobs]
 
     def _first_fields(self, kind: str) -> dict[str, Any]:
         return {

@@ -8,15 +8,15 @@ not read collect in its own connection only, up to a limit that closes it.
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import orjson
 from aiohttp import hdrs, web
 
 from services.gateway.completion.completion_text import LogprobEntry
 from services.gateway.completion.generation import Choice, Generation
-from services.gateway.completion.response_format import CollectedChoice, ResponseFormat
-from services.gateway.http import authentication, cache_header, connection_limits
+from services.gateway.completion.response_format import CollectedChoice, Pieces, ResponseFormat
+from services.gateway.http import authentication, cache_header, connection_limits, server
 from services.gateway.http.connection import PROBE
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.tokenizing.tool_calls import ParsedCall
@@ -24,6 +24,10 @@ from shared.configuration.settings import GatewayConfig
 from shared.log import Log
 
 DONE = b"data: [DONE]\n\n"
+PIECE_BYTES = 64 * 1024
+"""Bytes of a body that are written at once."""
+READ_BYTES_PER_S_MIN = 128 * 1024
+"""A client must read a long body at least this fast, because its bytes are kept until then."""
 CONFIRM_WAIT_S = 1.0
 """Time for which token counts wait for the scheduler after a stop string has ended the text."""
 
@@ -244,15 +248,21 @@ class BodyCollector:
         """
         self._format = response_format
         self._choices = [
-            CollectedChoice(index, [] if has_logprobs else None) for index in range(choice_count)
+            CollectedChoice(
+                index,
+                [bytearray() for _ in response_format.logprob_lists] if has_logprobs else None,
+            )
+            for index in range(choice_count)
         ]
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
         """Append a piece of text and its tokens' log probabilities to those of the choice."""
         collected = self._choices[choice.index]
         collected.texts.append(text)
-        if collected.logprobs is not None:
-            collected.logprobs += logprobs
+        lists = collected.logprobs
+        for entry in logprobs if lists is not None else ():
+            for elements, element in zip(lists or (), entry.json, strict=True):
+                elements.extend(b"," + element if elements and element else element)
 
     def add_call(self, choice: Choice, call: ParsedCall) -> None:
         """Append a tool call to those of the choice."""
@@ -262,10 +272,15 @@ class BodyCollector:
         """Store why the choice ended; `run` makes the body when all choices have ended."""
         self._choices[choice.index].finish_reason = choice.finish_reason
 
-    async def run(self, _request: web.Request, generation: Generation) -> web.StreamResponse:
+    async def run(self, request: web.Request, generation: Generation) -> web.StreamResponse:
         """Wait until all choices have ended, then for the token counts; return the response.
 
-        The second wait takes at most `CONFIRM_WAIT_S`; it is needed only after a stop string.
+        The second wait takes at most `CONFIRM_WAIT_S`; it is needed only after a stop string. A
+        long body has been written already when this returns.
+
+        Args:
+            request: the request that is answered.
+            generation: the generation whose sink is this collector.
 
         Raises:
             ApiError: when the generation failed.
@@ -275,7 +290,46 @@ class BodyCollector:
         await _within(generation.confirmed, CONFIRM_WAIT_S)
         body = self._format.body(self._choices, generation)
         headers = {cache_header.HEADER: generation.cache_header_value()}
-        return web.Response(body=body, content_type="application/json", headers=headers)
+        length_bytes = sum(map(len, body))
+        if length_bytes <= PIECE_BYTES:
+            return web.Response(
+                body=b"".join(body), content_type="application/json", headers=headers
+            )
+        response = web.StreamResponse(headers=headers)
+        response.content_type = "application/json"
+        response.content_length = length_bytes
+        await _write(request, response, body, length_bytes)
+        return response
+
+
+async def _write(
+    request: web.Request, response: web.StreamResponse, body: Pieces, length_bytes: int
+) -> None:
+    """Write a long body as fast as the client reads it; disconnect a client that is too slow."""
+    timeout_s = server.RESPONSE_TIMEOUT_S + length_bytes / READ_BYTES_PER_S_MIN
+    try:
+        async with asyncio.timeout(timeout_s):
+            await response.prepare(request)
+            for piece in _pieces(body):
+                async with asyncio.timeout(connection_limits.STALL_TIMEOUT_S):
+                    await response.write(piece)
+                # A client that reads fast never makes `write` wait, but others have their turn.
+                await asyncio.sleep(0)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+
+
+def _pieces(body: Pieces) -> Iterator[bytes]:
+    """Yield the bytes of a body in pieces of up to `PIECE_BYTES`."""
+    piece = bytearray()
+    for part in body:
+        for start in range(0, len(part), PIECE_BYTES):
+            piece += part[start : start + PIECE_BYTES]
+            if len(piece) >= PIECE_BYTES:
+                yield bytes(piece[:PIECE_BYTES])
+                del piece[:PIECE_BYTES]
+    yield bytes(piece)
 
 
 async def _within(event: asyncio.Event, timeout_s: float) -> None:

@@ -1,5 +1,7 @@
 """Endpoint POST /v1/chat/completions. Owns turning messages into what chat templates expect."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import msgspec
@@ -7,11 +9,13 @@ from aiohttp import web
 
 from services.gateway.endpoints import completion_service
 from services.gateway.endpoints.completion_service import SERVICE, CompletionService
+from services.gateway.endpoints.fair_threads import Ticket
 from services.gateway.http import request_body
 from services.gateway.http.errors import invalid_field, unsupported
 from services.gateway.openai import request_types
 from services.gateway.openai.response_formats import ChatFormat
-from services.gateway.openai.validation import check_chat
+from services.gateway.openai.validation import RequestOptions, check_chat
+from services.gateway.tokenizing.prompt import Prompt
 
 _decoder = msgspec.json.Decoder(request_types.ChatCompletionRequest)
 
@@ -23,21 +27,22 @@ async def create(request: web.Request) -> web.StreamResponse:
         ApiError: when the request is refused, or fails before the response has begun.
     """
     service = request.app[SERVICE]
-    body = request_body.decode(_decoder, await service.read_body(request))
-    service.check_model(body.model)
-    options = check_chat(body, service.config)
-    service.admission.reserve_choices(request, options.count)
-    messages = template_messages(body.messages)
-    arguments = msgspec.to_builtins(body.chat_template_kwargs or request_types.TemplateArguments())
-    tools = _tools(service, body)
-    chars = sum(len(message.get("content") or "") for message in messages)
+    chat = await service.parse(request, functools.partial(_parse, service))
+    service.admission.reserve_choices(request, chat.options.count)
     cache = service.config.cache
     block_tokens = cache.block_tokens if cache.enabled else 0
-    prompt = await service.encode(
-        lambda: service.tokenizer.encode_chat(messages, tools, arguments, block_tokens),
-        chars,
-        "messages",
-    )
+    context = service.status.context_tokens_max
+
+    def encode(ticket: Ticket) -> Prompt:
+        contents = (str(message["content"]) for message in chat.messages)
+        if service.tokenizer.surely_exceeds(contents, context):
+            raise completion_service.too_long(f"more than {context} tokens", context, "messages")
+        return service.tokenizer.encode_chat(
+            chat.messages, chat.tools, chat.arguments, block_tokens, ticket.check
+        )
+
+    [prompt] = await service.encode(request, [encode], "messages")
+    options = chat.options
     response_format = ChatFormat(service.response_metadata("chatcmpl", options), service.tokenizer)
     return await completion_service.respond(
         service,
@@ -46,8 +51,34 @@ async def create(request: web.Request) -> web.StreamResponse:
         options,
         response_format,
         "messages",
-        parses_tool_calls=tools is not None,
+        parses_tool_calls=chat.tools is not None,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chat:
+    """A checked chat request in the form that chat templates expect."""
+
+    options: RequestOptions
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    arguments: dict[str, Any]
+    """Further arguments of the template."""
+
+
+def _parse(service: CompletionService, data: bytes) -> _Chat:
+    """Decode and check a body. Thread-safe.
+
+    Raises:
+        ApiError: when the request is refused.
+    """
+    body = request_body.decode(_decoder, data)
+    service.check_model(body.model)
+    options = check_chat(body, service.config)
+    messages = template_messages(body.messages)
+    service.check_lengths([sum(len(message["content"]) for message in messages)], "messages")
+    arguments = msgspec.to_builtins(body.chat_template_kwargs or request_types.TemplateArguments())
+    return _Chat(options, messages, _tools(service, body), arguments)
 
 
 def _tools(
@@ -76,6 +107,7 @@ def template_messages(messages: list[request_types.ChatMessage]) -> list[dict[st
     Raises:
         ApiError: 400 for an empty assistant message, or a tool message without a matching call.
     """
+    _check_arguments(messages)
     rendered: list[dict[str, Any]] = []
     calls: set[str] = set()
     for index, message in enumerate(messages):
@@ -113,21 +145,46 @@ def _assistant(message: request_types.AssistantMessage, index: int) -> dict[str,
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments),
+                    "arguments": _arguments(
+                        call.function.arguments,
+                        f"messages[{index}].tool_calls[{number}].function.arguments",
+                    ),
                 },
             }
-            for call in message.tool_calls
+            for number, call in enumerate(message.tool_calls)
         ]
     return fields
 
 
-def _arguments(text: str) -> Any:
-    """Return a call's arguments as an object, or unchanged when they are not a JSON object."""
+def _check_arguments(messages: list[request_types.ChatMessage]) -> None:
+    """Refuse tool calls whose arguments have too many parts together.
+
+    They are JSON in strings, whose parts were not counted with those of the body.
+    """
+    request_body.check_parts(
+        call.function.arguments.encode(errors="replace")
+        for message in messages
+        if isinstance(message, request_types.AssistantMessage)
+        for call in message.tool_calls or []
+    )
+
+
+def _arguments(text: str, param: str) -> Any:
+    """Return a call's arguments as an object, or unchanged when they are not a JSON object.
+
+    Raises:
+        ApiError: 400 when they are nested too deeply; it names the field `param`.
+    """
     try:
         value = msgspec.json.decode(text.encode())
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+    except (msgspec.DecodeError, UnicodeEncodeError):
         return text
-    return value if isinstance(value, dict) else text
+    except RecursionError:
+        raise request_body.too_deep(param) from None
+    if not isinstance(value, dict):
+        return text
+    request_body.check_depth(value, param)
+    return value
 
 
 def _text(

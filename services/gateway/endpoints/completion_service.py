@@ -2,9 +2,9 @@
 
 import asyncio
 import dataclasses
+import functools
 import secrets
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from aiohttp import web
@@ -14,7 +14,8 @@ from services.gateway.completion.generation import Choice, Generation
 from services.gateway.completion.open_requests import OpenRequests
 from services.gateway.completion.response_format import ResponseFormat, ResponseMetadata
 from services.gateway.completion.streaming import BodyCollector, EventStream, FlushList
-from services.gateway.http import authentication, errors, server
+from services.gateway.endpoints.fair_threads import FairThreads, Ticket
+from services.gateway.http import authentication, errors, request_body, server
 from services.gateway.http.admission import ADMITTED, AdmissionControl
 from services.gateway.http.authentication import Authenticator
 from services.gateway.http.cors import OriginPolicy
@@ -33,7 +34,12 @@ from shared.messages import SubmitRequest
 T = TypeVar("T")
 
 ENCODE_S_MAX = 10.0
-"""Longest encoding of a prompt; a million characters take about one second."""
+"""Longest time to encode the prompts of a request; a million characters take about one second."""
+REQUEST_CHARS_MAX = 8_000_000
+"""Characters of all prompts of a request; more could not be encoded within `ENCODE_S_MAX`."""
+LOGPROB_ENTRIES_MAX = 1_000_000
+"""Log probabilities in an answer that is not streamed. Each takes about 70 bytes of JSON, which is
+kept until the answer is complete."""
 DEADLINE_GRACE_S = 5.0
 """Time after a request's deadline at which the gateway ends it if the scheduler has not."""
 
@@ -54,7 +60,10 @@ class CompletionService:
     """Sends completions to the scheduler and passes their tokens to the responses."""
     flush_list: FlushList
     """Streams that have collected events since the last write."""
-    encoders: ThreadPoolExecutor
+    decoders: FairThreads
+    """One thread, which decodes large bodies one after another: decoding holds the interpreter
+    lock, and several threads could keep it from the event loop in turns."""
+    encoders: FairThreads
     """Threads that render chat templates and encode prompts."""
     authenticator: Authenticator
     origin_policy: OriginPolicy
@@ -95,41 +104,78 @@ class CompletionService:
                 code="model_not_found",
             )
 
-    async def encode(self, work: Callable[[], T], text_chars: int, param: str) -> T:
-        """Run the encoding of a prompt in another thread and return its result.
+    async def parse(self, request: web.Request, work: Callable[[bytes], T]) -> T:
+        """Admit a request, read its body, and return what `work` makes of it.
 
         Args:
-            work: encodes the prompt; must be thread-safe.
-            text_chars: characters of the text to encode; a text too long for the context is refused
-                without encoding.
-            param: name of the request field that holds the prompt, for errors.
+            request: the HTTP request.
+            work: decodes and checks the body. For a large body it runs in another thread, so it
+                must be thread-safe.
 
         Raises:
-            ApiError: 400 when the text cannot fit the context or encoding takes too long; 429 when
-                no thread was free in time.
+            ApiError: as `read_body` and `work` do; 429 when too many bodies wait to be decoded.
+        """
+        body = await self.read_body(request)
+        if len(body) <= request_body.SMALL_BODY_BYTES:
+            return work(body)
+        ticket = Ticket(authentication.tenant(request))
+        return await self.decoders.run(ticket, lambda: work(body))
+
+    def check_lengths(self, lengths_chars: Sequence[int], param: str) -> None:
+        """Refuse prompts that cannot fit the context, or are too long together, unencoded.
+
+        Args:
+            lengths_chars: characters of each text to encode.
+            param: name of the request field that holds the prompts, for errors.
+
+        Raises:
+            ApiError: 400 when one of them, or all together, are too long.
         """
         context = self.status.context_tokens_max
-        if context and text_chars > self.tokenizer.chars_max(context):
-            raise too_long(f"about {text_chars} characters", context, param)
-        encoding = self.encoders.submit(work)
-        try:
-            waiting = asyncio.wrap_future(encoding)
-            # Retrieve the error: asyncio logs errors that are not, for example after a disconnect.
-            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
-            done, _ = await asyncio.wait({waiting}, timeout=ENCODE_S_MAX)
-        finally:
-            # Do not start encoding for a client that disconnected or has waited too long.
-            was_queued = encoding.cancel()
-        if done:
-            return waiting.result()
-        if was_queued:
-            raise ApiError(
-                429,
-                "Too many prompts are waiting to be encoded.",
-                code="queue_full",
-                retry_after_s=ENCODE_S_MAX,
+        longest = max(lengths_chars, default=0)
+        if context and longest > self.tokenizer.chars_max(context):
+            raise too_long(f"about {longest} characters", context, param)
+        total = sum(lengths_chars)
+        if total > REQUEST_CHARS_MAX:
+            raise invalid_field(
+                param,
+                f"the text has {total} characters, but that of one request may have at most "
+                f"{REQUEST_CHARS_MAX}: send several requests.",
             )
-        raise invalid_field(param, f"encoding takes more than {ENCODE_S_MAX:.0f} s.")
+
+    async def encode(
+        self, request: web.Request, works: Sequence[Callable[[Ticket], T]], param: str
+    ) -> list[T]:
+        """Run the encoding of prompts in other threads, one after another; return the results.
+
+        Other tenants have their turns in between. Nothing more is encoded for a client that has
+        gone, or after an error.
+
+        Args:
+            request: the HTTP request.
+            works: each encodes some of the prompts; must be thread-safe.
+            param: name of the request field that holds the prompts, for errors.
+
+        Raises:
+            ApiError: 400 when encoding takes too long; 429 when no thread was free in time.
+        """
+        ticket = Ticket(authentication.tenant(request))
+        try:
+            async with asyncio.timeout(ENCODE_S_MAX):
+                return [
+                    await self.encoders.run(ticket, functools.partial(work, ticket))
+                    for work in works
+                ]
+        except TimeoutError:
+            if ticket.is_waiting:
+                raise ApiError(
+                    429,
+                    "Too many prompts are waiting to be encoded.",
+                    code="queue_full",
+                    retry_after_s=ENCODE_S_MAX,
+                ) from None
+            problem = f"encoding takes more than {ENCODE_S_MAX:.0f} s."
+            raise invalid_field(param, problem) from None
 
     def response_metadata(self, kind: str, options: RequestOptions) -> ResponseMetadata:
         """Return the id, time, model and options of a new response; the id is random.
@@ -183,11 +229,13 @@ async def respond(
         sink = BodyCollector(response_format, count, has_logprobs=options.top_logprobs is not None)
     request[ADMITTED].release_body()
     more_expected = await service.admission.more_requests_expected()
-    generation = Generation(response_format.metadata.name, prompts, sink, prompt_param)
-    generation.tenant = authentication.tenant(request)
+    tenant = request[ADMITTED].tenant
+    generation = Generation(response_format.metadata.name, prompts, sink, prompt_param, tenant)
     generation.weight = authentication.weight(request)
     cache_salt = authentication.cache_salt(request, options.fields.cache_salt)
-    generation.choices = _choices(service, generation, options, cache_salt, more_expected)
+    generation.choices = _choices(
+        service, generation, options, response_format, cache_salt, more_expected
+    )
     for choice in generation.choices if parses_tool_calls else ():
         choice.tool_calls = ToolCallParser()
     deadline = asyncio.get_running_loop().call_later(
@@ -224,6 +272,7 @@ def _choices(
     service: CompletionService,
     generation: Generation,
     options: RequestOptions,
+    response_format: ResponseFormat,
     cache_salt: str,
     more_expected: bool,
 ) -> list[Choice]:
@@ -231,8 +280,12 @@ def _choices(
     stop_ids = frozenset(tokenizer.stop_ids)
     choices: list[Choice] = []
     total = len(generation.prompts) * options.count
-    for prompt in generation.prompts:
-        max_tokens = _max_tokens(service, prompt.ids, options, generation.prompt_param)
+    longest_tokens = [
+        _max_tokens(service, prompt.ids, options, generation.prompt_param)
+        for prompt in generation.prompts
+    ]
+    _check_logprobs(options, sum(longest_tokens) * options.count)
+    for prompt, max_tokens in zip(generation.prompts, longest_tokens, strict=True):
         prompt_ids = token_ids.pack(prompt.ids)
         for number in range(options.count):
             submit_request = SubmitRequest(
@@ -250,9 +303,36 @@ def _choices(
                 speculation=options.speculation,
                 more_requests_expected=more_expected or len(choices) + 1 < total,
             )
-            text = CompletionText(tokenizer.detokenizer(), stop_ids, options.stops)
+            logprobs_json = functools.partial(response_format.logprobs_json, len(choices))
+            text = CompletionText(tokenizer.detokenizer(), stop_ids, options.stops, logprobs_json)
             choices.append(Choice(generation, len(choices), submit_request, text))
     return choices
+
+
+def _check_logprobs(options: RequestOptions, tokens_max: int) -> None:
+    """Refuse a request whose whole answer would have too many log probabilities.
+
+    A stream may have any number, because its events are not kept.
+
+    Args:
+        options: the checked options of the request.
+        tokens_max: most tokens of all its completions together.
+
+    Raises:
+        ApiError: 400 when it would have more than `LOGPROB_ENTRIES_MAX`.
+    """
+    if options.top_logprobs is None or options.is_streamed:
+        return
+    per_token = 1 + options.top_logprobs
+    if tokens_max * per_token > LOGPROB_ENTRIES_MAX:
+        raise invalid_field(
+            "logprobs",
+            f"the answer could have {tokens_max} tokens with {per_token} log probabilities each, "
+            f"which is {tokens_max * per_token}, but an answer that is not streamed may have at "
+            f"most {LOGPROB_ENTRIES_MAX}. Lower {options.max_tokens_param}, n or the number of "
+            "alternatives, or set stream.",
+            "invalid_value",
+        )
 
 
 def _max_tokens(

@@ -4,7 +4,6 @@ from typing import Any
 
 import orjson
 
-from services.gateway.completion.completion_text import LogprobEntry
 from services.gateway.completion.response_format import (
     CollectedChoice,
     ResponseFormat,
@@ -12,6 +11,7 @@ from services.gateway.completion.response_format import (
 )
 from services.gateway.tokenizing.tokenizer import Tokenizer
 from services.gateway.tokenizing.tool_calls import ParsedCall
+from shared.messages import TokenLogprobs
 
 
 class ChatFormat(ResponseFormat):
@@ -22,6 +22,8 @@ class ChatFormat(ResponseFormat):
     _before_text = b'"delta":{"content":'
     _after_text = b"}"
     _no_text = b'"delta":{}'
+    logprob_lists = ((b'{"content":', b"[]"),)
+    _after_logprobs = b',"refusal":null}'
 
     def first_event(self, index: int) -> bytes:
         """Return the first event of choice `index`, which has the role and no text."""
@@ -40,18 +42,18 @@ class ChatFormat(ResponseFormat):
             message["tool_calls"] = [_tool_call(call) for call in choice.calls]
         return {"message": message}
 
-    def _logprobs(self, _index: int, entries: list[LogprobEntry]) -> dict[str, Any]:
-        content = [
-            {
-                **_token_entry(self._tokenizer, entry.token, entry.logprobs.logprob),
-                "top_logprobs": [
-                    _token_entry(self._tokenizer, token, logprob)
-                    for token, logprob in entry.alternatives()
-                ],
-            }
-            for entry in entries
-        ]
-        return {"content": content, "refusal": None}
+    def logprobs_json(
+        self, _index: int, token: int, _start_chars: int, logprobs: TokenLogprobs
+    ) -> tuple[bytes, ...]:
+        """Return the token's element of `content`."""
+        element = {
+            **_token_entry(self._tokenizer, token, logprobs.logprob),
+            "top_logprobs": [
+                _token_entry(self._tokenizer, other, logprob)
+                for other, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+            ],
+        }
+        return (orjson.dumps(element),)
 
 
 class CompletionFormat(ResponseFormat):
@@ -61,6 +63,13 @@ class CompletionFormat(ResponseFormat):
     _before_text = b'"text":'
     _after_text = b""
     _no_text = b'"text":""'
+    logprob_lists = (
+        (b'{"text_offset":', b"[]"),
+        (b',"token_logprobs":', b"[]"),
+        (b',"tokens":', b"[]"),
+        (b',"top_logprobs":', b"null"),
+    )
+    _after_logprobs = b"}"
 
     def __init__(self, metadata: ResponseMetadata, tokenizer: Tokenizer, echoes: list[str]) -> None:
         """Make the bytes that all events repeat.
@@ -84,21 +93,23 @@ class CompletionFormat(ResponseFormat):
     def _content(self, choice: CollectedChoice) -> dict[str, Any]:
         return {"text": self._echo(choice.index) + "".join(choice.texts)}
 
-    def _logprobs(self, index: int, entries: list[LogprobEntry]) -> dict[str, Any]:
-        offset_chars = len(self._echo(index))
-        top = [
-            {
-                _token_name(self._tokenizer, token): logprob
-                for token, logprob in entry.alternatives()
-            }
-            for entry in entries
-        ]
-        return {
-            "text_offset": [offset_chars + entry.start_chars for entry in entries],
-            "token_logprobs": [entry.logprobs.logprob for entry in entries],
-            "tokens": [_token_name(self._tokenizer, entry.token) for entry in entries],
-            "top_logprobs": top if any(top) else None,
+    def logprobs_json(
+        self, index: int, token: int, start_chars: int, logprobs: TokenLogprobs
+    ) -> tuple[bytes, ...]:
+        """Return the token's elements of `text_offset`, `token_logprobs`, `tokens`, and the rest.
+
+        The last is b"" without alternatives.
+        """
+        top = {
+            _token_name(self._tokenizer, other): logprob
+            for other, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         }
+        return (
+            b"%d" % (len(self._echo(index)) + start_chars),
+            orjson.dumps(logprobs.logprob),
+            orjson.dumps(_token_name(self._tokenizer, token)),
+            orjson.dumps(top) if top else b"",
+        )
 
 
 def _tool_call(call: ParsedCall) -> dict[str, Any]:

@@ -4,12 +4,16 @@ import time
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from services.gateway.endpoints.chat import template_messages
 from services.gateway.http import request_body
 from services.gateway.http.errors import ApiError
 from services.gateway.openai.request_types import ChatCompletionRequest, CompletionRequest
 from services.gateway.openai.validation import check_chat, check_completion, mix_seed
 from shared.configuration.settings import Config
+from tests.support.effort import cases
 
 _chat = msgspec.json.Decoder(ChatCompletionRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
@@ -260,3 +264,115 @@ def test_brackets_inside_json_strings_do_not_count_towards_limit(text: str) -> N
     fields = {"model": "m", "prompt": text * (request_body.PARTS_MAX // 2)}
     decoded = request_body.decode(_completion, msgspec.json.encode(fields))
     assert decoded.prompt == fields["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("start", "part"),
+    [
+        (b'{"model":"m","prompt":"x","stop":[', b'"a"'),
+        (b'{"model":"m","prompt":[', b"[1,1]"),
+        (b'{"model":"m","prompt":[', b"null"),
+        (b'{"model":"m","prompt":[', b'{"a":1}'),
+        (b'{"model":"m","prompt":[', b"1"),
+        (b'{"model":"m","prompt":[', b"9" * 4_000),
+    ],
+)
+def test_long_list_of_any_kind_is_refused_before_decoding(start: bytes, part: bytes) -> None:
+    """16 MB of list elements are never decoded, whatever they are."""
+    count = 16_000_000 // (len(part) + 1)
+    body = start + b",".join([part] * count) + b"]}"
+    start_s = time.process_time()
+    with pytest.raises(ApiError, match="has more than") as caught:
+        request_body.decode(_completion, body)
+    assert caught.value.status == 400
+    assert time.process_time() - start_s < 0.5
+
+
+def test_prompts_of_token_ids_that_fill_long_contexts_are_decoded() -> None:
+    """64 prompts of 8,100 token ids are a valid request of half a million numbers."""
+    prompt = [list(range(8_100))] * 64
+    body = msgspec.json.encode({"model": "m", "prompt": prompt})
+    assert request_body.decode(_completion, body).prompt == prompt
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('a[]{},:"\\0', max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=30,
+)
+
+
+def _values(value: object) -> tuple[int, int]:
+    """Return how many values there are without numbers in lists, and how many such numbers."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    values, numbers = 1, 0
+    for one in inner:
+        is_number = isinstance(value, list) and isinstance(one, int) and not isinstance(one, bool)
+        more = (0, 1) if is_number else _values(one)
+        values, numbers = values + more[0], numbers + more[1]
+    return values, numbers
+
+
+@settings(max_examples=cases(100, 1_000))
+@given(value=_json)
+def test_counted_parts_are_never_fewer_than_those_of_the_text(value: object) -> None:
+    """Brackets and commas in strings do not count, and at most short lists count twice."""
+    values, numbers = _values(value)
+    text = msgspec.json.encode(value)
+    [(parts, counted_numbers)] = request_body._count_parts(text)
+    assert counted_numbers == numbers
+    assert values - 1 <= parts <= 2 * values
+
+
+@settings(max_examples=cases(100, 1_000))
+@given(value=_json, size=st.integers(1, 40))
+def test_text_counted_in_pieces_has_as_many_parts(value: object, size: int) -> None:
+    """A piece may end in a string or after a backslash; only a number at its end may be missed."""
+    text = msgspec.json.encode(["\\" * 3, value, "]", value])
+    [whole] = request_body._count_parts(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_body, "_PIECE_BYTES", size)
+        pieces = list(request_body._count_parts(text))
+    assert sum(parts for parts, _ in pieces) + sum(numbers for _, numbers in pieces) >= whole[0]
+
+
+def test_error_about_very_long_name_is_short_and_fast() -> None:
+    """The name of an unknown field may have 16 MB; the error repeats its beginning."""
+    body = b'{"model":"m","prompt":"x","' + b"n" * 16_000_000 + b'":1}'
+    start_s = time.process_time()
+    with pytest.raises(ApiError) as caught:
+        request_body.decode(_completion, body)
+    assert caught.value.code == "unknown_parameter"
+    assert len(caught.value.body()) < 1_000
+    assert time.process_time() - start_s < 0.5
+
+
+def _chat_with_arguments(arguments: list[str]) -> bytes:
+    calls = [
+        {"id": f"c{number}", "type": "function", "function": {"name": "f", "arguments": one}}
+        for number, one in enumerate(arguments)
+    ]
+    message = {"role": "assistant", "tool_calls": calls}
+    return msgspec.json.encode({"model": "m", "messages": [message]})
+
+
+def test_arguments_nested_too_deeply_are_refused_with_their_field() -> None:
+    """Tool-call arguments are JSON in a string: their depth is checked like that of other JSON."""
+    deep = '{"a":' + "[" * 500 + "]" * 500 + "}"
+    deeper = '{"a":' + "[" * 50_000 + "]" * 50_000 + "}"
+    for arguments in (deep, deeper):
+        body = request_body.decode(_chat, _chat_with_arguments(["{}", arguments]))
+        with pytest.raises(ApiError) as caught:
+            template_messages(body.messages)
+        assert caught.value.status == 400
+        assert caught.value.param == "messages[0].tool_calls[1].function.arguments"
+
+
+def test_arguments_with_too_many_parts_together_are_refused_before_decoding() -> None:
+    """The parts of all tool calls count together, because each text alone may be short."""
+    half = '{"a":[' + ",".join(['"x"'] * (request_body.PARTS_MAX // 2)) + "]}"
+    body = request_body.decode(_chat, _chat_with_arguments([half]))
+    assert len(template_messages(body.messages)) == 1
+    body = request_body.decode(_chat, _chat_with_arguments([half, half]))
+    with pytest.raises(ApiError, match="has more than"):
+        template_messages(body.messages)
