@@ -19,7 +19,7 @@ from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.configuration.settings import GatewayConfig
 from shared.errors import ConfigError
 from shared.log import Log
-from shared.os import private_files
+from shared.os import private_files, user_folders
 from shared.os.private_files import Signature
 
 RELOAD_INTERVAL_S = 1.0
@@ -142,7 +142,9 @@ class ApiKeys:
 
 def key_file(config: GatewayConfig) -> Path | None:
     """Return the path of the key file, None when `gateway.api_keys_file` is empty."""
-    return Path(config.api_keys_file).expanduser() if config.api_keys_file else None
+    if not config.api_keys_file:
+        return None
+    return user_folders.expand(config.api_keys_file, "gateway.api_keys_file")
 
 
 def generate_secret() -> str:
