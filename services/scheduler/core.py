@@ -27,8 +27,7 @@ from services.scheduler.events import (
 )
 from services.scheduler.requests.drain import Drain
 from services.scheduler.requests.request_table import RETRY_AFTER_S, RequestLimits, RequestTable
-from services.scheduler.requests.sequence import Sequence, SequenceState
-from services.scheduler.requests.tenant_turns import TenantTurns
+from services.scheduler.requests.sequence import Sequence
 from services.scheduler.requests.waiting_limits import WaitingLimits
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.speculation.methods import check_roll_back
@@ -77,16 +76,14 @@ class SchedulerCore:
         self._config = config
         self._actions: list[Action] = []
         self._waiting = WaitingQueue(WaitingLimits(config.scheduler, config.tenants.share))
-        self._turns = TenantTurns()
-        self._requests = RequestTable(config.scheduler, self._waiting, self._turns, self._actions)
-        self._batch = RunningBatch(config, self._waiting, self._turns)
+        self._requests = RequestTable(config.scheduler, self._waiting, self._actions)
+        self._batch = RunningBatch(config, self._waiting, self._requests.turns)
         self._world = World(config, jaccl_devices, self._actions, hostfile)
         self._pipeline = StepPipeline(
             config.scheduler.plans_in_flight,
             self._batch,
             self._world,
             self._requests,
-            self._turns,
             self._actions,
         )
         self._stall_detector = StallDetector()
@@ -145,15 +142,8 @@ class SchedulerCore:
     def check_invariants(self) -> None:
         """Raise InvariantBroken or AssertionError if slots or blocks conflict (I1, I7, I9)."""
         self._batch.check_invariants()
-        for sequence in self._requests:
-            running = sequence.state is SequenceState.RUNNING
-            assert running or sequence.state is SequenceState.WAITING, sequence
-            assert sequence.samples_in_flight >= 0, sequence
-        waiting = sum(1 for sequence in self._requests if sequence.state is SequenceState.WAITING)
-        assert waiting == len(self._waiting), (waiting, len(self._waiting))
-        assert len(self._requests) == waiting + len(self._batch)
-        self._waiting.limits.check_invariants(list(self._waiting))
-        assert len(self._turns) == len({sequence.tenant for sequence in self._requests})
+        self._requests.check_invariants()
+        assert len(self._requests) == len(self._waiting) + len(self._batch)
         assert len(self._pipeline.in_flight) <= self._config.scheduler.plans_in_flight
 
     # --- gateways ----------------------------------------------------------------------------
@@ -396,7 +386,7 @@ class SchedulerCore:
             rates=self._pipeline.rates,
             counters=self._counters,
             waiting=self._waiting,
-            turns=self._turns,
+            turns=self._requests.turns,
             tokens_limit=self._tokens_limit() if self._world.was_ready else 0,
             drain=self._drain,
             now_s=now_s,

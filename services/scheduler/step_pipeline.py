@@ -11,7 +11,6 @@ from services.scheduler.events import Action, SaveEvidence, SendToGateway, SendT
 from services.scheduler.requests.burst import Burst
 from services.scheduler.requests.request_table import RequestTable
 from services.scheduler.requests.sequence import Sequence, SequenceState
-from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.status_report import TokenRates
 from services.scheduler.world.world import World, WorldState
 from shared.identifiers import PeerId, Slot
@@ -30,7 +29,6 @@ class StepPipeline:
         batch: RunningBatch,
         world: World,
         requests: RequestTable,
-        turns: TenantTurns,
         actions: list[Action],
     ) -> None:
         self.in_flight = InFlightSteps()
@@ -39,7 +37,7 @@ class StepPipeline:
         self._batch = batch
         self._world = world
         self._requests = requests
-        self._turns = turns
+        self._turns = requests.turns
         self._counters = requests.counters
         self._actions = actions
         self._had_open_requests = False

@@ -52,16 +52,13 @@ class RequestTable:
     """The open requests of all gateways; reports to each gateway what becomes of its requests."""
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        waiting: WaitingQueue,
-        turns: TenantTurns,
-        actions: list[Action],
+        self, config: SchedulerConfig, waiting: WaitingQueue, actions: list[Action]
     ) -> None:
         self.counters: defaultdict[str, float] = defaultdict(float)
         self._config = config
         self._waiting = waiting
-        self._turns = turns
+        self.turns = TenantTurns()
+        """Whose turn it is, among the tenants of the open requests."""
         self._actions = actions
         self._open: dict[tuple[PeerId, str], Sequence] = {}
         self._arrivals = 0
@@ -121,7 +118,7 @@ class RequestTable:
             return
         self._arrivals += 1
         self._open[gateway, message.request_id] = sequence
-        self._turns.enter(sequence.tenant, message.weight, self._waiting.tenants)
+        self.turns.enter(sequence.tenant, message.weight, self._waiting.tenants)
         ahead = self._waiting.add(sequence)
         self.counters["requests_accepted_total"] += 1
         self.counters["prompt_tokens_total"] += message.prompt_tokens
@@ -240,6 +237,16 @@ class RequestTable:
         """Record the seconds that a finished request ran, from which Retry-After is estimated."""
         self._mean_request_s += 0.1 * (seconds - self._mean_request_s)
 
+    def check_invariants(self) -> None:
+        """Assert that the queue, its limits and the turns know exactly the open requests."""
+        waiting = [one for one in self if one.state is SequenceState.WAITING]
+        for sequence in self:
+            assert sequence.state is not SequenceState.ENDED, sequence
+            assert sequence.samples_in_flight >= 0, sequence
+        assert len(waiting) == len(self._waiting), (len(waiting), len(self._waiting))
+        self._waiting.limits.check_invariants(waiting)
+        assert len(self.turns) == len({sequence.tenant for sequence in self})
+
     def _end_if_complete(self, sequence: Sequence) -> None:
         """Finish a resumed request that was complete when its scheduler was lost."""
         is_stopped = sequence.tokens[-1] in sequence.stop_ids
@@ -271,7 +278,7 @@ class RequestTable:
         if sequence.state is SequenceState.ENDED:
             raise InvariantBroken(f"request {sequence.request.request_id} has ended already")
         sequence.state = SequenceState.ENDED
-        self._turns.leave(sequence.tenant)
+        self.turns.leave(sequence.tenant)
         del self._open[sequence.gateway, sequence.request.request_id]
 
     def _send(self, gateway: PeerId, message: ToGateway) -> None:

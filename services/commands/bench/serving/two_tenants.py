@@ -24,7 +24,6 @@ SMALL_REQUESTS = 20
 _SMALL_TOKENS = 4
 """Completion length of the small tenant's requests; only their first tokens count."""
 _KEYS = {"small": "small-tenant-of-the-benchmark", "flood": "flooding-tenant-of-the-benchmark"}
-_FLOOD_TIMEOUT_S = 900.0
 _STALL_VARIABLE = "LOCKSTEP_SCHEDULER_DECODE_STALL_MS"
 
 
@@ -69,9 +68,7 @@ def measure_tenants(
 
         def flood() -> None:
             work = prompts.token_work(FLOOD_REQUESTS, 1, prompt_tokens)
-            flooding.complete(
-                stack, work, new_tokens, api_key=_KEYS["flood"], timeout_s=_FLOOD_TIMEOUT_S
-            )
+            flooding.complete(stack, work, new_tokens, api_key=_KEYS["flood"])
 
         def measure_both() -> dict[str, dict[str, float]]:
             alone = serve_small()
