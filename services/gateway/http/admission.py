@@ -32,7 +32,7 @@ new connection, 4 for a kept one."""
 
 
 class AdmittedRequest:
-    """One admitted HTTP request: its tenant, and what it holds of the gateway's limits.
+    """One admitted HTTP request: its tenant, and its part of the gateway's limits.
 
     Memory is reserved while the body arrives and until the prompt has been encoded to token ids.
     """
@@ -239,7 +239,7 @@ def _full(limit: FairShare, amount: int, what: str, retry_after_s: float) -> Api
     Args:
         limit: the limit.
         amount: what the request needs of it.
-        what: plural of what is limited.
+        what: plural of the limited things.
         retry_after_s: seconds after which there may be room.
     """
     if limit.used + amount > limit.total:

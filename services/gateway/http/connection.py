@@ -144,7 +144,7 @@ class GuardedHandler(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send the end of a response, then parse what was received behind its request.
+        """Send the end of a response, then parse the bytes received behind its request.
 
         Returns:
             The response, and whether the connection was lost meanwhile.

@@ -97,7 +97,7 @@ class ConnectionRefusal(asyncio.Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits that all connections of a server have in common, and what they hold of them."""
+    """Limits that all connections of a server have in common, and the connections that count."""
 
     header_timeout_s: float
     """Seconds within which a request's headers must be complete."""

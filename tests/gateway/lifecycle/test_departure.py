@@ -1,4 +1,4 @@
-"""Clients that leave, half-close or speak HTTP/1.0: what they get, and when they are noticed."""
+"""Clients that leave, half-close or speak HTTP/1.0: their answers, and when they are noticed."""
 
 import json
 import socket
@@ -76,7 +76,7 @@ _BEHIND = {
 def test_generation_is_aborted_within_a_second_after_pipelining_client_leaves(
     gateway: RunningGateway, behind: bytes, is_streamed: bool
 ) -> None:
-    """Nothing is generated for nobody: not while the first token is awaited, and not later."""
+    """Generation ends with its client, also while the first token is awaited."""
     headers = "Connection: Upgrade\r\nUpgrade: websocket\r\n"
     for upgrade in ("", headers):
         gateway.scheduler.reset()

@@ -1,4 +1,4 @@
-"""Shares of tenants: what one API key holds never keeps another key's requests out."""
+"""Shares of tenants: requests of one API key never keep those of another key out."""
 
 import contextlib
 import json
