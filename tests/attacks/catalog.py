@@ -161,6 +161,20 @@ def half_closes(attacker: Attacker) -> None:
         time.sleep(0.2)
 
 
+def old_versions(attacker: Attacker) -> None:
+    """Ask over HTTP/1.0 for long streams and answers in turn, and leave a moment later."""
+    is_streamed = False
+    while not attacker.is_over:
+        is_streamed = not is_streamed
+        body = completion(max_tokens=_LONG_ANSWER, stream=is_streamed)
+        headers = "Connection: keep-alive\r\n"
+        with contextlib.suppress(OSError), attacker.connected() as connection:
+            connection.sendall(post(body, version="1.0", headers=headers))
+            connection.shutdown(socket.SHUT_WR)
+            time.sleep(0.3)
+        time.sleep(0.2)
+
+
 def slow_readers(attacker: Attacker) -> None:
     """Keep 16 streams of long completions open and read none of them."""
     body = completion(stream=True, max_tokens=_LONG_ANSWER, n=4)
@@ -242,6 +256,7 @@ ATTACKS = [
     Attack("pipelining", pipelining, must_depart=True),
     Attack("upgrades", upgrades, must_depart=True),
     Attack("half-closes", half_closes, must_depart=True),
+    Attack("old-versions", old_versions, must_depart=True),
     Attack("slow-readers", slow_readers, must_depart=True),
     Attack("idle-connections", idle_connections),
     Attack("wrong-keys", wrong_keys),
