@@ -6,7 +6,7 @@ Each end is used from one thread, without threads of its own: its owner calls `p
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -14,18 +14,13 @@ from shared import limits
 from shared.clock import Clock, SystemClock
 from shared.errors import FrameRefused, PeerUnknown
 from shared.identifiers import Incarnation, PeerId
-from shared.log import Log
 from shared.transport import codec, delivery, framing, socket_file, sockets
-from shared.transport.authentication import REFUSAL_LOG_INTERVAL_S, AccessControl, listener_key
+from shared.transport.authentication import AccessControl, listener_key
 from shared.transport.delivery import Frame, Session, new_incarnation
 from shared.transport.keys import DIALLING_ROLES
-from shared.transport.link_events import Connected, LinkCounters, LinkEvent, Lost, Quiet, Received
+from shared.transport.link import Link, LinkSet, M
+from shared.transport.link_events import Connected, LinkEvent, Lost, Quiet, Received
 from shared.transport.reconnect import ReconnectPolicy
-from shared.transport.sockets import LinkSocket
-
-M = TypeVar("M", bound=msgspec.Struct)
-
-_LOG = Log("link")
 
 
 def _unique(identity: str) -> bytes:
@@ -33,52 +28,7 @@ def _unique(identity: str) -> bytes:
     return f"{identity}-{new_incarnation():x}".encode()
 
 
-class LinkSet:
-    """Waits for events of several links, all of one thread."""
-
-    def __init__(self, *links: "_Link[Any]") -> None:
-        self._links = {link.socket: link for link in links}
-        self._waiter = sockets.SocketPoller(list(self._links))
-
-    def wait(self, timeout_s: float) -> list["_Link[Any]"]:
-        """Wait up to `timeout_s` seconds; return the links that a frame or `wake` has woken."""
-        return [self._links[socket] for socket in self._waiter.wait(timeout_s)]
-
-
-class _Link(Generic[M]):
-    """Parts common to both ends."""
-
-    def __init__(self, socket: LinkSocket, receives: Any, clock: Clock) -> None:
-        self.socket = socket
-        self.incarnation = new_incarnation()
-        self.counters = LinkCounters()
-        self.silence_s = limits.PEER_SILENCE_S  # of a peer, after which it is lost
-        self._decoder: codec.Decoder[M] = codec.Decoder(receives)
-        self._clock = clock
-        self._next_warning_s = -math.inf
-
-    def _refuse(self, error: FrameRefused, now_s: float) -> None:
-        """Count a refused frame, and log the cause at a limited rate."""
-        self.counters.refused += 1
-        if now_s >= self._next_warning_s:
-            self._next_warning_s = now_s + REFUSAL_LOG_INTERVAL_S
-            _LOG.warning("frame_refused", link=self.socket.address, cause=ascii(str(error))[:300])
-
-    def _warn_if_quiet(
-        self, peer: PeerId, session: Session, now_s: float, events: list[LinkEvent[M]]
-    ) -> None:
-        session.silence_s = self.silence_s
-        if session.becomes_quiet(now_s):
-            half_s, name = self.silence_s / 2.0, peer.decode(errors="replace")
-            _LOG.warning("peer_silent", peer=name, seconds=half_s, lost_after_s=self.silence_s)
-            events.append(Quiet(peer))
-
-    def wake(self) -> None:
-        """Make a waiting `poll` return. The only method that other threads may call."""
-        self.socket.wake()
-
-
-class Listener(_Link[M]):
+class Listener(Link[M]):
     """The end of a link with many peers, for example the scheduler's end towards its ranks."""
 
     def __init__(
@@ -256,7 +206,7 @@ class Listener(_Link[M]):
         events.append(Lost(peer, cause))
 
 
-class Dialer(_Link[M]):
+class Dialer(Link[M]):
     """The end of a link with one peer, for example a rank's towards the scheduler. Reconnects."""
 
     def __init__(

@@ -237,8 +237,7 @@ class LinkSocket:
             except zmq.Again:
                 break
             event = int.from_bytes(facts[:2], sys.byteorder)
-            gave_up = event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            failures.append((_FAILURES[event], gave_up))
+            failures.append((_FAILURES[event], event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL))
         return failures
 
     def wake(self) -> None:
@@ -270,10 +269,7 @@ class LinkSocket:
             os.read(self._wake_read, 4_096)
 
     def receive(self, count_max: int) -> Iterator[tuple[list[bytes], str]]:
-        """Answer handshakes; yield up to `count_max` frames as (parts, key that the sender proved).
-
-        The key is "" without access control.
-        """
+        """Answer handshakes; yield up to `count_max` frames as (parts, proven key or "")."""
         if self._access is not None:
             self._answer_handshakes(self._access)
         self.is_drained = False
@@ -292,10 +288,9 @@ class LinkSocket:
             yield parts, key
 
     def send(self, parts: list[bytes]) -> bool:
-        """Send without waiting. The session resends frames that are not acknowledged.
+        """Send without waiting; return False on a listener without a connection to the peer.
 
-        Returns:
-            False on a listener without a connection to the peer.
+        The session resends frames that are not acknowledged.
         """
         self.is_drained = False
         try:

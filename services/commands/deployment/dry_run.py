@@ -114,8 +114,8 @@ def _listens(share: HostShare) -> Iterator[tuple[str, str]]:
         yield "clients", f"http://{config.gateway.host}:{config.gateway.port}"
 
 
-def _default(folder: Path, *, is_here: bool) -> str:
-    return str(folder) if is_here else "the default folder there"
+def _default(folder: Path | None, *, is_here: bool) -> str:
+    return str(folder) if folder and is_here else "the default folder there"
 
 
 def _line(name: str, text: str) -> str:

@@ -56,13 +56,19 @@ def test_run_folder_below_folder_writable_for_all_is_refused_unless_sticky(tmp_p
     assert run_folder.prepare(parent / "run") == parent / "run"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-@pytest.mark.parametrize("given", ["run", "."])
+@pytest.mark.parametrize("foreign", ["run", "."])
 def test_run_folder_that_another_user_owns_or_could_replace_is_refused(
-    tmp_path: Path, given: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: str
 ) -> None:
     """The error names the owner and the setting."""
     (tmp_path / "parent" / "run").mkdir(parents=True, mode=0o700)
-    os.chown(tmp_path / "parent" / given, 54_321, 54_321)
+    real = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        facts = real(path)
+        is_foreign = path == tmp_path / "parent" / foreign
+        return os.stat_result((*facts[:4], 54_321, *facts[5:])) if is_foreign else facts
+
+    monkeypatch.setattr(Path, "lstat", lstat)
     with pytest.raises(ConfigError, match=r"another user \(54321\).*set paths\.run_dir"):
         run_folder.prepare(tmp_path / "parent" / "run")
