@@ -97,6 +97,8 @@ def measure(plan: OverloadPlan, report: Report) -> None:
     slots = {
         "LOCKSTEP_SCHEDULER_RUNNING_SEQUENCES_MAX": str(plan.slots),
         "LOCKSTEP_SCHEDULER_WAITING_REQUESTS_MAX": str(plan.slots),
+        # All of this load comes from one tenant.
+        "LOCKSTEP_TENANTS_SHARE": "1",
     }
     with (
         LoadClient(plan.log_folder) as client,
