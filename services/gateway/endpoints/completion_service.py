@@ -336,7 +336,7 @@ def _check_logprobs(options: RequestOptions, tokens_max: int) -> None:
 
 
 def _max_tokens(
-    service: CompletionService, prompt: list[int], options: RequestOptions, prompt_param: str
+    service: CompletionService, prompt: Sequence[int], options: RequestOptions, prompt_param: str
 ) -> int:
     """Return the longest completion of one prompt in tokens.
 

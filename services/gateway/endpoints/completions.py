@@ -1,5 +1,6 @@
 """Endpoint POST /v1/completions. Owns checking prompts, which are texts or token ids."""
 
+import array
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -125,7 +126,7 @@ def _encode(
             text, ids = tokenizer.decode(prompt) if echoes else "", prompt
         if context and len(ids) >= context:
             raise completion_service.too_long(f"{len(ids)} tokens", context, "prompt")
-        encoded.append((Prompt(ids), text))
+        encoded.append((Prompt(array.array("i", ids)), text))
     return encoded
 
 

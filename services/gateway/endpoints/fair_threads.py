@@ -106,6 +106,10 @@ class FairThreads:
             if ticket.is_waiting:
                 self._take_out(job)
             raise
+        finally:
+            # An error refers to this frame, and the job to the error: such a cycle would keep the
+            # bodies of refused requests until the next garbage collection.
+            del job
         return result
 
     def shutdown(self) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -47,7 +47,8 @@ class Render(Protocol):
 class Prompt:
     """A prompt as token ids, with the prefix lengths at which later prompts may diverge."""
 
-    ids: list[int]
+    ids: Sequence[int]
+    """Its token ids; kept as long as the request, so as an array instead of a list."""
     system_tokens: int = 0
     """Number of first tokens that are instructions and tools, shared with other conversations."""
     cache_boundaries: list[int] = dataclasses.field(default_factory=list)

@@ -3,6 +3,7 @@
 The files are in the model's folder or, for a Hugging Face id, are downloaded from the hub.
 """
 
+import array
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -155,10 +156,11 @@ class Tokenizer:
             return text
 
         conversation = self._encoder.encode_conversation([messages, tools], render)
-        if not 0 < block_tokens <= len(conversation.ids):
-            return Prompt(conversation.ids)
+        ids = array.array("i", conversation.ids)
+        if not 0 < block_tokens <= len(ids):
+            return Prompt(ids)
         return Prompt(
-            conversation.ids,
+            ids,
             self._instruction_prefixes.count_tokens(
                 conversation, messages, tools, arguments, render
             ),

@@ -1,7 +1,11 @@
 """Worker threads that tenants share: turns, a free thread for others, and cancelled work."""
 
 import asyncio
+import contextlib
+import functools
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -155,3 +159,32 @@ def test_error_of_work_reaches_the_caller() -> None:
         threads.shutdown()
 
     asyncio.run(scenario())
+
+
+def test_failed_work_leaves_nothing_in_memory_without_garbage_collection() -> None:
+    """The body of a refused request is freed with its error, although collections are rare."""
+
+    class Body:
+        pass
+
+    async def scenario() -> weakref.ref[Body]:
+        threads = _threads(1)
+        body = Body()
+        kept = weakref.ref(body)
+
+        def refuse(one: Body) -> None:
+            raise ApiError(400, f"No {type(one).__name__}.")
+
+        with contextlib.suppress(ApiError):
+            await threads.run(Ticket("first"), functools.partial(refuse, body))
+        del body
+        # The thread forgets its last work when it takes the next.
+        await threads.run(Ticket("first"), lambda: None)
+        threads.shutdown()
+        return kept
+
+    gc.disable()
+    try:
+        assert asyncio.run(scenario())() is None
+    finally:
+        gc.enable()

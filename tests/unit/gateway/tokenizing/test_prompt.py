@@ -1,5 +1,6 @@
 """Cache boundaries of prompts: where later prompts diverge, for templates that rewrite turns."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def _encode(template: str, messages: list[dict[str, Any]], tools: Any = None) ->
     return chat_templates.tokenizer(template).encode_chat(messages, tools, {}, 1)
 
 
-def _shared_tokens(one: list[int], other: list[int]) -> int:
+def _shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     count = 0
     for left, right in zip(one, other, strict=False):
         if left != right:
