@@ -16,8 +16,10 @@ GROUPS_FOLDER = Path("/sys/fs/cgroup")
 MEMBERSHIP_FILE = Path("/proc/self/cgroup")
 """The groups of this process."""
 
-_VERSION_1 = ("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_")
-_VERSION_2 = ("memory.current", ("memory.max", "memory.high"), "")
+_Files = tuple[str, tuple[str, ...], str]
+
+_VERSION_1: _Files = ("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_")
+_VERSION_2: _Files = ("memory.current", ("memory.max", "memory.high"), "")
 """File with the bytes in use, files with limits, and the prefix of the names in `memory.stat`."""
 
 _FILE_PAGES = ("active_file", "inactive_file")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from services.scheduler.cache.index import block_format
+from services.scheduler.cache.index.block_index import NODES_MAX
 from services.scheduler.events import TimePassed
 from shared import limits
 from shared.messages import BlocksRestored, RequestFinished, RestoreBlocks
@@ -21,7 +22,7 @@ from tests.unit.scheduler.support.rank_failures import lose_rank, restart_ranks
 from tests.unit.scheduler.support.reference_rank import Block, ReferenceRank
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
-PLACES = (block_format.NODES_MAX, 60, 20)
+PLACES = (NODES_MAX, 60, 20)
 """Places for blocks in the index; with few of them it is full of resident blocks."""
 
 
