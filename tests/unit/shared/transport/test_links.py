@@ -232,6 +232,53 @@ def test_session_ends_on_both_ends_after_silence_limit(address: str) -> None:
     assert [type(event) for event in dialler_events] == [Lost]
 
 
+def test_peer_with_allowed_silence_is_lost_only_once_its_silence_counts_again(
+    address: str,
+) -> None:
+    """A listener keeps a silent peer while its silence is allowed, and afterwards for the whole
+    limit."""
+    clock = ManualClock()
+    listener: Listener[ToScheduler] = Listener(address, ToScheduler, clock)
+    dialer: Dialer[ToGateway] = Dialer(address, "rank", ToGateway, clock)
+    events: list[Event] = []
+
+    def has_connected() -> bool:
+        clock.advance(limits.HELLO_INTERVAL_S)
+        events.extend(listener.poll(0.01))
+        dialer.poll(0.01)
+        return bool(events)
+
+    wait_until(has_connected, DEADLINE_S, poll_s=0.0)
+    (peer,) = listener.peers
+    causes = []
+    for is_allowed, seconds in ((True, 3.5), (False, 0.9), (False, 0.2)):
+        listener.allow_silence(peer, is_allowed=is_allowed)
+        clock.advance(seconds * limits.PEER_SILENCE_S)
+        # Not even the system's queue is read: hellos that still arrive would count as a sign.
+        found: list[Event] = []
+        listener._maintain_sessions(clock.now(), found)
+        causes.append([event.cause for event in found if isinstance(event, Lost)])
+    listener.close(0.0)
+    dialer.close(0.0)
+
+    assert causes[:2] == [[], []]
+    assert [cause[:6] for cause in causes[2]] == ["silent"]
+
+
+def test_peer_with_allowed_silence_is_lost_when_its_connection_closes(
+    listener: Listener[ToScheduler], dial: Callable[[], Dialer[ToGateway]]
+) -> None:
+    """A process that ends while it may be silent is lost soon, as any other."""
+    dialer = dial()
+    peer = connect(listener, dialer)
+    listener.allow_silence(peer, is_allowed=True)
+    dialer.socket.close()  # As after SIGKILL: without a goodbye.
+    events: list[Event] = []
+    poll_until(lambda: bool(events), (listener, events))
+
+    assert events == [Lost(peer, "gone")]
+
+
 def test_both_ends_warn_of_silence_before_they_lose_peer(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -268,7 +315,7 @@ def test_both_ends_warn_of_silence_before_they_lose_peer(
 
 def _maintain(link: Listener[ToScheduler] | Dialer[ToGateway], clock: ManualClock) -> list[Event]:
     """Return the events of a poll for which nothing has arrived."""
-    receive, link.socket.receive = link.socket.receive, lambda _: []  # type: ignore[method-assign]
+    receive, link.socket.receive = link.socket.receive, lambda _: iter(())  # type: ignore[method-assign]
     try:
         return list(link.poll(0.0))
     finally:
