@@ -184,8 +184,8 @@ def parse_file(text: str, path: Path) -> list[ApiKey]:
         match = _LINE.fullmatch(line.strip())
         if match is None or not is_valid_name(match[1]):
             raise ConfigError(
-                f"{path}, line {number}, is not a name, a salt, a digest and maybe a weight: add "
-                "keys with `lockstep api-key new NAME`."
+                f"{path}, line {number}, is not a name, a salt and a digest, and maybe a weight: "
+                "add keys with `lockstep api-key new NAME`."
             )
         if match[1] in keys:
             raise ConfigError(f"{path}, line {number}, has the same name as an earlier line.")

@@ -255,7 +255,7 @@ class RequestTable:
             self.finish(sequence, "stop" if is_stopped else "length")
 
     def _share_tokens(self, tenant: str, tokens: "array[int]") -> "array[int]":
-        """Return equal tokens of a waiting request of the same tenant, or these if there are none.
+        """Return equal tokens of a waiting request of the same tenant, else these tokens.
 
         Several completions of one prompt are requests of their own.
         """

@@ -13,7 +13,7 @@ from services.scheduler.requests.sequence import Sequence
 
 @dataclasses.dataclass(slots=True)
 class _Account:
-    """What one tenant with open requests has had."""
+    """Open requests and computed tokens of one tenant."""
 
     weight: float
     open_requests: int = 0
@@ -25,7 +25,7 @@ class TenantTurns:
     """Decides which tenant is next: the one that has been served least, by its weight.
 
     Only tenants with open requests count. One that had no request waiting is first lifted to the
-    least served of the others, so nobody saves up turns. With one tenant nothing is counted.
+    least served of the others, so no tenant saves up turns. With one tenant nothing is counted.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class TenantTurns:
         return self._accounts[tenant].weight
 
     def in_turn(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Yield open sequences in turn; what is charged meanwhile changes whose turn is next.
+        """Yield open sequences in turn; tokens charged meanwhile change whose turn is next.
 
         Args:
             sequences: the sequences; those of one tenant keep their order.

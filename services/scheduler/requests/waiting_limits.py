@@ -16,7 +16,7 @@ _BIAS_BYTES = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Counted:
-    """What one waiting sequence was counted with."""
+    """Amounts that one waiting sequence was counted with."""
 
     tokens: int
     own_bytes: int
