@@ -1,6 +1,6 @@
 """Private folder of sockets and process files. Owns its creation and the checks of its owners.
 
-A user who can write to the folder, or replace it, could put sockets where Lockstep's are expected.
+Another user with write access to the folder or its parents could put sockets in Lockstep's places.
 """
 
 import contextlib
