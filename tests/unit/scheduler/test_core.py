@@ -9,7 +9,6 @@ import pytest
 from services.scheduler.events import (
     DrainRequested,
     GatewayLost,
-    PeerSilent,
     RankLost,
     RankMessageReceived,
     TimePassed,
@@ -138,31 +137,6 @@ def test_missed_step_deadline_ends_epoch(make_world: MakeWorld) -> None:
     world.start_rank(0)
     world.settle()
     assert world.tokens["a"] == completion([1, 2], 3)
-
-
-def test_step_that_takes_half_of_its_deadline_is_warned_of_once(make_world: MakeWorld) -> None:
-    """The log and a counter tell of a late step, with the ranks that answered, before it ends the
-    epoch."""
-    world = make_world(ranks=2, step_deadline_max_s=40.0)
-    world.submit("a", [1, 2], 3)
-    world.advance(19.0)
-    assert not [one for one in world.log_lines if one.event == "step_late"]
-
-    world.advance(20.0)
-
-    (late,) = [one for one in world.log_lines if one.event == "step_late"]
-    assert late.level == "warning"
-    assert late.fields["deadline_s"] == 40.0
-    assert late.fields["answered"] == []
-    assert not world.dismissed
-    world.advance(2.0)
-    assert world.dismissed
-    world.tell(PeerSilent())
-    assert world.core._counters["steps_late_total"] == 1
-    assert world.core._counters["peer_silences_total"] == 1
-    for rank in range(2):
-        world.start_rank(rank)
-    world.settle()
 
 
 def test_permanent_rank_failure_fails_all_requests(make_world: MakeWorld) -> None:

@@ -7,7 +7,7 @@ import pytest
 from services.scheduler.batch.plan_builder import StepWork
 from services.scheduler.batch.step_deadlines import StepDeadlines
 from services.scheduler.batch.step_timing import StepTiming
-from services.scheduler.events import RankLost, RankMessageReceived, TimePassed
+from services.scheduler.events import PeerSilent, RankLost, RankMessageReceived, TimePassed
 from shared import limits
 from shared.configuration.loading import config_from_tree
 from shared.configuration.settings import SchedulerConfig
@@ -319,4 +319,29 @@ def test_request_fails_at_own_deadline_when_shorter_than_queue_deadline(
     assert world.tokens["b"] == []
     peer = PeerId(next(iter(world.ranks)))
     assert peer not in world.dismissed
+    world.settle()
+
+
+def test_step_that_takes_half_of_its_deadline_is_warned_of_once(make_world: MakeWorld) -> None:
+    """The log and a counter tell of a late step, with the ranks that answered, before it ends the
+    epoch."""
+    world = make_world(ranks=2, step_deadline_max_s=40.0)
+    world.submit("a", [1, 2], 3)
+    world.advance(19.0)
+    assert not [one for one in world.log_lines if one.event == "step_late"]
+
+    world.advance(20.0)
+
+    (late,) = [one for one in world.log_lines if one.event == "step_late"]
+    assert late.level == "warning"
+    assert late.fields["deadline_s"] == 40.0
+    assert late.fields["answered"] == []
+    assert not world.dismissed
+    world.advance(2.0)
+    assert world.dismissed
+    world.tell(PeerSilent())
+    assert world.core._counters["steps_late_total"] == 1
+    assert world.core._counters["peer_silences_total"] == 1
+    for rank in range(2):
+        world.start_rank(rank)
     world.settle()
