@@ -19,7 +19,7 @@ from shared import messages, token_ids
 from shared.clock import Clock
 from shared.errors import LinkError, LinkFull, PeerUnknown
 from shared.log import Log
-from shared.transport.links import Connected, Lost, Received
+from shared.transport.links import Connected, Lost, Quiet, Received
 
 CONNECT_WAIT_S = 5.0
 """Time for which a new request waits for a session to the scheduler before it gets a 503."""
@@ -152,6 +152,8 @@ class OpenRequests:
                     self._resume_all()
                 case Lost():
                     self._handle_lost(event.cause)
+                case Quiet():
+                    pass  # The link has logged it, and the scheduler may still answer.
                 case _:
                     assert_never(event)
         self._flush_list.flush()

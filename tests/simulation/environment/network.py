@@ -8,7 +8,7 @@ closing socket has sent still arrive. Each connection has its own delay.
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from shared.errors import ConfigError
@@ -77,6 +77,7 @@ class SimulatedSocket:
         self.owner = owner
         self.identity = identity
         self.is_closed = False
+        self.bind: Callable[[str], None] = lambda _: None
         self.inbox: deque[list[bytes]] = deque()
         self.routes: dict[bytes, Connection] = {}
         """Of a listener: the connection of each identity."""

@@ -8,7 +8,7 @@ from unittest import mock
 
 from services.scheduler import main as scheduler_shell
 from shared.identifiers import Incarnation
-from shared.transport import links, sockets
+from shared.transport import links, socket_file, sockets
 from tests.simulation.environment.event_heap import EventHeap
 from tests.simulation.environment.network import Network
 
@@ -18,6 +18,16 @@ class _NoPoller:
 
     def __init__(self, links: object) -> None:
         """Ignore the sockets."""
+
+
+class _NoSocketFile:
+    """Stands for the file of a listener's socket: simulated sockets have none."""
+
+    def __init__(self, address: str, bind: object) -> None:
+        """Ignore the address."""
+
+    def restore(self, now_s: float) -> None:
+        """Do nothing."""
 
 
 @contextlib.contextmanager
@@ -39,6 +49,7 @@ def patched_environment(heap: EventHeap, network: Network) -> Iterator[None]:
             (sockets, "listen", network.listen),
             (sockets, "dial", network.dial),
             (sockets, "SocketPoller", _NoPoller),
+            (socket_file, "SocketFile", _NoSocketFile),
             (links, "SystemClock", clock),
             (scheduler_shell, "SystemClock", clock),
             (links, "new_incarnation", next_incarnation),

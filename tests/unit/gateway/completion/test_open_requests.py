@@ -22,7 +22,7 @@ from shared.messages import (
     TokensGenerated,
 )
 from shared.messages.gateway_link import FinishReason
-from shared.transport.links import Connected, Lost
+from shared.transport.links import Connected, Lost, Quiet
 from tests.unit.gateway.completion.open_requests_harness import (
     SCHEDULER,
     STOP_ID,
@@ -99,6 +99,17 @@ def test_request_is_submitted_to_next_session_when_link_breaks_right_after_conne
     assert len(harness.requests) == 1
     harness.connect()
     assert harness.submitted()[-1].request_id == choice.request_id
+    assert choice.generation.error is None
+
+
+def test_request_stays_open_when_scheduler_is_quiet_but_not_lost(
+    harness: OpenRequestsHarness,
+) -> None:
+    """The warning before a loss changes nothing for open requests."""
+    choice = harness.submit()
+    harness.requests.handle([Quiet(SCHEDULER)])
+
+    assert len(harness.requests) == 1
     assert choice.generation.error is None
 
 
