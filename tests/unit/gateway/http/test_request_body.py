@@ -278,7 +278,7 @@ def test_brackets_inside_json_strings_do_not_count_towards_limit(text: str) -> N
     ],
 )
 def test_long_list_of_any_kind_is_refused_before_decoding(start: bytes, part: bytes) -> None:
-    """16 MB of list elements are never decoded, whatever they are."""
+    """16 MB of list elements of any type are never decoded."""
     count = 16_000_000 // (len(part) + 1)
     body = start + b",".join([part] * count) + b"]}"
     start_s = time.process_time()
