@@ -105,12 +105,15 @@ def report(
             "memory_exhausted_total": float(world.recovery.memory_exhausted),
             **batch.report_counters(),
         },
-        gauges={
-            "waiting_tokens": float(waiting.limits.tokens),
-            "active_tenants": float(len(turns)),
-            **_gauges(batch, in_flight, rates, now_s),
-        },
+        gauges=_queue_gauges(waiting, turns) | _gauges(batch, in_flight, rates, now_s),
     )
+
+
+def _queue_gauges(waiting: WaitingQueue, turns: TenantTurns) -> dict[str, float]:
+    return {
+        "waiting_tokens": float(waiting.limits.tokens),
+        "active_tenants": float(len(turns)),
+    }
 
 
 def _gauges(

@@ -17,7 +17,7 @@ from shared.messages.base import (
     TokenId,
     TokenLogprobs,
 )
-from shared.token_ids import TOKEN_BYTES
+from shared.messages.token_ids import TOKEN_BYTES
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FailureCause = Literal["deadline", "queue_deadline", "stopping", "failed"]

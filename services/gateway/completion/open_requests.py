@@ -15,10 +15,11 @@ from services.gateway.http.admission import FullQueue
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.scheduler_client.scheduler_client import CallLater, Events, Link, Timer
 from services.gateway.scheduler_client.scheduler_status import StatusBoard
-from shared import messages, token_ids
+from shared import messages
 from shared.clock import Clock
 from shared.errors import LinkError, LinkFull, PeerUnknown
 from shared.log import Log
+from shared.messages import token_ids
 from shared.transport.links import Connected, Lost, Quiet, Received
 
 CONNECT_WAIT_S = 5.0

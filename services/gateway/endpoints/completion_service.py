@@ -26,10 +26,9 @@ from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.tokenizer import Tokenizer
 from services.gateway.tokenizing.tool_calls import ToolCallParser
-from shared import token_ids
 from shared.clock import unix_seconds
 from shared.configuration.settings import Config
-from shared.messages import SubmitRequest
+from shared.messages import SubmitRequest, token_ids
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from services.scheduler.cache.index.prefix_match import nearest_before, nearest_
 from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
 from services.scheduler.cache.spiller import Spiller
 from shared.messages import KeptBlock, KeptCheckpoint
-from shared.token_ids import pack
+from shared.messages.token_ids import pack
 
 
 class Keeper:

@@ -8,8 +8,7 @@ import msgspec
 import openai
 import pytest
 
-from shared import token_ids
-from shared.messages import CachedPrefix, RequestAccepted, RequestAdmitted, SubmitRequest
+from shared.messages import CachedPrefix, RequestAccepted, RequestAdmitted, SubmitRequest, token_ids
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import Reply, finished, generated, reply_with

@@ -7,8 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from shared import token_ids
-from shared.messages import RequestRejected
+from shared.messages import RequestRejected, token_ids
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import reply_with

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared import token_ids
-from shared.messages import RequestAccepted
+from shared.messages import RequestAccepted, token_ids
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import finished, generated, reply_with

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shared import limits, token_ids
-from shared.messages import RequestAccepted, RequestFailed, RequestRejected
+from shared import limits
+from shared.messages import RequestAccepted, RequestFailed, RequestRejected, token_ids
 from shared.messages.gateway_link import FailureCause
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway

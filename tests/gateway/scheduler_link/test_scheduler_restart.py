@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared import token_ids
-from shared.messages import RequestAccepted
+from shared.messages import RequestAccepted, token_ids
 from tests.gateway import raw_client
 from tests.gateway.concurrent_requests import TOKENS, ConcurrentRequests, start_requests
 from tests.gateway.running_gateway import RunningGateway

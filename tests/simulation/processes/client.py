@@ -9,8 +9,7 @@ from services.gateway.completion.open_requests import CONNECT_WAIT_S
 from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.tool_calls import ParsedCall
-from shared import token_ids
-from shared.messages import Sampling, SubmitRequest
+from shared.messages import Sampling, SubmitRequest, token_ids
 from tests.simulation.environment.event_heap import EventHeap, Violation
 from tests.simulation.processes.gateway_process import GatewayProcess
 from tests.unit.scheduler.support.reference_rank import completion

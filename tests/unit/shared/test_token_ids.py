@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared import token_ids
+from shared.messages import token_ids
 
 
 def test_packed_ids_are_little_endian_int32_and_unpack_to_same_ids() -> None:

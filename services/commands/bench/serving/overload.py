@@ -126,14 +126,7 @@ def measure(plan: OverloadPlan, report: Report) -> None:
             run = functools.partial(measure_pair, factor)
             case = measure_case(plan, report, {"times": factor}, run, noted=[OVERLOAD])
             case.add_ratios(OVERLOAD, PEAK, "tokens_per_s")
-    measure_tenants(
-        plan,
-        report,
-        prompts,
-        slots=plan.slots,
-        prompt_tokens=plan.prompt_tokens,
-        new_tokens=plan.new_tokens,
-    )
+    measure_tenants(plan, report, prompts, plan.slots, plan.prompt_tokens, plan.new_tokens)
 
 
 def _measure_peak(

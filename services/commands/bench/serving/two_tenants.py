@@ -31,7 +31,6 @@ def measure_tenants(
     plan: StackPlan,
     report: Report,
     prompts: PromptGenerator,
-    *,
     slots: int,
     prompt_tokens: int,
     new_tokens: int,
@@ -81,7 +80,7 @@ def measure_tenants(
             return {ALONE: alone, BESIDE_FLOOD: beside | {"flooded_to_end": float(is_flooding)}}
 
         serve_small()
-        case = measure_case(plan, report, {"flood": FLOOD_REQUESTS}, measure_both)
+        case = measure_case(plan, report, {"times": f"flood of {FLOOD_REQUESTS}"}, measure_both)
     case.add_ratios(BESIDE_FLOOD, ALONE, "ttft_p50_ms", "ttft_p95_ms")
     stall_ms = float(plan.settings.get(_STALL_VARIABLE, SchedulerConfig().decode_stall_ms))
     alone, beside = (case.values(name, "ttft_p95_ms") for name in (ALONE, BESIDE_FLOOD))

@@ -10,7 +10,7 @@ from shared import limits
 from shared.configuration.settings import CacheConfig
 from shared.errors import ConfigError
 from shared.messages import RankReady
-from shared.token_ids import TOKEN_BYTES
+from shared.messages.token_ids import TOKEN_BYTES
 
 INDEX_BYTES_MAX = 256 * 2**20
 """Most memory of the scheduler for known blocks."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from services.scheduler.cache.index.hashes import checkpoint_hash
 from shared.errors import InvariantBroken
-from shared.token_ids import TOKEN_BYTES
+from shared.messages.token_ids import TOKEN_BYTES
 
 NODES_MAX = 131_072
 """Most known blocks, however much memory and stores can hold: Python's garbage collector stops the

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 
 from shared import limits
-from shared.token_ids import pack
+from shared.messages.token_ids import pack
 
 _KEY = b"lockstep kv blocks"
 _HASH_BYTES = 32

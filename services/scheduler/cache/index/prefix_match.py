@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node, tokens_of
 from services.scheduler.cache.index.hashes import Chain
 from shared import limits
-from shared.token_ids import TOKEN_BYTES, pack
+from shared.messages.token_ids import TOKEN_BYTES, pack
 
 _NEIGHBOURS_MAX = 32
 """Children on each side of the most similar position that are examined."""

@@ -17,11 +17,10 @@ from services.gateway.tokenizing import vocabulary
 from services.gateway.tokenizing.detokenizer import ByteLevelDetokenizer
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.tool_calls import ParsedCall
-from shared import token_ids
 from shared.clock import ManualClock
 from shared.errors import LinkFull, PeerUnknown
 from shared.identifiers import PeerId
-from shared.messages import Sampling, SubmitRequest, ToGateway
+from shared.messages import Sampling, SubmitRequest, ToGateway, token_ids
 from shared.transport.links import Connected, Lost, Received
 from tests.unit.gateway.tokenizing import small_tokenizers
 

@@ -8,7 +8,7 @@ from services.scheduler.cache.index.hashes import (
     root_hash,
 )
 from services.scheduler.cache.index.prefix_match import Match, find_match
-from shared.token_ids import pack
+from shared.messages.token_ids import pack
 
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 10

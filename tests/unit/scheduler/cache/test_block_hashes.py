@@ -14,7 +14,7 @@ from services.scheduler.cache.index.hashes import (
     namespace_of,
     root_hash,
 )
-from shared.token_ids import pack
+from shared.messages.token_ids import pack
 
 NAMESPACE = namespace_of("model", ["layout", "layout"], 16)
 

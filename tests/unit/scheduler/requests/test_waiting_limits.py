@@ -6,8 +6,7 @@ import tracemalloc
 import pytest
 
 from services.scheduler.events import GatewayMessageReceived
-from shared import token_ids
-from shared.messages import RequestRejected, Sampling, SubmitRequest, ToScheduler
+from shared.messages import RequestRejected, Sampling, SubmitRequest, ToScheduler, token_ids
 from shared.transport import codec
 from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld, completion
 from tests.unit.scheduler.support.world_factory import MakeWorld

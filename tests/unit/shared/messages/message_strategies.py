@@ -6,8 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect as types
 
-from shared import token_ids
-from shared.messages import SubmitRequest
+from shared.messages import SubmitRequest, token_ids
 
 _INT_MAX = 2**63 - 1
 
