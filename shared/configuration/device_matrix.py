@@ -122,7 +122,7 @@ def topology(matrix: Matrix, name: str = "world.jaccl_devices", *, ring: bool = 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """What one world needs of an RDMA device."""
+    """Needs of one world for one RDMA device."""
 
     queue_pairs: int
     memory_regions: int

@@ -91,7 +91,7 @@ class Recovery:
     def detail(self) -> str:
         """Why no further epoch starts, as a sentence; "" while one may.
 
-        It quotes what is now known about the last failed epoch: the rank that knows the cause may
+        It quotes the present knowledge of the last failed epoch: the rank that knows the cause may
         report after the rank that felt the consequence.
         """
         quoted = (
