@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 
-from shared import token_ids
 from shared.messages import (
     RequestFinished,
     Sampling,
@@ -22,6 +21,7 @@ from shared.messages import (
     SubmitRequest,
     ToGateway,
     TokensGenerated,
+    token_ids,
 )
 from shared.transport.links import Connected, Dialer, LinkEvent, Received
 from tests.chaos.cluster import processes

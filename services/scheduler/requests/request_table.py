@@ -14,7 +14,6 @@ from services.scheduler.requests.sequence import Sequence, SequenceState
 from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.speculation.methods import WHY_NOT
-from shared import token_ids
 from shared.configuration.settings import SchedulerConfig
 from shared.errors import InvariantBroken
 from shared.identifiers import PeerId, SequenceId
@@ -27,6 +26,7 @@ from shared.messages import (
     RequestRejected,
     SubmitRequest,
     ToGateway,
+    token_ids,
 )
 from shared.messages.gateway_link import FailureCause, FinishReason
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared import token_ids
 from shared.messages import (
     AbortRequest,
     CachedPrefix,
@@ -25,6 +24,7 @@ from shared.messages import (
     SubmitRequest,
     ToGateway,
     TokensGenerated,
+    token_ids,
 )
 from shared.os.lifeline import VARIABLE
 from shared.transport.links import Connected, Dialer, Lost, Received

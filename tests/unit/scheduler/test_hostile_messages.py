@@ -29,7 +29,6 @@ from services.scheduler.events import (
     Stop,
     TimePassed,
 )
-from shared import token_ids
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -50,6 +49,7 @@ from shared.messages import (
     TokensGenerated,
     ToRank,
     ToScheduler,
+    token_ids,
 )
 from shared.transport import codec
 from tests.support.effort import cases

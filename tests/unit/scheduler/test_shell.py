@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from services.scheduler.main import Shell
-from shared import token_ids
 from shared.configuration.loading import config_from_tree
 from shared.errors import ConfigError
 from shared.messages import (
@@ -29,6 +28,7 @@ from shared.messages import (
     SubmitRequest,
     ToGateway,
     ToRank,
+    token_ids,
 )
 from shared.transport.links import Connected, Dialer, Received
 from tests.support.waiting import wait_until

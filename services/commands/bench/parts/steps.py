@@ -31,7 +31,6 @@ from services.commands.bench.measuring.processes import (
     bench_program,
 )
 from services.commands.bench.measuring.report import Report
-from shared import token_ids
 from shared.errors import UnavailableError
 from shared.messages import (
     RequestFailed,
@@ -41,6 +40,7 @@ from shared.messages import (
     StatusReported,
     SubmitRequest,
     ToGateway,
+    token_ids,
 )
 from shared.transport.links import Dialer, Lost, Received
 

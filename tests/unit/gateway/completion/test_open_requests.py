@@ -10,7 +10,6 @@ from services.gateway.completion.open_requests import (
     RESUME_RETRY_S,
 )
 from services.gateway.http.errors import ApiError
-from shared import token_ids
 from shared.messages import (
     AbortRequest,
     QueryStatus,
@@ -20,6 +19,7 @@ from shared.messages import (
     RequestRejected,
     StatusReported,
     TokensGenerated,
+    token_ids,
 )
 from shared.messages.gateway_link import FinishReason
 from shared.transport.links import Connected, Lost, Quiet

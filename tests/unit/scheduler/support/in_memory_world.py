@@ -23,7 +23,6 @@ from services.scheduler.events import (
     TimePassed,
     WriteLog,
 )
-from shared import token_ids
 from shared.configuration.settings import Config
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -46,6 +45,7 @@ from shared.messages import (
     StepPlan,
     SubmitRequest,
     TokensGenerated,
+    token_ids,
 )
 from shared.transport import codec
 from tests.unit.scheduler.support.rank_messages import HELLO

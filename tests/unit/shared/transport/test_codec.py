@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import limits, token_ids
+from shared import limits
 from shared.errors import FrameRefused
 from shared.messages import (
     AbortRequest,
@@ -26,6 +26,7 @@ from shared.messages import (
     TokensGenerated,
     ToRank,
     ToScheduler,
+    token_ids,
 )
 from shared.transport import codec
 from tests.support.effort import cases
