@@ -194,7 +194,7 @@ class Worker:
         """Return a context that ends this process, with a sentence, after too long a time.
 
         Args:
-            what: what must end, the beginning of the sentence.
+            what: subject of the sentence: the work that must end in time.
             seconds: its longest time.
             remedy: the end of the sentence.
         """

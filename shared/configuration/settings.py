@@ -296,7 +296,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Folder of sockets and process files; `prepare_run_dir` creates it.
 
         Raises:
-            ConfigError: when it depends on a home folder and there is none.
+            ConfigError: when it depends on a home folder and this user has no home folder.
         """
         if self.paths.run_dir:
             return user_folders.expand(self.paths.run_dir, "paths.run_dir")

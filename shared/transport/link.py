@@ -21,7 +21,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 _LOG = Log("link")
 
 
-class Link(Generic[M]):
+class LinkEnd(Generic[M]):
     """Parts common to both ends."""
 
     def __init__(self, socket: LinkSocket, receives: Any, clock: Clock) -> None:
@@ -57,10 +57,10 @@ class Link(Generic[M]):
 class LinkSet:
     """Waits for events of several links, all of one thread."""
 
-    def __init__(self, *links: Link[Any]) -> None:
+    def __init__(self, *links: LinkEnd[Any]) -> None:
         self._links = {link.socket: link for link in links}
         self._waiter = sockets.SocketPoller(list(self._links))
 
-    def wait(self, timeout_s: float) -> list[Link[Any]]:
+    def wait(self, timeout_s: float) -> list[LinkEnd[Any]]:
         """Wait up to `timeout_s` seconds; return the links that a frame or `wake` has woken."""
         return [self._links[socket] for socket in self._waiter.wait(timeout_s)]

@@ -18,7 +18,7 @@ from shared.transport import codec, delivery, framing, socket_file, sockets
 from shared.transport.authentication import AccessControl, listener_key
 from shared.transport.delivery import Frame, Session, new_incarnation
 from shared.transport.keys import DIALLING_ROLES
-from shared.transport.link import Link, LinkSet, M
+from shared.transport.link import LinkEnd, LinkSet, M
 from shared.transport.link_events import Connected, LinkEvent, Lost, Quiet, Received
 from shared.transport.reconnect import ReconnectPolicy
 
@@ -28,7 +28,7 @@ def _unique(identity: str) -> bytes:
     return f"{identity}-{new_incarnation():x}".encode()
 
 
-class Listener(Link[M]):
+class Listener(LinkEnd[M]):
     """The end of a link with many peers, for example the scheduler's end towards its ranks."""
 
     def __init__(
@@ -206,7 +206,7 @@ class Listener(Link[M]):
         events.append(Lost(peer, cause))
 
 
-class Dialer(Link[M]):
+class Dialer(LinkEnd[M]):
     """The end of a link with one peer, for example a rank's towards the scheduler. Reconnects."""
 
     def __init__(

@@ -78,7 +78,7 @@ class Examiner:
         """
         found, config, share = self._found, self._config, self._share
         public, allowed = files.check_keys(
-            found, config.keys_dir, needed=self._needs_keys(), flags=self._flags
+            found, config.required_keys_dir, needed=self._needs_keys(), flags=self._flags
         )
         digest, weights = files.check_model(found, config) if share.roles.ranks else ("", None)
         on_mac = sys.platform == "darwin"

@@ -91,7 +91,7 @@ def supervisor_pid(folder: Path) -> int | None:
         folder: the run folder.
 
     Returns:
-        The id; None if there is none.
+        The id, or None.
     """
     found = process_file.find_processes(folder, process_file.SUPERVISOR)
     return found[0].pid if found else None

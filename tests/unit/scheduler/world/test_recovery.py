@@ -237,7 +237,7 @@ def test_epoch_with_later_cause_unavailable_does_not_count_as_failed() -> None:
 @pytest.mark.parametrize("symptom", ["peer", "silence", "deadline"])
 def test_own_cause_of_late_rank_replaces_symptom_after_all_starts_have_ended(symptom: str) -> None:
     """The rank that knows the cause may report after the symptom of another has ended all trying:
-    the sentence is made of what is known when it is read."""
+    the sentence names the cause that is known when it is read."""
     starts = WorldStarts(epochs_failed_max=1)
     first, second = starts.start()
     if symptom == "peer":
