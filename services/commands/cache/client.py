@@ -32,7 +32,7 @@ class RunningStore:
 
     is_running = True
 
-    def __init__(self, address: str, keys_dir: Path) -> None:
+    def __init__(self, address: str, keys_dir: Path | None) -> None:
         self._clock = SystemClock()
         self._address = address
         self._link: Dialer[FromStore] = Dialer(

@@ -73,7 +73,7 @@ def test_repeated_failure_logs_one_traceback_a_minute_and_the_number_of_others(
 ) -> None:
     """A client that causes 100 failures gets one traceback into the log; other kinds get theirs."""
     now_s = 1_000.0
-    monkeypatch.setattr(log.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr("shared.log.time.monotonic", lambda: now_s)
     log.set_up("gateway", LogConfig(format="json"))
 
     def fail(kind: type[Exception]) -> None:

@@ -49,7 +49,7 @@ def _examine_mac(
     """
     monkeypatch.setattr("services.commands.doctor.examiner.sys.platform", "darwin")
     monkeypatch.chdir(tmp_path)
-    Path(JACCL["world"]["jaccl_devices"]).write_text(json.dumps(devices or PAIR))
+    Path(str(JACCL["world"]["jaccl_devices"])).write_text(json.dumps(devices or PAIR))
     share = _share(tmp_path, **JACCL)
     return Examiner(share, "studio-a", {}, recorded.mac_runner(changed)).examine()
 

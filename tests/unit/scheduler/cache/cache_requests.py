@@ -1,5 +1,7 @@
 """Requests to a world with a prefix cache, and readings of its cache metrics."""
 
+from typing import Any
+
 from services.scheduler.events import TimePassed
 from shared.messages import StepPlan
 from tests.unit.scheduler.support.in_memory_world import InMemoryWorld, RankSetup, completion
@@ -13,7 +15,7 @@ PROMPT = [3 * number % 1_000 for number in range(100)]
 
 
 def run_request(
-    world: InMemoryWorld, name: str, prompt: list[int], tokens: int = 5, **options: object
+    world: InMemoryWorld, name: str, prompt: list[int], tokens: int = 5, **options: Any
 ) -> int:
     """Run one request alone; return the number of reused prompt tokens."""
     world.submit(name, prompt, tokens, **options)
