@@ -81,7 +81,7 @@ def test_key_files_accessible_to_others_are_refused_with_chmod_command(
 def test_key_files_owned_by_another_user_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner of a file could replace the key, unless it is root, who can do so anyway."""
+    """Another user who owns a key file could replace the key; root could do so in any case."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     monkeypatch.setattr("shared.os.private_files._ROOT", os.getuid() + 2)
 
