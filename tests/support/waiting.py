@@ -8,7 +8,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 DEADLINE_S = 15.0
+
 """Other tests may keep both cores busy; what takes milliseconds alone can then take seconds."""
+PROCESS_DEADLINE_S = 900.0
+"""For a process of a test at idle priority, to which other tests can leave almost no time."""
 POLL_S = 0.005
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.rank_worker.device import blas
+from tests.support.waiting import PROCESS_DEADLINE_S
 
 MULTIPLY_CODE = """
 from services.rank_worker.device import blas
@@ -37,7 +38,7 @@ def _preload_and_binding(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROCESS_DEADLINE_S,
         check=True,
     )
     text = next(folder.glob("linker.*")).read_text(errors="replace")
@@ -86,7 +87,11 @@ def test_blas_preload_after_mlx_import_reports_reference_blas() -> None:
         return
     code = "import mlx.core; from services.rank_worker.device import blas; print(blas.preload())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_DEADLINE_S,
+        check=True,
     )
 
     assert done.stdout.strip() == "reference BLAS"

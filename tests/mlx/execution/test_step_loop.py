@@ -42,7 +42,7 @@ from tests.mlx.executor_driver import admission, make_executor, make_prompt, pre
 from tests.mlx.models import make_llama
 from tests.mlx.sharding.moe_models import make_half_of_experts
 from tests.support.orders import join_order, rank_hello
-from tests.support.waiting import wait_until
+from tests.support.waiting import PROCESS_DEADLINE_S, wait_until
 from tests.unit.rank_worker.stored.scripted_store import ScriptedStore
 
 BLOCK = 8
@@ -113,7 +113,7 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
     made.wait_for(RankHello, 1)
     order = join_order(step_deadline_max_s=30.0)
     made.send(order)
-    assert link.orders.get(timeout=5.0) == order
+    assert link.orders.get(timeout=PROCESS_DEADLINE_S) == order
     settings = TierSettings(
         store_address=store.address, epoch=1, rank=0, world_size=1, spill_bytes_max=2**24
     )

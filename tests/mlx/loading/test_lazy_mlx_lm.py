@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.waiting import PROCESS_DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[3]
 
 _RANK = """
@@ -42,7 +44,7 @@ def _run(code: str, *paths: Path) -> "subprocess.CompletedProcess[str]":
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROCESS_DEADLINE_S,
         check=False,
     )
 

@@ -20,6 +20,7 @@ from services.rank_worker.model.loading.source import find_source
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.model.sharding.shares import Split
+from tests.support.waiting import PROCESS_DEADLINE_S
 
 CONFIG = {
     "model_type": "qwen3",
@@ -202,7 +203,7 @@ def test_process_exits_with_configuration_error_code_after_failed_load(folder: P
         "        sys.exit(error.exit_code)\n"
     )
     command = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(command, check=False, capture_output=True, timeout=60)
+    done = subprocess.run(command, check=False, capture_output=True, timeout=PROCESS_DEADLINE_S)
 
     assert done.returncode == ConfigError.exit_code, done.stderr.decode()
 

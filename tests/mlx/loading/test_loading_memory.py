@@ -25,6 +25,7 @@ from tests.mlx.loading.model_checkpoints import (
 )
 from tests.mlx.models import MODEL_FACTORIES
 from tests.support.control_groups import show_control_groups
+from tests.support.waiting import PROCESS_DEADLINE_S
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -100,7 +101,11 @@ def test_loading_uses_at_most_a_tenth_more_memory_than_shard(
     _write_published_checkpoint(tmp_path, config)
     command = [sys.executable, "-m", "tests.mlx.loading.test_loading_memory", str(tmp_path)]
     done = subprocess.run(
-        [*command, sharding, dtype], check=False, capture_output=True, text=True, timeout=120
+        [*command, sharding, dtype],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_DEADLINE_S,
     )
 
     shutil.rmtree(tmp_path)

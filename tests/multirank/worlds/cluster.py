@@ -157,6 +157,8 @@ def cluster(ranks: int, blocks: Path | None = None, /, **settings: str) -> Itera
         **os.environ,
         "LOCKSTEP_PATHS_RUN_DIR": str(run_dir),
         "LOCKSTEP_WORLD_SIZE": str(ranks),
+        # No rank is restarted here, so a step late on busy cores must not end the world.
+        "LOCKSTEP_SCHEDULER_STEP_DEADLINE_MIN_S": "60",
         "LOCKSTEP_CACHE_SSD": str(blocks is not None).lower(),
         "LOCKSTEP_CACHE_DIRECTORY": str(blocks or run_dir / "blocks"),
         **{f"LOCKSTEP_{name}": value for name, value in settings.items()},
