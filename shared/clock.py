@@ -36,6 +36,11 @@ class ManualClock:
         self._now_s += seconds
 
 
+def unix_time_s() -> float:
+    """Return seconds since 1970, for display only. Never use it for deadlines."""
+    return time.time()
+
+
 def unix_seconds() -> int:
-    """Return whole seconds since 1970, for display only. Never use it for deadlines."""
-    return int(time.time())
+    """Return whole seconds since 1970, as `unix_time_s`."""
+    return int(unix_time_s())

@@ -124,7 +124,7 @@ def run(config: Config) -> int:
         ConfigError: it is switched off, or its directory or address is not available.
     """
     lifeline.exit_with_parent()
-    log.set_up("cache_store", config.log)
+    log.set_up("store", config.log, config.log_directory)
     if not (config.cache.enabled and config.cache.ssd):
         key = "cache.ssd" if config.cache.enabled else "cache.enabled"
         raise ConfigError(f"{key} is off, so a cache store has no blocks to keep. Set it to true.")

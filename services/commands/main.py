@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "services.commands.lifecycle:drain",
         "Refuse new requests and let running ones finish.",
     ),
+    "logs": ("services.commands.logs:logs", "Show the log files of this host."),
     "verify": (
         "services.commands.verify.command:verify",
         "Check that a running Lockstep works in every part.",

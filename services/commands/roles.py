@@ -10,12 +10,13 @@ import click
 from services.commands.cli.click_support import Command
 from services.commands.cli.flags import SettingSources, settings_options
 from services.supervisor.status import running
-from shared import limits
+from shared import limits, log
 from shared.configuration import host_selection
 from shared.configuration.host_share import HostShare
 from shared.configuration.loading import prepare_run_dir, read_world_files
 from shared.configuration.setting_rules import settings_without_effect
 from shared.configuration.settings import Config
+from shared.errors import LockstepError
 from shared.model import adapters
 from shared.os.process_file import ProcessFile
 from shared.os.standard_streams import print_line
@@ -43,8 +44,12 @@ def up(sources: SettingSources, *, dry_run: bool) -> int:
     share = sources.share()
     from services.supervisor import main as supervisor
 
-    _check_before_start(share)
-    return supervisor.run(share)
+    try:
+        _check_before_start(share)
+        return supervisor.run(share)
+    except LockstepError as error:
+        log.report(str(error), share.config.log, "error")
+        return error.exit_code
 
 
 @click.command(cls=Command)
@@ -136,9 +141,11 @@ def process_file_held(config: Config, name: str, *, by_pid: bool = False) -> Ite
             file = ProcessFile(folder, name, by_pid=by_pid, facts=running.facts(config))
         except OSError as error:
             # A role can serve without its file, for example on a full disk.
-            _warn(
+            log.report(
                 f"Cannot write to {config.run_dir}: {error.strerror}. `lockstep restart` will not "
-                "find this process."
+                "find this process.",
+                config.log,
+                "warning",
             )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
@@ -166,7 +173,7 @@ def _check_before_start(share: HostShare) -> None:
     if share.roles.scheduler and not share.files:
         warnings += read_world_files(share.config).ignored_settings
     for warning in warnings:
-        _warn(warning)
+        log.report(warning, share.config.log, "warning")
 
 
 def _check_folders(share: HostShare) -> None:
@@ -180,7 +187,3 @@ def _check_folders(share: HostShare) -> None:
         _ = config.cache_directory
     if config.paths.keys_dir:
         _ = config.required_keys_dir
-
-
-def _warn(sentence: str) -> None:
-    click.echo(f"lockstep: warning: {sentence}", err=True)

@@ -61,7 +61,7 @@ def run(config: Config) -> int:
         valid.
     """
     lifeline.exit_with_parent()
-    log.set_up("gateway", config.log)
+    log.set_up("gateway", config.log, config.log_directory)
     try:
         keys = ApiKeys(config.gateway, os.environ.get(API_KEYS_VARIABLE, ""), SystemClock())
         loaded = tokenizer.load(config.model, _log.info)
@@ -165,7 +165,7 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
         gc.collect()
         gc.freeze()
         gc.set_threshold(GARBAGE_THRESHOLD)
-        _log.info("gateway_listening", host=config.gateway.host, port=config.gateway.port)
+        _log.info("gateway_listening", address=config.gateway.host, port=config.gateway.port)
         await stopping.wait()
         aborted = await _drain(config, service, runner, forced)
     finally:

@@ -33,7 +33,7 @@ def run(config: Config, rank: int = -1) -> int:
     """
     _set_signal_handlers()
     lifeline.exit_with_parent()
-    log.set_up("rank_worker", config.log)
+    log.set_up(f"rank-{rank}" if rank >= 0 else "rank", config.log, config.log_directory)
     try:
         return _run_epoch(config, rank, SystemClock())
     except LockstepError as error:
@@ -79,6 +79,7 @@ def _run_epoch(config: Config, rank: int, clock: Clock) -> int:
     order = link.orders.get()
     if not isinstance(order, JoinWorld):
         raise TypeError(f"expected JoinWorld as the first order, got {type(order).__name__}")
+    log.bind(rank=order.rank, epoch=order.epoch)
     try:
         with contextlib.ExitStack() as environment:
             if port is not None:

@@ -177,7 +177,7 @@ class Worker:
                 ring_sockets.make_blocking(hostfile)
         self.link.awaits_report = False
         self._report("loading", 0.0)
-        _log.info("world_joined", epoch=order.epoch, rank=order.rank, world_size=order.world_size)
+        _log.info("world_joined", world_size=order.world_size)
         self.ranks_on_host = count
         return world
 

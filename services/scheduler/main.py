@@ -172,6 +172,8 @@ class Shell:
                 for rank in action.peers:
                     self._ranks.allow_silence(rank, is_allowed=action.is_allowed)
             case WriteLog():
+                if action.event == "epoch_begins":
+                    log.bind(epoch=action.fields["epoch"])
                 getattr(self._log, action.level)(action.event, **action.fields)
             case SaveEvidence():
                 self._save_evidence(action)
@@ -208,7 +210,7 @@ def run(config: Config) -> int:
         ConfigError: when a configured file is invalid or an address cannot be bound.
     """
     lifeline.exit_with_parent()
-    log.set_up("scheduler", config.log)
+    log.set_up("scheduler", config.log, config.log_directory)
     prepare_run_dir(config)
     shell = Shell(config)
     signal.signal(signal.SIGTERM, lambda *_: shell.request_drain())

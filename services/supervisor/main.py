@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 from services.supervisor.children import process_group
-from services.supervisor.console.console import Console, non_blocking
+from services.supervisor.console.console import SUPERVISOR, Console, non_blocking
 from services.supervisor.status import running
 from services.supervisor.supervisor import Supervisor
 from shared.configuration.host_share import HostShare
 from shared.configuration.loading import prepare_run_dir
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
+from shared.log.files import LogFile
 from shared.model import location
 from shared.os import lifeline, process_file
 from shared.os.process_file import NameTaken, ProcessFile
@@ -37,12 +38,27 @@ def run(share: HostShare) -> int:
         process_file.delete_stale_files(folder)
         if share.roles.gateway:
             _check_port(config)
-        console = Console(non_blocking(sys.stdout))
+        console = _open_console(config)
         code = Supervisor(share, process_group.create_group(share, folder, console), console).run()
         _clean_run_dir(config, folder)
         return code
     finally:
         held.release()
+
+
+def _open_console(config: Config) -> Console:
+    """Return the output: standard output, or a log file, or on a terminal both.
+
+    Raises:
+        ConfigError: when the log file cannot be written.
+    """
+    directory, as_json = config.log_directory, config.log.format == "json"
+    if directory is None:
+        return Console(non_blocking(sys.stdout, as_json=as_json), as_json=as_json)
+    is_terminal = sys.stdout.isatty()
+    file = LogFile(directory, SUPERVISOR, config.log, takes_output=not is_terminal)
+    stream = non_blocking(sys.stdout, as_json=as_json) if is_terminal else None
+    return Console(stream, as_json=as_json, file=file)
 
 
 def _claim_run_dir(folder: Path, share: HostShare) -> ProcessFile:

@@ -198,15 +198,15 @@ class Supervisor:
     def _log_permanent_failure(self, child: Child, code: int | None, consequence: str) -> None:
         self._console.show_progress("")
         self._console.log_line(
-            "lockstep",
             f"{child.role.name} cannot run with this configuration (code {code}, see its message "
             f"above): {consequence}",
+            "error",
         )
 
     def _stop(self, code: int) -> int:
         """Stop the roles in the order gateway, scheduler, ranks, store; return the exit code."""
         self._console.show_progress("")
-        self._console.log_line("lockstep", "stopping (Ctrl-C again: at once)")
+        self._console.log_line("stopping (Ctrl-C again: at once)")
         children = self._children
         drain_s = self._config.scheduler.drain_s + END_DEADLINE_S
         gateways = [children.gateway] if children.gateway else []
@@ -218,12 +218,12 @@ class Supervisor:
         self._end(children.ranks, END_DEADLINE_S)
         self._end(children.stores, END_DEADLINE_S)
         if len(self._stop_signals) > 1:
-            self._console.log_line("lockstep", "stopped at once")
+            self._console.log_line("stopped at once")
             return 128 + self._stop_signals[-1]
         if unclean and not code:
-            self._console.log_line("lockstep", f"stopped; {', '.join(unclean)} could not finish")
+            self._console.log_line(f"stopped; {', '.join(unclean)} could not finish")
             return limits.EXIT_UNAVAILABLE
-        self._console.log_line("lockstep", "stopped")
+        self._console.log_line("stopped")
         return code
 
     def _end(

@@ -269,12 +269,18 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Log output of all processes on standard error."""
+    """Log output of all processes, on standard error or in files."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important level that is written."""
     format: Literal["text", "json"] = "text"
-    """"text" for people, "json" for machines."""
+    """"text" for people, "json" for machines. Files always have JSON lines."""
+    directory: str = ""
+    """Folder of log files, one per process or one for `lockstep up`; "" for standard error."""
+    file_bytes_max: Annotated[int, Meta(ge=65_536, le=2**40)] = 16 * 1024 * 1024
+    """Size in bytes at which a log file is renamed and a new one begins."""
+    files_max: Annotated[int, Meta(ge=1, le=1_000)] = 8
+    """Log files kept per process, the newest one included."""
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -341,6 +347,13 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.cache.directory:
             return user_folders.expand(self.cache.directory, "cache.directory")
         return user_folders.cache_folder("cache.directory") / "blocks"
+
+    @property
+    def log_directory(self) -> Path | None:
+        """Folder of the log files; None: there are none. Raises ConfigError as `run_dir`."""
+        if not self.log.directory:
+            return None
+        return user_folders.expand(self.log.directory, "log.directory")
 
     @property
     def backend(self) -> Literal["off", "ring", "nccl", "jaccl"]:

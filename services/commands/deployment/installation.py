@@ -15,6 +15,7 @@ from shared.configuration.loading import API_KEYS_VARIABLE, overriding_variables
 from shared.errors import ConfigError, UsageError
 
 LOG_DIR = "/var/log/lockstep"
+"""Folder of log files under launchd unless the inventory or log.directory names one."""
 
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@$\\-]{0,254}")
 
@@ -86,7 +87,7 @@ def find_installation(
         executable=host.executable or console_script(),
         settings=settings,
         work_dir=host.work_dir or str(PurePosixPath(file).parent),
-        log_dir=host.log_dir or LOG_DIR,
+        log_dir=host.log_dir or share.config.log.directory or LOG_DIR,
         user=host.user or user or _calling_user(),
     )
 

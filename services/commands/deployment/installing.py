@@ -112,15 +112,12 @@ def install_launchd(target: Target, jobs: Sequence[Job]) -> None:
 
 
 def uninstall_launchd(target: Target) -> None:
-    """Stop all LaunchDaemons of Lockstep, and remove their files and the file for newsyslog.
+    """Stop all LaunchDaemons of Lockstep and remove their files.
 
     Raises:
         ConfigError: when a file cannot be removed.
     """
     _stop_launchd(target, keep=set())
-    rotation = target.root / launchd.ROTATION_FILE
-    if rotation.exists():
-        target.remove(rotation)
 
 
 def install_systemd(target: Target, jobs: Sequence[Job]) -> None:

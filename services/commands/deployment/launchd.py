@@ -12,7 +12,6 @@ from services.commands.deployment.jobs import FILES_MAX, Job
 FOLDER = "Library/LaunchDaemons"
 PREFIX = "org.lockstep."
 PATTERN = f"{PREFIX}*.plist"
-ROTATION_FILE = "etc/newsyslog.d/lockstep.conf"
 
 _PRIVATE = 0o077
 
@@ -34,7 +33,8 @@ def properties(job: Job) -> dict[str, Any]:
         "ProgramArguments": list(job.command),
         "UserName": job.place.user,
         "WorkingDirectory": job.place.work_dir,
-        "EnvironmentVariables": dict(job.environment),
+        # The process itself keeps its log there in files that rotate, which launchd cannot.
+        "EnvironmentVariables": {**job.environment, "LOCKSTEP_LOG_DIRECTORY": job.place.log_dir},
         "RunAtLoad": True,
         "KeepAlive": True,
         "ThrottleInterval": job.pause_s,
@@ -45,6 +45,7 @@ def properties(job: Job) -> dict[str, Any]:
         "SoftResourceLimits": {"NumberOfFiles": FILES_MAX},
         "HardResourceLimits": {"NumberOfFiles": FILES_MAX},
         "Umask": _PRIVATE,
+        # Until the process has opened this file itself, launchd writes to it.
         "StandardOutPath": job.log_file,
         "StandardErrorPath": job.log_file,
     }
@@ -56,31 +57,12 @@ def render(job: Job) -> str:
 
 
 def files(jobs: Sequence[Job]) -> dict[str, str]:
-    """Return the files of a host's jobs, that for newsyslog(8) included.
-
-    Returns:
-        Path without the leading slash -> content.
-    """
-    found = {f"{FOLDER}/{file_name(job)}": render(job) for job in jobs}
-    return {**found, ROTATION_FILE: rotation(jobs)}
-
-
-def rotation(jobs: Sequence[Job]) -> str:
-    """Return the content of a file for newsyslog(8) that keeps five logs of 10 MB each per job.
-
-    launchd opens a log once per process, so a running process continues to write to the renamed
-    file. It is not compressed, which would lose lines.
-    """
-    lines = [
-        "# Logs of Lockstep: file, owner, mode, count, KB, when, N: no process is signalled.",
-        "# A process writes to the new file after a restart (`lockstep restart ROLE`).",
-    ]
-    lines += [f"{job.log_file}\t{job.place.user}:\t640\t5\t10240\t*\tN" for job in jobs]
-    return "\n".join(lines) + "\n"
+    """Return path without the leading slash -> content of each job's property list."""
+    return {f"{FOLDER}/{file_name(job)}": render(job) for job in jobs}
 
 
 def make_log_folder(job: Job) -> list[str]:
-    """Return the command that makes the folder of a job's log, readable for the job's user."""
+    """Return the command that makes the folder of a job's log, which the job's user owns."""
     place = job.place
     return ["/usr/bin/install", "-d", "-o", place.user, "-m", "0750", place.log_dir]
 

@@ -179,7 +179,7 @@ class EventStream:
             self._add(b"data: %b\n\n" % generation.error.body())
             _log.warning(
                 "stream_failed",
-                name=generation.name,
+                request_id=generation.name,
                 key=authentication.key_name(request),
                 cause=generation.error.message,
             )

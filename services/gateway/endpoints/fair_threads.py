@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,6 +70,10 @@ class FairThreads:
             waiting: bounds the pieces of work that wait.
         """
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        # All threads start now, so that their number does not grow while the gateway serves.
+        started = threading.Barrier(count)
+        for _ in range(count):
+            self._pool.submit(started.wait)
         self._count = count
         self._waiting = waiting
         self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()

@@ -14,7 +14,7 @@ from aiohttp import hdrs, web
 from services.gateway.http import cache_header
 from services.gateway.http.authentication import PROBES
 from services.gateway.http.errors import closing
-from shared.configuration.loading import is_loopback
+from shared.configuration.host_addresses import is_loopback
 from shared.configuration.settings import GatewayConfig
 
 PREFLIGHT_S = 600

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from services.supervisor.children.effective_config import RunFiles
-from services.supervisor.console.console import Console
+from services.supervisor.console.console import Console, Level
 from shared import limits
 from shared.errors import ConfigError
 from shared.os import lifeline
@@ -28,8 +28,8 @@ LATE_RANK = (
 )
 """What exit code 1 of a rank means: it may have been inside C code, which says nothing."""
 
-LINE_CHARS_MAX = 1 << 16
-"""Longest log line read at once. A traceback in JSON has a few thousand characters."""
+LINE_CHARS_MAX = 1 << 18
+"""Longest log line read at once: in JSON the traceback of a deep recursion is 150,000 long."""
 
 KILL_DEADLINE_S = 5.0
 """Longest wait for a killed process to be reaped, in seconds."""
@@ -156,7 +156,7 @@ class Child:
             self._start_at_s = now_s + delay_s
             cause = error.strerror if isinstance(error, OSError) else error
             self._console.log_line(
-                "lockstep", f"cannot start {self.role.name} ({cause}); retrying in {delay_s:.1f} s"
+                f"cannot start {self.role.name} ({cause}); retrying in {delay_s:.1f} s", "error"
             )
             return
         self.starts += 1
@@ -213,10 +213,11 @@ class Child:
         self._start_at_s = now_s + delay_s
         if code not in PERMANENT:
             how = f"signal {-code}" if code < 0 else f"code {code}"
+            level: Level = "info" if code == limits.EXIT_WORLD_LOST else "warning"
             if code == limits.EXIT_DEADLINE and self.role.name.startswith(RANK):
                 how += LATE_RANK
             self._console.log_line(
-                "lockstep", f"{self.role.name} exited with {how}; restarting in {delay_s:.1f} s"
+                f"{self.role.name} exited with {how}; restarting in {delay_s:.1f} s", level
             )
         return code
 
@@ -250,7 +251,7 @@ class Child:
         """
         if self._process is not None and not self._is_killed:
             self._is_killed = True
-            self._console.log_line("lockstep", f"{self.role.name} {why}: killing it")
+            self._console.log_line(f"{self.role.name} {why}: killing it", "warning")
             self._kill_group()
 
     def kill(self) -> None:
@@ -322,7 +323,7 @@ class Child:
         with contextlib.suppress(ValueError, OSError):
             # Output without line ends is shown in pieces.
             while line := process.stdout.readline(LINE_CHARS_MAX):
-                self._console.log_line(self.role.name, line.rstrip())
+                self._console.forward_line(self.role.name, line.rstrip())
 
     def _release_process(self) -> None:
         """Read the last lines of the ended process and close its descriptors."""

@@ -5,6 +5,8 @@ import os
 import sysconfig
 from pathlib import Path
 
+from msgspec import structs
+
 import services
 from services.supervisor.children import effective_config
 from services.supervisor.children.child import Child, Role
@@ -42,7 +44,9 @@ def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGro
     Raises:
         ConfigError: when a file cannot be read or written.
     """
-    files = RunFiles(share.config, folder, share.files)
+    # The console writes the log of all children, which it reads from their output.
+    log = structs.replace(share.config.log, format="json", directory="")
+    files = RunFiles(structs.replace(share.config, log=log), folder, share.files)
     try:
         files.restore()
     except OSError as error:

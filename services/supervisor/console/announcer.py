@@ -74,7 +74,7 @@ class Announcer:
                 curl = progress_text.curl_line(self._config, needs_key=bool(has_keys))
                 self._console.print_line(f"{curl}\n")
             else:
-                self._console.log_line("lockstep", f"ready again (epoch {status.epoch})")
+                self._console.log_line(f"ready again (epoch {status.epoch})")
 
     def announce_no_status(self, refusal: str, for_s: float) -> None:
         """Write why the scheduler does not report: a refused handshake, or no answer.
@@ -90,9 +90,9 @@ class Announcer:
         if refusal and refusal != self._refusal:
             self._refusal = refusal
             self._console.log_line(
-                "lockstep",
                 f"the handshake with {address} failed: {refusal}; see `lockstep keys show` here "
                 "and on the scheduler's host",
+                "error",
             )
         if for_s >= NO_STATUS_S and not self._share.roles.scheduler:
             self._is_waiting = True
@@ -104,7 +104,6 @@ class Announcer:
         self._is_draining = status.draining
         self._console.show_progress("")
         self._console.log_line(
-            "lockstep",
             "draining: new requests are refused until `lockstep drain --off`"
             if status.draining
             else "accepting new requests again",
@@ -115,12 +114,12 @@ class Announcer:
             return
         self._failed_start = start
         self._console.show_progress("")
-        self._console.log_line("lockstep", status.reason)
+        self._console.log_line(status.reason, "error")
         self._console.log_line(
-            "lockstep",
             "no further start is tried; after repairing the cause run `lockstep restart scheduler`"
             if status.failure == "epochs"
             else "cannot run with this configuration: stopping everything",
+            "error",
         )
 
 

@@ -60,7 +60,6 @@ def test_install_writes_launchd_files_and_starts_every_job(tmp_path: Path) -> No
 
     files = ["org.lockstep.rank-1.plist", "org.lockstep.store.plist"]
     assert _names(tmp_path / "root" / DAEMONS) == files
-    assert _names(tmp_path / "root/etc/newsyslog.d") == ["lockstep.conf"]
     assert (tmp_path / "root" / DAEMONS / files[0]).stat().st_mode & 0o777 == 0o644
     assert machine.calls == [
         LOGS,
@@ -115,7 +114,6 @@ def test_uninstall_removes_lockstep_launchd_jobs_and_no_others(tmp_path: Path) -
     installing.uninstall_launchd(machine.target)
 
     assert _names(folder) == ["com.example.other.plist"]
-    assert _names(tmp_path / "root/etc/newsyslog.d") == []
     assert machine.calls == [
         ["/bin/launchctl", "bootout", f"system/org.lockstep.{name}"]
         for name in ("rank-1", "rank-7", "store")

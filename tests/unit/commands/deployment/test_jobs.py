@@ -73,7 +73,10 @@ def test_launch_daemon_starts_at_boot_restarts_and_has_time_to_drain(tmp_path: P
         "ProgramArguments": [EXECUTABLE, "gateway", *SETTINGS, "studio-1"],
         "UserName": "ann",
         "WorkingDirectory": "/opt/lockstep",
-        "EnvironmentVariables": {"PYTHONUNBUFFERED": "1"},
+        "EnvironmentVariables": {
+            "PYTHONUNBUFFERED": "1",
+            "LOCKSTEP_LOG_DIRECTORY": "/var/log/lockstep",
+        },
         "RunAtLoad": True,
         "KeepAlive": True,
         "ThrottleInterval": 5,
@@ -103,16 +106,6 @@ def test_plist_keeps_spaces_quotes_and_special_characters_in_paths_and_values(
 
     assert found["ProgramArguments"][0] == f"{strange}/lockstep"
     assert found["EnvironmentVariables"]["HF_HOME"] == strange
-
-
-def test_every_job_log_has_a_newsyslog_rotation_line(tmp_path: Path) -> None:
-    """Each log has a line whose flags mean: signal no process, compress no log."""
-    found = _jobs(tmp_path)
-    lines = [line for line in launchd.rotation(list(found.values())).splitlines() if line[0] == "/"]
-
-    assert [line.split() for line in lines] == [
-        [f"/var/log/lockstep/{name}.log", "ann:", "640", "5", "10240", "*", "N"] for name in found
-    ]
 
 
 def _unit(job: Job) -> list[str]:

@@ -16,6 +16,9 @@ JACCL = {
 }
 
 
+PIPELINE = {"sharding": "pipeline", "enable_pipeline": True}
+
+
 @pytest.mark.parametrize(
     ("tree", "expected_words"),
     [
@@ -27,6 +30,10 @@ JACCL = {
         ({"world": {**JACCL, "jaccl_coordinator": "::1:9"}}, "IPv4"),
         ({"world": {"size": 2, "sharding": "pipeline"}}, "--enable-pipeline-distributed"),
         ({"world": {"sharding": "pipeline"}}, "--enable-pipeline-distributed"),
+        ({"world": {"size": 2, "backend": "nccl", **PIPELINE}}, "no send and receive over nccl"),
+        ({"world": {"size": 2, "data_host": "0.0.0.0"}}, "data_host is '0.0.0.0', which is not"),
+        ({"world": {"size": 2, "data_host": "10.0.0.300"}}, "neither an address nor a name"),
+        ({"world": {**JACCL, "jaccl_coordinator": "0.0.0.0:9000"}}, "that all ranks reach"),
         ({"speculation": {"method": "draft_model"}}, "draft_model.*--draft-model"),
         ({"speculation": {"method": "eagle"}}, "eagle.*--draft-model"),
     ],
@@ -97,6 +104,7 @@ def test_consistent_settings_give_no_warning(tree: dict[str, Any]) -> None:
             ["world.jaccl_devices has no effect: world.backend is ring, not jaccl"],
         ),
         ({"world": {**JACCL, "metal_fast_synch": "on"}}, ["block a Mac's GPU"]),
+        ({"world": {**JACCL, **PIPELINE}}, ["send and receive over jaccl have given wrong data"]),
         (
             {"speculation": {"method": "ngram", "draft_model": "a/b"}},
             ["speculation.draft_model has no effect: speculation.method is ngram"],

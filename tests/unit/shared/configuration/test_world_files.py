@@ -156,6 +156,16 @@ def _config_with_files(tmp_path: Path, files: dict[str, Any], **world: Any) -> A
          "no device from rank 1 to rank 0"),
         ({"jaccl_devices": RING_4}, {"backend": "jaccl", "size": 2, "jaccl_coordinator": "a:1"},
          "2 rows of 2 devices.*but has 4 rows"),
+        ({"hostfile": [["127.0.0.1:1"], ["10.0.0.2:1"]]}, {}, "address of rank 0 on 127.0.0.1 is"),
+        ({"hostfile": [{**host, "ips": ["localhost"]} for host in PAIR]}, {},
+         "rank 0 on mac1 is localhost, which the others cannot reach"),
+        ({"hostfile": [{**host, "ips": ["127.0.0.1"]} for host in PAIR]}, {"backend": "nccl"},
+         "rank 0 on mac1 is 127.0.0.1"),
+        ({"hostfile": [{**host, "ips": ["127.0.0.1"]} for host in PAIR]}, {"backend": "jaccl"},
+         "rank 0 on mac1 is 127.0.0.1"),
+        ({"hostfile": PAIR}, {"backend": "jaccl", "jaccl_coordinator": "127.0.0.1:5"},
+         "rank 0 on mac1 is 127.0.0.1"),
+        ({"hostfile": [[], []]}, {}, "no address .* rank 0"),
     ],
 )  # fmt: skip
 def test_hostfile_or_device_matrix_that_backend_cannot_use_is_refused(
@@ -178,6 +188,9 @@ def test_hostfile_or_device_matrix_that_backend_cannot_use_is_refused(
         ({"hostfile": [["a:1"], ["b:1"]], "jaccl_devices": MATRIX}, {"backend": "jaccl"}),
         ({"jaccl_devices": RING_4}, {"backend": "jaccl", "size": 4, "jaccl_coordinator": "a:1"}),
         ({"hostfile": PAIR}, {"backend": "nccl"}),
+        ({"hostfile": [["127.0.0.1:1"], ["127.0.0.2:1"]]}, {}),
+        ({"hostfile": [{"ssh": "mac1", "ips": ["localhost"]}] * 2}, {}),
+        ({"hostfile": [PAIR[0], {**PAIR[1], "ips": ["127.0.0.1"]}]}, {"backend": "jaccl"}),
         ({}, {"size": 2}),
     ],
 )

@@ -1,5 +1,6 @@
 """Console output to a reader that is slow, has gone, or does not read."""
 
+import json
 import os
 import threading
 import time
@@ -14,6 +15,9 @@ from services.supervisor.console.console import (
     NonBlockingStream,
     non_blocking,
 )
+from shared.configuration.settings import LogConfig
+from shared.log import lines
+from shared.log.files import LogFile
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
@@ -76,7 +80,7 @@ def test_console_drops_and_counts_lines_when_reader_does_not_read(
 
     def log_many_lines() -> None:
         for _ in range(count):
-            console.log_line("rank 0", line)
+            console.forward_line("rank 0", line)
         console.flush(0.1)
 
     _assert_returns(log_many_lines)
@@ -143,3 +147,91 @@ def test_console_raises_no_error_when_disk_is_full() -> None:
         console = Console(non_blocking(stream))
         for _ in range(3):
             console.print_line("x" * UNREAD_BYTES_MAX)
+
+
+def test_console_in_json_makes_one_object_of_every_line_whatever_it_is(
+    pipe: tuple[int, NonBlockingStream],
+) -> None:
+    """A child's log line passes unchanged; its prints, and the supervisor's own lines, become
+    objects with the same keys."""
+    reading, stream = pipe
+    console = Console(stream, as_json=True)
+    child = lines.encode(lines.make("rank 1", "loaded", {"epoch": 2, "request_id": "r"}))
+
+    console.forward_line("rank 1", child)
+    console.forward_line("rank 1", "[ring] printed by MLX")
+    console.forward_line("gateway", '{"not": "a log line"}')
+    console.forward_line("gateway", "{broken")
+    console.forward_line("store", "")
+    console.log_line("rank 1 exited", "warning")
+    console.print_line("\nReady\n  curl\n")
+    console.show_progress("Loading: 50 %")
+    console.show_progress("")
+
+    text = _read_available(reading)
+    found = [json.loads(line) for line in text.splitlines()]
+    assert text.splitlines()[0] == child
+    assert [
+        (line["role"], line.get("rank"), line["event"], line.get("text")) for line in found
+    ] == [
+        ("rank", 1, "loaded", None),
+        ("rank", 1, "output", "[ring] printed by MLX"),
+        ("gateway", None, "output", '{"not": "a log line"}'),
+        ("gateway", None, "output", "{broken"),
+        ("store", None, "output", ""),
+        ("lockstep", None, "rank 1 exited", None),
+        ("lockstep", None, "Ready", None),
+        ("lockstep", None, "  curl", None),
+        ("lockstep", None, "Loading: 50 %", None),
+    ]
+    assert all({"time", "level", "host"} <= line.keys() for line in found)
+
+
+def test_note_about_dropped_lines_is_json_too(pipe: tuple[int, NonBlockingStream]) -> None:
+    """A reader of JSON that falls behind gets an object that says how many lines are missing."""
+    reading, _ = pipe
+    with os.fdopen(os.dup(pipe[1]._descriptor), "w", encoding="utf-8") as stream:
+        console = Console(NonBlockingStream(stream, as_json=True), as_json=True)
+        for _ in range(3 * UNREAD_BYTES_MAX // 1_000):
+            console.forward_line("rank 0", "x" * 1_000)
+        text = ""
+        for _ in range(2 * UNREAD_BYTES_MAX // 1_000):
+            text += _read_available(reading)
+            console.flush()
+        console.log_line("later")
+        console.flush()
+        text += _read_available(reading)
+
+    notes = [line for line in map(json.loads, text.splitlines()) if "dropped here" in line["event"]]
+    assert [line["role"] for line in notes] == ["lockstep"]
+
+
+def test_console_shows_log_lines_of_children_as_text_with_every_line_named(
+    pipe: tuple[int, NonBlockingStream],
+) -> None:
+    """People read the level, the event and its fields; each line of a traceback has the role."""
+    reading, stream = pipe
+    fields = {"detail": "no memory", "traceback": "Traceback:\n  here", "epoch": 2}
+    line = lines.make("rank 1", "rank_failed", fields, level="error", time_s=0.0)
+
+    Console(stream).forward_line("rank 1", lines.encode(line))
+
+    clock = time.strftime("%H:%M:%S", time.localtime(0.0))
+    assert _read_available(reading).splitlines() == [
+        f"rank 1    | {clock} error   rank_failed detail=no memory traceback=Traceback:",
+        "rank 1    |   here epoch=2",
+    ]
+
+
+def test_console_keeps_all_lines_in_its_log_file(tmp_path: Path) -> None:
+    """The file gets JSON lines of everything, also if standard output is not used."""
+    file = LogFile(tmp_path, "lockstep", LogConfig())
+    console = Console(None, file=file)
+
+    console.print_line("Starting")
+    console.forward_line("rank 0", "printed")
+    console.log_line("stopped")
+    file.close()
+
+    found = [json.loads(line) for line in (tmp_path / "lockstep.log").read_text().splitlines()]
+    assert [line.get("text", line["event"]) for line in found] == ["Starting", "printed", "stopped"]

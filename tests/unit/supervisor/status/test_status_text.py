@@ -174,7 +174,7 @@ def test_console_writes_plain_text_with_role_names_to_log() -> None:
 
     console.show_progress("half")
     console.show_progress("half")
-    console.log_line("rank 0", "hello")
+    console.forward_line("rank 0", "hello")
     console.show_progress("")
 
     assert stream.getvalue() == "half\nrank 0    | hello\n"
@@ -190,7 +190,7 @@ def test_console_on_terminal_redraws_progress_below_log_line(
     console = Console(stream)
 
     console.show_progress("half")
-    console.log_line("rank 0", "hello")
+    console.forward_line("rank 0", "hello")
 
     assert stream.getvalue().endswith("| \x1b[0m hello\nhalf".replace("| ", "|"))
     assert "\x1b[36mrank 0" in stream.getvalue()
