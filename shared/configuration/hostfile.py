@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from shared.configuration import device_matrix
 from shared.configuration.device_matrix import Matrix
+from shared.configuration.host_addresses import address_fault, is_loopback
 from shared.errors import ConfigError
 
 NAME = "world.hostfile"
@@ -56,6 +57,29 @@ class Hostfile:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.addresses)
+
+    @property
+    def has_several_machines(self) -> bool:
+        """The file names more than one machine."""
+        named = [name for rank, name in enumerate(self.machines) if name != _unnamed(rank)]
+        return len({"" if is_loopback(name) else name for name in named}) > 1
+
+    def check_reachable(self, rank: int, address: str) -> None:
+        """Check that ranks of other machines can reach an address of a rank.
+
+        Args:
+            rank: the rank.
+            address: its host:port, from the file or a setting.
+
+        Raises:
+            ConfigError: when only processes on the same machine can.
+        """
+        if self.has_several_machines and is_loopback(_host(address)):
+            raise ConfigError(
+                f"{NAME} is for several machines, but the address of rank {rank} on "
+                f"{self.machines[rank]} is {_host(address)}, which the others cannot reach: write "
+                "its address in their network."
+            )
 
     def coordinator(self, port: int = STARTING_PORT) -> str:
         """Return the host:port at which rank 0 of jaccl waits for the other ranks.
@@ -121,7 +145,7 @@ def _of_lists(rows: Sequence[Sequence[Any]]) -> Hostfile:
                     f"{NAME} gives rank {rank} the address {json.dumps(entry)}, "
                     'which is not "ip:port".'
                 )
-    machines = tuple(_host(row[0]) if row else f"rank {rank}" for rank, row in enumerate(rows))
+    machines = tuple(_host(row[0]) if row else _unnamed(rank) for rank, row in enumerate(rows))
     return Hostfile(tuple(map(tuple, rows)), machines, has_ports=True)
 
 
@@ -141,7 +165,7 @@ def _of_hosts(hosts: Sequence[Mapping[str, Any]]) -> Hostfile:
         rows.append(tuple(f"{ip}:{port + index}" for index, ip in enumerate(ips)))
         port += len(ips)
     machines = tuple(
-        str(host.get("ssh") or (_host(row[0]) if row else f"rank {rank}"))
+        str(host.get("ssh") or (_host(row[0]) if row else _unnamed(rank)))
         for rank, (host, row) in enumerate(zip(hosts, rows, strict=True))
     )
     devices = [host.get("rdma") or [] for host in hosts]
@@ -158,6 +182,11 @@ def _check_addresses(rows: Sequence[Sequence[str]]) -> None:
     seen: dict[str, int] = {}
     for rank, row in enumerate(rows):
         for address in row:
+            if fault := address_fault(_host(address)):
+                raise ConfigError(
+                    f"{NAME} gives rank {rank} the address {_host(address)}, {fault}: write the "
+                    "address at which the other ranks reach it."
+                )
             if address in seen:
                 raise ConfigError(
                     f"{NAME} gives {address} to rank {seen[address]} and to rank {rank}: each "
@@ -184,6 +213,11 @@ def _is_address(text: str) -> bool:
     is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65_536
     # MLX splits at the first colon and opens IPv4 sockets only.
     return bool(host) and ":" not in host and is_port
+
+
+def _unnamed(rank: int) -> str:
+    """Return the placeholder for the machine of a rank whose entry names none."""
+    return f"rank {rank}"
 
 
 def _host(address: str) -> str:

@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared import limits
-from shared.configuration.loading import is_loopback, read_toml
+from shared.configuration.host_addresses import address_fault, is_loopback
+from shared.configuration.loading import read_toml
 from shared.configuration.settings import Port
 from shared.errors import ConfigError, UsageError
 
@@ -221,8 +222,8 @@ def _address_errors(host: HostEntry, *, is_alone: bool) -> Iterator[str]:
             continue
         if what == "data_address" and address.version != 4:
             yield f"data_address of the host {host.name} is {value}: MLX needs an IPv4 address."
-        elif address.is_unspecified or address.is_multicast:
-            yield f"{what} of the host {host.name} is {value}, which is not the address of a host."
+        elif fault := address_fault(value):
+            yield f"{what} of the host {host.name} is {value}, {fault}."
         elif is_loopback(value) and not is_alone:
             yield f"{what} of the host {host.name} is {value}, which other hosts cannot reach."
     if not host.address and not is_alone:

@@ -5,7 +5,6 @@ unknown key or a value out of range is a ConfigError that names it.
 """
 
 import dataclasses
-import ipaddress
 import os
 import socket
 import tomllib
@@ -18,6 +17,7 @@ from msgspec import Struct
 
 from shared import limits
 from shared.configuration import hostfile, world_addresses
+from shared.configuration.host_addresses import is_loopback
 from shared.configuration.setting_rules import check_consistency
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
@@ -98,14 +98,6 @@ def read_world_files(config: Config) -> WorldFiles:
     hosts = read_text(config.world.hostfile, "world.hostfile")
     devices = read_text(config.world.jaccl_devices, "world.jaccl_devices")
     return WorldFiles(hosts, devices, world_addresses.check_addresses(config, hosts, devices))
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address is reachable from this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def prepare_run_dir(config: Config) -> Path:

@@ -1,7 +1,15 @@
 """Rules across several settings: contradictions, and settings without effect. Pure."""
 
+from shared.configuration.host_addresses import address_fault
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
+
+PIPELINE_OVER_JACCL = (
+    "with some versions MLX's send and receive over jaccl have given wrong data or never ended "
+    "when sizes changed from call to call (MLX issue 3149), and Lockstep's pipelines are tested "
+    "over ring only, so prefer tensor or expert, or ring"
+)
+"""Known risk of a pipeline over jaccl, as a clause."""
 
 
 def check_consistency(config: Config) -> None:
@@ -32,12 +40,41 @@ def check_consistency(config: Config) -> None:
             "world.sharding is pipeline, whose ranks compute one after another (this saves memory, "
             "not time): set world.enable_pipeline (--enable-pipeline-distributed) to allow it."
         )
+    check_pipeline(config.backend, config.sharding)
+    if world.size > 1 and (fault := address_fault(world.data_host)):
+        raise ConfigError(
+            f"world.data_host is {world.data_host!r}, {fault}: write the address at which other "
+            "ranks reach this machine, or 127.0.0.1 if all ranks run on it."
+        )
     speculation = config.speculation
     if speculation.method in ("draft_model", "eagle") and not speculation.draft_model:
         raise ConfigError(
             f"speculation.method is {speculation.method}: it needs speculation.draft_model "
             "(--draft-model), a folder or a Hugging Face id."
         )
+
+
+def check_pipeline(backend: str, sharding: str) -> None:
+    """Refuse a split into layers over a backend without send and receive.
+
+    Args:
+        backend: `world.backend`, or what "auto" stands for.
+        sharding: `world.sharding`.
+
+    Raises:
+        ConfigError: when the ranks could not send their results to each other.
+    """
+    if sharding == "pipeline" and (obstacle := pipeline_obstacle(backend)):
+        raise ConfigError(
+            f"world.sharding is pipeline, but world.backend is {backend}: {obstacle}, which "
+            "pipelines need. Set world.sharding to tensor or expert "
+            "(--distributed-sharding), or world.backend to ring."
+        )
+
+
+def pipeline_obstacle(backend: str) -> str:
+    """Return why ranks cannot be a pipeline over this backend, as a clause; "" if they can."""
+    return "MLX has no send and receive over nccl" if backend == "nccl" else ""
 
 
 def settings_without_effect(config: Config) -> list[str]:
@@ -59,6 +96,8 @@ def settings_without_effect(config: Config) -> list[str]:
         )
     if world.canary_prompt_s and not world.canary and world.size > 1:
         sentences.append("world.canary_prompt_s has no effect: world.canary is off.")
+    if config.backend == "jaccl" and config.sharding == "pipeline":
+        sentences.append(f"world.sharding is pipeline: {PIPELINE_OVER_JACCL}.")
     if world.metal_fast_synch == "on":
         sentences.append(
             "world.metal_fast_synch is on: it can block a Mac's GPU until the next boot, and only "
@@ -83,7 +122,8 @@ def _check_jaccl(config: Config) -> None:
         )
     if world.jaccl_coordinator:
         host, _, port = world.jaccl_coordinator.rpartition(":")
-        if not host or ":" in host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        is_port = port.isdecimal() and 0 < int(port) < 65_536
+        if ":" in host or not is_port or address_fault(host):
             raise ConfigError(
                 f"world.jaccl_coordinator is {world.jaccl_coordinator!r}: write host:port, an "
                 "IPv4 address or a name of rank 0 that all ranks reach."

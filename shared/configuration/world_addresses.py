@@ -198,7 +198,9 @@ def check_addresses(config: Config, hostfile_text: str, devices_text: str) -> li
     hosts = parse_hostfile(hostfile_text, size)
     if backend == "jaccl":
         jaccl_devices(hosts, size, devices_text)
-        coordinator_address(hosts, config.world.jaccl_coordinator)
+        place = coordinator_address(hosts, config.world.jaccl_coordinator)
+        if hosts is not None:
+            hosts.check_reachable(0, place)
     elif hosts is not None:
         needed = hosts.addresses if backend == "ring" else hosts.addresses[:1]
         for rank, row in enumerate(needed):
@@ -206,8 +208,10 @@ def check_addresses(config: Config, hostfile_text: str, devices_text: str) -> li
                 raise ConfigError(
                     f'world.hostfile has no address ("ips") for rank {rank} on '
                     f"{hosts.machines[rank]}: {backend} needs it; "
-                    "`mlx.distributed_config --backend ring` writes them."
+                    "`mlx.distributed_config --backend ring` and `lockstep hostfile` write them."
                 )
+            for address in row:
+                hosts.check_reachable(rank, address)
     variables = {} if hosts is None else hosts.variables
     return [_ignored_sentence(name) for name in variables if not _is_passed_on(name)]
 

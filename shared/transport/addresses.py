@@ -4,7 +4,7 @@ import ipaddress
 import re
 
 from shared import limits
-from shared.configuration.loading import is_loopback
+from shared.configuration.host_addresses import is_loopback
 from shared.errors import ConfigError
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")

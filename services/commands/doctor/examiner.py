@@ -24,8 +24,9 @@ from services.commands.doctor.reading import thunderbolt
 from services.commands.doctor.system_commands import CommandOutcome, RunCommand, run_command
 from shared.clock import unix_seconds
 from shared.configuration import world_addresses
+from shared.configuration.host_addresses import is_loopback
 from shared.configuration.host_share import HostShare
-from shared.configuration.loading import is_loopback, read_world_files
+from shared.configuration.loading import read_world_files
 from shared.errors import ConfigError
 from shared.model.checkpoint_files import WeightFile
 from shared.os.cpu_cores import available_cores
@@ -85,6 +86,7 @@ class Examiner:
         system, chip, seen, devices = self._mac(weights) if on_mac else self._linux(weights)
         device.check_device(found, device.run_mlx_probe(self._run), config.backend)
         self._check_rdma_uses()
+        environment.check_settings(found, share)
         if share.roles.cache_store:
             files.check_disk(found, config)
         variables = environment.watched_variables(self._variables)

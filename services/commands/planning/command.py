@@ -21,11 +21,12 @@ from services.commands.planning.hosts import (
 )
 from services.commands.planning.model.checkpoint import Checkpoint, read_checkpoint
 from services.commands.planning.model.kv import model_kv
-from services.commands.planning.report import MemoryPlan
+from services.commands.planning.report import MemoryPlan, Recommendation
 from services.commands.planning.splits import DraftMemory, MemoryDemand, PlannedModel, all_splits
 from services.commands.planning.table import render
 from shared import limits
 from shared.configuration.loading import load_config, read_world_files
+from shared.configuration.setting_rules import PIPELINE_OVER_JACCL
 from shared.configuration.settings import Config
 from shared.configuration.world_addresses import rdma_device_uses
 from shared.errors import ConfigError, UsageError
@@ -71,8 +72,12 @@ class Inputs:
     """Number of sequences that must fit at once."""
     has_hosts: bool
     """Whether ranks run on several hosts, which an inventory lists or will have to list."""
-    rdma_note: str = ""
-    """What a world needs of its RDMA devices, one sentence; "" without jaccl."""
+    backend: str = ""
+    """Backend of the ranks' collectives, as configured; "" or "off": not decided."""
+    sharding: str = ""
+    """Configured way of splitting the model."""
+    world_note: str = ""
+    """Needs of a world for its RDMA devices, or a fault of its files, one sentence."""
 
 
 @click.command(cls=Command)
@@ -151,6 +156,7 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
         kv_bits=kv_bits,
         kv_row_growth_tokens=config.scheduler.kv_row_growth_tokens,
         kv_bytes_max=config.rank_worker.kv_bytes_max,
+        backend=inputs.backend,
     )
     if asked.context_tokens > context:
         raise UsageError(
@@ -180,7 +186,7 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
         options=all_splits(model, inputs.memory, asked),
         fits=recommend.sequence_fits(model, choice, asked, context) if choice else [],
         recommendation=recommendation,
-        notes=_notes(model, inputs),
+        notes=_notes(model, inputs, recommendation),
     )
 
 
@@ -196,8 +202,10 @@ def _inputs(options: PlanOptions) -> Inputs:
         config, kind, memory = from_inventory.read_inventory_memory(
             options.inventory, flags, options.device, share
         )
+        backend, sharding = from_inventory.planned_world(options.inventory)
     else:
         config = load_config(options.config, flags, os.environ)
+        backend, sharding = config.backend, config.sharding
         sizes = _sizes(options)
         kind = options.device or ("metal" if sizes else device_of_this_machine())
         ranks = options.ranks or config.world.size
@@ -214,21 +222,23 @@ def _inputs(options: PlanOptions) -> Inputs:
         context_tokens=options.context_tokens or 0,
         sequences=options.sequences or 1,
         has_hosts=has_hosts,
-        rdma_note=_rdma_note(options, config),
+        backend=backend,
+        sharding=sharding,
+        world_note=_world_note(options, config),
     )
 
 
-def _rdma_note(options: PlanOptions, config: Config) -> str:
+def _world_note(options: PlanOptions, config: Config) -> str:
+    uses = {}
     try:
         if options.inventory:
             uses = from_inventory.inventory_rdma_uses(options.inventory)
-        elif config.backend == "jaccl":
-            files = read_world_files(config)
-            uses = rdma_device_uses(config, files.hostfile, files.jaccl_devices)
         else:
-            return ""
+            files = read_world_files(config)
+            if config.backend == "jaccl":
+                uses = rdma_device_uses(config, files.hostfile, files.jaccl_devices)
     except ConfigError as error:
-        return f"the table of RDMA devices cannot be used: {error}"
+        return f"the world cannot start: {error}".rstrip(".")
     for (machine, device), use in uses.items():
         if use.exceeded:
             return (
@@ -312,7 +322,7 @@ def _draft(config: Config, kind: DeviceKind) -> DraftMemory:
     return DraftMemory(checkpoint.bytes, model_kv(checkpoint).bytes().per_token)
 
 
-def _notes(model: PlannedModel, inputs: Inputs) -> list[str]:
+def _notes(model: PlannedModel, inputs: Inputs, recommendation: Recommendation | None) -> list[str]:
     """Return explanations of the figures."""
     slots = inputs.config.scheduler.running_sequences_max
     notes = [
@@ -325,8 +335,11 @@ def _notes(model: PlannedModel, inputs: Inputs) -> list[str]:
             "layers of this family keep state whose size is not in the headers, so KV is larger "
             "than shown; `lockstep status` shows it once the model runs",
         )
-    if inputs.rdma_note:
-        notes.append(inputs.rdma_note)
+    if inputs.world_note:
+        notes.append(inputs.world_note)
+    splits = {inputs.sharding, recommendation.sharding if recommendation else ""}
+    if inputs.backend == "jaccl" and "pipeline" in splits:
+        notes.append(PIPELINE_OVER_JACCL)
     if inputs.kind == "metal" and not Path("/usr/sbin/sysctl").exists():
         notes.append(
             "usable memory is the default share of macOS; `sysctl iogpu.wired_limit_mb` changes it"

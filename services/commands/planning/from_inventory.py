@@ -9,6 +9,7 @@ from shared.configuration import device_matrix, host_share
 from shared.configuration.device_matrix import DeviceUse
 from shared.configuration.inventory import Inventory, read
 from shared.configuration.loading import config_from_tree
+from shared.configuration.setting_rules import check_pipeline
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.model.location import local_folder
@@ -54,6 +55,25 @@ def read_inventory_memory(
     names = [host.name for host in hosts]
     sizes = [host.memory_bytes // len(inventory.ranks[host.name]) for host in hosts]
     return config_from_tree(tree), kind, memory_of_sizes(sizes, kind, share, names)
+
+
+def planned_world(file: str) -> tuple[str, str]:
+    """Return backend and sharding of an inventory's ranks; "" for both if it has one rank.
+
+    Raises:
+        ConfigError: when the inventory is wrong, or its ranks are a pipeline over a backend
+            without send and receive.
+    """
+    inventory = read(file)
+    world = inventory.settings.get("world", {})
+    if inventory.world_size == 1:
+        return "", ""
+    backend, sharding = str(world.get("backend", "auto")), str(world.get("sharding", "auto"))
+    try:
+        check_pipeline(backend, sharding)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return "ring" if backend == "auto" else backend, sharding
 
 
 def inventory_rdma_uses(file: str) -> dict[tuple[str, str], DeviceUse]:

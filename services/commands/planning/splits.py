@@ -10,6 +10,7 @@ from services.commands.planning.model.checkpoint import Checkpoint
 from services.commands.planning.model.kv import KVBytes, ModelKV
 from services.commands.planning.model.parts import Part, whole_and_divided
 from services.commands.planning.report import RankShare, SplitOption
+from shared.configuration.setting_rules import pipeline_obstacle
 from shared.messages.rank_link import Sharding
 from shared.model.sharding import shares
 from shared.model.sharding.feasibility import expert_count, sharding_obstacle
@@ -40,6 +41,8 @@ class MemoryDemand:
     """Tokens by which rows grow."""
     kv_bytes_max: int = 0
     """`rank_worker.kv_bytes_max`; 0: no such limit."""
+    backend: str = ""
+    """Backend of the ranks' collectives; "": not decided."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +98,9 @@ def plan_split(
     """
     ranks = len(memory)
     why = sharding_obstacle(model.checkpoint.config, sharding, ranks)
-    if why is not None:
+    if sharding == "pipeline" and not why:
+        why = pipeline_obstacle(asked.backend)
+    if why:
         return SplitOption(ranks=ranks, sharding=sharding, obstacle=why)
     parts = rank_parts(model, sharding, memory, asked)
     tokens = row_length(asked.context_tokens, asked.kv_row_growth_tokens)

@@ -1,10 +1,14 @@
-"""Check of environment variables that affect results of ranks or their links. Pure."""
+"""Checks of settings, and of variables that affect results of ranks or their links."""
 
 import hashlib
 import re
 from collections.abc import Mapping
 
 from services.commands.doctor.facts import Findings
+from shared.configuration.host_share import HostShare
+from shared.configuration.loading import read_world_files
+from shared.configuration.setting_rules import settings_without_effect
+from shared.errors import ConfigError
 
 _WATCHED = ("MLX_", "JACCL_", "LOCKSTEP_", "NCCL_", "OMP_NUM_THREADS", "OPENBLAS_")
 _SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
@@ -56,6 +60,30 @@ def changes_results(name: str) -> bool:
     Ranks with different values of such a variable would compute different tokens.
     """
     return name.startswith(("MLX_", "JACCL_", "NCCL_"))
+
+
+def check_settings(found: Findings, share: HostShare) -> None:
+    """Check the settings as `lockstep up` does before it starts: risks are WARN, faults FAIL.
+
+    The files of a world over jaccl are examined by another check.
+
+    Args:
+        found: collects one finding per fault or risk, else one OK.
+        share: settings and roles of this host.
+    """
+    config = share.config
+    sentences = settings_without_effect(config)
+    if share.roles.scheduler and config.backend != "jaccl":
+        try:
+            sentences += read_world_files(config).ignored_settings
+        except ConfigError as error:
+            sentence, _, remedy = str(error).partition(": ")
+            found.fail("settings", sentence, remedy)
+            return
+    for sentence in sentences:
+        found.warn("settings", sentence, "change it, or leave it if it is meant")
+    if not sentences:
+        found.ok("settings", "they fit together")
 
 
 def check_variables(found: Findings, variables: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a Linux host: GPUs, cores, and memory for the weights."""
+"""Checks of a Linux host: settings, GPUs, cores, and memory for the weights."""
 
 import os
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from services.commands.doctor.checks import files, linux
+from services.commands.doctor.checks import environment, files, linux
 from services.commands.doctor.examiner import Examiner
 from services.commands.doctor.facts import Finding, Findings
 from services.commands.doctor.system_commands import CommandOutcome
@@ -96,3 +96,42 @@ def test_doctor_checks_gpus_cores_and_memory_of_linux_host(
         ("free memory", "FAIL"),
     ]
     assert {one.verdict for one in found.all[5:]} == {"CANNOT CHECK"}
+
+
+def _settings_finding(tmp_path: Path, **world: object) -> Finding:
+    found = Findings("a")
+    environment.check_settings(found, _share(tmp_path, world=world))
+    return found.all[0]
+
+
+def test_doctor_fails_hostfile_whose_ranks_cannot_reach_each_other(tmp_path: Path) -> None:
+    """The finding is the error with which `lockstep up` would refuse the file, and its remedy."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text('[["127.0.0.1:5000"], ["10.0.0.2:5000"]]')
+
+    finding = _settings_finding(tmp_path, size=2, hostfile=str(hosts), backend="ring")
+
+    assert finding.verdict == "FAIL"
+    assert "rank 0 on 127.0.0.1 is 127.0.0.1, which the others cannot reach" in finding.detail
+    assert finding.remedy == "write its address in their network."
+
+
+def test_doctor_warns_of_pipeline_over_jaccl(tmp_path: Path) -> None:
+    """A setting that is a known risk is a WARN with the reason."""
+    finding = _settings_finding(
+        tmp_path,
+        size=2,
+        backend="jaccl",
+        jaccl_devices="devices.json",
+        jaccl_coordinator="10.0.0.1:9000",
+        sharding="pipeline",
+        enable_pipeline=True,
+    )
+
+    assert finding.verdict == "WARN"
+    assert "send and receive over jaccl" in finding.detail
+
+
+def test_doctor_finds_settings_without_contradiction_ok(tmp_path: Path) -> None:
+    """Settings that fit together give one OK."""
+    assert _settings_finding(tmp_path, size=1).verdict == "OK"

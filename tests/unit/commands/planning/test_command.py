@@ -164,6 +164,59 @@ def test_plan_counts_rdma_resources_of_inventory_with_jaccl(
     assert f"note: {note}, which all processes of its host share" in out
 
 
+def _pipeline_inventory(tmp_path: Path, folder: Path, backend: str) -> Path:
+    world = f'[world]\nbackend = "{backend}"\nsharding = "pipeline"\nenable_pipeline = true'
+    return _inventory(tmp_path, f'{world}\n[model]\npath = "{folder}"')
+
+
+def test_plan_refuses_inventory_with_pipeline_over_nccl(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal is that of `lockstep up`, without planning anything."""
+    file = _pipeline_inventory(tmp_path, folder, "nccl")
+
+    code, out, err = _plan(capsys, "--inventory", str(file))
+
+    assert (code, out) == (78, "")
+    assert "MLX has no send and receive over nccl, which pipelines need" in err
+
+
+def test_plan_over_nccl_lists_pipeline_as_impossible(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hosts whose backend is nccl get no figures for a pipeline and no recommendation of one."""
+    file = _inventory(tmp_path, f'[world]\nbackend = "nccl"\n[model]\npath = "{folder}"')
+
+    _, out, _ = _plan(capsys, "--inventory", str(file), "--json")
+
+    options = {one["sharding"]: one["obstacle"] for one in json.loads(out)["options"]}
+    assert options["pipeline"] == "MLX has no send and receive over nccl"
+    assert options["expert"] == ""
+
+
+def test_plan_warns_of_pipeline_over_jaccl(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the settings make a pipeline over jaccl, a note states the known risk."""
+    _, out, _ = _plan(capsys, "--inventory", str(_pipeline_inventory(tmp_path, folder, "jaccl")))
+
+    assert "note: with some versions MLX's send and receive over jaccl" in out
+
+
+def test_plan_notes_hostfile_that_ranks_cannot_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hostfile whose ranks could not reach each other is named before anything starts."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text('[["127.0.0.1:5000"], ["10.0.0.2:5000"]]')
+    config = tmp_path / "lockstep.toml"
+    config.write_text(f'[world]\nhostfile = "{hosts}"\n')
+
+    _, out, _ = _plan(capsys, "--config", str(config), "--memory", "64GB")
+
+    assert "note: the world cannot start: world.hostfile is for several machines" in out
+
+
 def test_plan_reads_the_inventory_model_folder_that_exists_on_this_machine(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
