@@ -60,6 +60,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "services.commands.keys.api_key:api_key",
         "Make, list and remove API keys of clients.",
     ),
+    "hostfile": (
+        "services.commands.deployment.hostfile:write_hostfile",
+        "Write MLX's hostfile for the ranks of an inventory.",
+    ),
     "launchd": (
         "services.commands.deployment.command:launchd_group",
         "Run Lockstep from boot on macOS, as LaunchDaemons.",

@@ -164,7 +164,12 @@ def device_uses(
 
 def to_json(matrix: Matrix) -> str:
     """Return the content of a file for `MLX_IBV_DEVICES`, in the format of MLX's own launcher."""
-    return json.dumps([[_entry(devices) for devices in row] for row in matrix])
+    return json.dumps(to_rows(matrix))
+
+
+def to_rows(matrix: Matrix) -> list[list[str | list[str] | None]]:
+    """Return the matrix as JSON values: one row per rank, as `matrix_from_rows` reads them."""
+    return [[_entry(devices) for devices in row] for row in matrix]
 
 
 def _entry(devices: Devices) -> str | list[str] | None:

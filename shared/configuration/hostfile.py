@@ -1,4 +1,4 @@
-"""MLX's hostfiles: addresses and RDMA devices of each rank. Owns parsing their three forms. Pure.
+"""MLX's hostfiles: addresses and RDMA devices of each rank. Owns their three forms. Pure.
 
 As MLX 0.32 writes and reads them:
 
@@ -130,6 +130,25 @@ def parse(text: str) -> Hostfile:
         prefers_ring=backend == "jaccl-ring",
         variables=variables,
     )
+
+
+def to_json(
+    backend: str, destinations: Sequence[str], ips: Sequence[str], matrix: Matrix = ()
+) -> str:
+    """Return the text of a hostfile in the form of `mlx.distributed_config`.
+
+    Args:
+        backend: backend of the ranks: "ring", "jaccl" or "nccl".
+        destinations: where `ssh` reaches each rank's machine, by rank.
+        ips: address of each rank, by rank.
+        matrix: RDMA devices by rank; () without RDMA.
+    """
+    rows: Sequence[Any] = device_matrix.to_rows(matrix) or [[]] * len(ips)
+    hosts = [
+        {"ssh": ssh, "ips": [ip], "rdma": row}
+        for ssh, ip, row in zip(destinations, ips, rows, strict=True)
+    ]
+    return json.dumps({"backend": backend, "envs": [], "hosts": hosts}, indent=4)
 
 
 def _of_lists(rows: Sequence[Sequence[Any]]) -> Hostfile:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from services.commands.deployment import hostfile
 from services.scheduler.world.environment import rank_environment
 from shared import limits
+from shared.configuration import inventory
 from shared.messages import RankFailed, RankHello, RequestFinished
 from tests.multirank.worlds.cluster import cluster
 from tests.multirank.worlds.scripted_scheduler import EPOCH, ScriptedScheduler
@@ -38,6 +40,18 @@ def test_two_ranks_started_from_hostfile_generate_same_tokens_as_one_rank(tmp_pa
 
     assert len(two_ranks) == 8
     assert two_ranks == _generate(1)
+
+
+@pytest.mark.proof
+def test_two_ranks_started_from_hostfile_of_inventory_form_a_world(tmp_path: Path) -> None:
+    """A hostfile that `lockstep hostfile` writes lets real ranks connect over the ring."""
+    alone = {"name": "here", "roles": ["gateway", "scheduler", "cache_store"], "ranks": 2}
+    hosts = inventory.parse({"hosts": [alone]}, "cluster.toml")
+    text = hostfile.render(hosts, "ring", free_port())
+    file = tmp_path / "hosts.json"
+    file.write_text(text)
+
+    assert len(_generate(2, WORLD_HOSTFILE=str(file))) == 8
 
 
 @pytest.fixture
