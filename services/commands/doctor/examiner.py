@@ -129,7 +129,10 @@ class Examiner:
             found, self._ask("/usr/bin/vm_stat"), total, [one.name for one in self._running]
         )
         limit = self._sysctl("iogpu.wired_limit_mb")
-        macos.check_gpu_limit(found, limit, total, self._part(weights, config.model.dtype))
+        held = self._part(weights, config.model.dtype)
+        ranks = len(self._share.roles.ranks)
+        part = min(1.0, ranks * config.rank_worker.memory_share) or 1.0
+        macos.check_gpu_limit(found, limit, total, held, part)
         macos.check_free_memory(found, self._ask("/usr/bin/memory_pressure", "-Q"))
         names = thunderbolt.read_hardware_ports(
             self._ask("/usr/sbin/networksetup", "-listallhardwareports").text
@@ -162,7 +165,8 @@ class Examiner:
         # As in the rank worker: on the CPU only float32 uses BLAS.
         dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
         held = None if has_gpus else self._part(weights, dtype)
-        linux.check_memory(found, held)
+        ranks = len(self._share.roles.ranks)
+        linux.check_memory(found, held, ranks, config.rank_worker.memory_share)
         linux.report_mac_only_checks(found)
         return system, platform.machine(), [], []
 

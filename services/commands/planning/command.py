@@ -209,10 +209,11 @@ def _inputs(options: PlanOptions) -> Inputs:
         sizes = _sizes(options)
         kind = options.device or ("metal" if sizes else device_of_this_machine())
         ranks = options.ranks or config.world.size
+        part = config.rank_worker.memory_share
         memory = (
-            memory_of_sizes(sizes, kind, share)
+            memory_of_sizes(sizes, kind, share, machine_share=part)
             if sizes
-            else memory_of_this_machine(ranks, kind, share)
+            else memory_of_this_machine(ranks, kind, share, machine_share=part)
         )
         has_hosts = len(sizes) > 1
     return Inputs(
@@ -335,6 +336,9 @@ def _notes(model: PlannedModel, inputs: Inputs, recommendation: Recommendation |
             "layers of this family keep state whose size is not in the headers, so KV is larger "
             "than shown; `lockstep status` shows it once the model runs",
         )
+    part = inputs.config.rank_worker.memory_share
+    if part and inputs.kind != "cuda":
+        notes.append(f"each rank may use {part:g} of its host's memory (rank_worker.memory_share)")
     if inputs.world_note:
         notes.append(inputs.world_note)
     splits = {inputs.sharding, recommendation.sharding if recommendation else ""}

@@ -53,8 +53,12 @@ def read_inventory_memory(
     has_gpus = inventory.settings.get("world", {}).get("backend") == "nccl"
     kind: DeviceKind = device or ("cuda" if has_gpus else "metal")
     names = [host.name for host in hosts]
-    sizes = [host.memory_bytes // len(inventory.ranks[host.name]) for host in hosts]
-    return config_from_tree(tree), kind, memory_of_sizes(sizes, kind, share, names)
+    config = config_from_tree(tree)
+    part = 0.0 if kind == "cuda" else config.rank_worker.memory_share
+    sizes = [
+        host.memory_bytes // (1 if part else len(inventory.ranks[host.name])) for host in hosts
+    ]
+    return config, kind, memory_of_sizes(sizes, kind, share, names, machine_share=part)
 
 
 def planned_world(file: str) -> tuple[str, str]:

@@ -57,7 +57,12 @@ def usable_bytes_of(total_bytes: int, kind: DeviceKind, share: float | None = No
 
 
 def memory_of_sizes(
-    sizes: Sequence[int], kind: DeviceKind, share: float | None = None, names: Sequence[str] = ()
+    sizes: Sequence[int],
+    kind: DeviceKind,
+    share: float | None = None,
+    names: Sequence[str] = (),
+    *,
+    machine_share: float = 0.0,
 ) -> list[RankMemory]:
     """Return the memory of one rank for each size.
 
@@ -66,10 +71,15 @@ def memory_of_sizes(
         kind: device of all ranks.
         share: share of it that the device may use, 0 to 1; None: the device's default.
         names: name of each rank's host; empty: "host 0", "host 1", ...
+        machine_share: `rank_worker.memory_share`: part of the size for the rank; 0: all.
     """
+    # With CUDA each rank has its own GPU.
+    part = 1.0 if kind == "cuda" else machine_share or 1.0
     return [
         RankMemory(
-            names[number] if names else f"host {number}", size, usable_bytes_of(size, kind, share)
+            names[number] if names else f"host {number}",
+            int(size * part),
+            int(usable_bytes_of(size, kind, share) * part),
         )
         for number, size in enumerate(sizes)
     ]
@@ -94,14 +104,17 @@ def memory_of_this_machine(
     kind: DeviceKind,
     share: float | None = None,
     *,
+    machine_share: float = 0.0,
     runner: RunCommand = run_command,
 ) -> list[RankMemory]:
-    """Return the memory of `ranks` ranks that all run here: a GPU each, or equal parts.
+    """Return the memory of `ranks` ranks that all run here: a GPU each, or parts of this machine.
 
     Args:
         ranks: number of ranks.
         kind: their device.
         share: share of the memory that it may use, 0 to 1; None: as the system or device limits it.
+        machine_share: `rank_worker.memory_share`: part of this machine for each rank, except with
+            CUDA; 0: equal parts.
         runner: runs a system command.
 
     Raises:
@@ -120,13 +133,15 @@ def memory_of_this_machine(
         total = _sysctl(runner, "hw.memsize")
         limit = _sysctl(runner, "iogpu.wired_limit_mb") * 2**20
         allowed = limit if limit and share is None else usable_bytes_of(total, kind, share)
+        part = machine_share or 1.0 / ranks
+        total, allowed = int(total * part), int(allowed * part)
     else:
         # Available without swapping and within a container's limit, as the rank worker counts it.
-        total = usable_memory().free_bytes
+        total = usable_memory(ranks, machine_share).free_bytes
         allowed = usable_bytes_of(total, kind, share)
     if not total:
         raise UnavailableError("The system does not report how much memory it has: give --memory.")
-    return [RankMemory("this host", total // ranks, allowed // ranks) for _ in range(ranks)]
+    return [RankMemory("this host", total, allowed)] * ranks
 
 
 def parse_sizes(text: str) -> list[int]:

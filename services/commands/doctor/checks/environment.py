@@ -71,8 +71,14 @@ def check_settings(found: Findings, share: HostShare) -> None:
         found: collects one finding per fault or risk, else one OK.
         share: settings and roles of this host.
     """
-    config = share.config
+    config, ranks = share.config, len(share.roles.ranks)
     sentences = settings_without_effect(config)
+    part = config.rank_worker.memory_share
+    if ranks * part > 1.0:
+        sentences.append(
+            f"rank_worker.memory_share is {part:g}, and {ranks} ranks of this host together would "
+            "use more memory than it has."
+        )
     if share.roles.scheduler and config.backend != "jaccl":
         try:
             sentences += read_world_files(config).ignored_settings

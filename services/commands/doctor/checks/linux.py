@@ -96,7 +96,9 @@ def check_blas(found: Findings, setting: str) -> None:
         found.ok("BLAS", f"OpenBLAS {version}")
 
 
-def check_memory(found: Findings, weights_bytes: int | None) -> None:
+def check_memory(
+    found: Findings, weights_bytes: int | None, ranks: int = 1, machine_share: float = 0.0
+) -> None:
     """Compare the weights for this host with its available memory.
 
     Args:
@@ -104,17 +106,26 @@ def check_memory(found: Findings, weights_bytes: int | None) -> None:
             less than a tenth of all memory is available.
         weights_bytes: approximate weights of this host's ranks; None: not in this memory (they
             are on a GPU, no rank runs here, or the model is not here).
+        ranks: number of ranks of this host.
+        machine_share: `rank_worker.memory_share`, the part of each rank; 0: equal parts of all.
     """
     memory = usable_memory()
+    allowed = memory.free_bytes
+    if machine_share and ranks:
+        allowed = min(allowed, ranks * usable_memory(ranks, machine_share).free_bytes)
     free, total = f"{memory.free_bytes / GIB:.1f} GiB", f"{memory.total_bytes / GIB:.1f} GiB"
     if memory.limited_by:
         total += f", the limit of the control group {memory.limited_by}"
-    if weights_bytes is not None and weights_bytes > memory.free_bytes:
+    if weights_bytes is not None and weights_bytes > allowed:
+        shared, remedy = "", "end other programs or use more hosts"
+        if allowed < memory.free_bytes:
+            shared = f", {allowed / GIB:.1f} GiB of it for its ranks (rank_worker.memory_share)"
+            remedy = "raise rank_worker.memory_share, end other programs or use more hosts"
         found.fail(
             "free memory",
-            f"{free} of {total} are free, and the weights for this host take about "
+            f"{free} of {total} are free{shared}, and the weights for this host take about "
             f"{weights_bytes / GIB:.1f} GiB",
-            "end other programs or use more hosts: `lockstep plan` says what fits",
+            f"{remedy}: `lockstep plan` says what fits",
         )
     elif memory.free_bytes < 0.1 * memory.total_bytes:
         found.warn(

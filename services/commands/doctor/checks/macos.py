@@ -121,7 +121,11 @@ def check_wired_memory(
 
 
 def check_gpu_limit(
-    found: Findings, limit: CommandOutcome, total: int | None, weights_bytes: int | None
+    found: Findings,
+    limit: CommandOutcome,
+    total: int | None,
+    weights_bytes: int | None,
+    ranks_share: float = 1.0,
 ) -> None:
     """Compare the memory that the GPU may use with this host's weights.
 
@@ -131,6 +135,7 @@ def check_gpu_limit(
         limit: outcome of `sysctl -n iogpu.wired_limit_mb`; 0 means the default share.
         total: memory of this Mac in bytes; None: unknown.
         weights_bytes: approximate weights of this host's ranks; None: the model is not here.
+        ranks_share: part of that memory for all ranks of this host (`rank_worker.memory_share`).
     """
     megabytes = macos.read_number(limit.text) if limit.ok else None
     if megabytes is None or not total:
@@ -141,7 +146,15 @@ def check_gpu_limit(
     allowed = megabytes * 2**20 or total * (2 / 3 if total < 36 * GIB else 3 / 4)
     text = f"the GPU may use {allowed / GIB:.0f} GiB of {total / GIB:.0f} GiB"
     highest = total - 8 * GIB
-    if weights_bytes is not None and weights_bytes > allowed:
+    if weights_bytes is not None and ranks_share * allowed < weights_bytes <= allowed:
+        found.fail(
+            "GPU memory",
+            f"{text}, its ranks {ranks_share * allowed / GIB:.0f} GiB of that "
+            f"(rank_worker.memory_share), and their weights take about "
+            f"{weights_bytes / GIB:.1f} GiB",
+            "raise rank_worker.memory_share, or use more hosts: `lockstep plan` says what fits",
+        )
+    elif weights_bytes is not None and weights_bytes > allowed:
         more = int(1.2 * weights_bytes)
         found.fail(
             "GPU memory",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from services.commands.doctor.checks import environment, files, linux
+from services.commands.doctor.checks import environment, files, linux, macos
 from services.commands.doctor.examiner import Examiner
 from services.commands.doctor.facts import Finding, Findings
 from services.commands.doctor.system_commands import CommandOutcome
@@ -96,6 +96,44 @@ def test_doctor_checks_gpus_cores_and_memory_of_linux_host(
         ("free memory", "FAIL"),
     ]
     assert {one.verdict for one in found.all[5:]} == {"CANNOT CHECK"}
+
+
+def test_doctor_fails_weights_beyond_memory_share_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory that is free but not in the ranks' share of this machine holds no weights."""
+    _set_memory(monkeypatch, 16 * linux.GIB, 8 * linux.GIB)
+    found = Findings("a")
+
+    linux.check_memory(found, 3 * linux.GIB, ranks=1, machine_share=0.25)
+    linux.check_memory(found, 3 * linux.GIB, ranks=2, machine_share=0.25)
+    linux.check_memory(found, 3 * linux.GIB, ranks=1)
+
+    assert [one.verdict for one in found.all] == ["FAIL", "OK", "OK"]
+    assert "2.0 GiB of it for its ranks (rank_worker.memory_share)" in found.all[0].detail
+
+
+def test_doctor_fails_weights_beyond_memory_share_on_mac() -> None:
+    """On a Mac the share is one of the memory that its GPU may use."""
+    found = Findings("a")
+
+    for share in (0.5, 1.0):
+        limit = CommandOutcome("0\n")
+        macos.check_gpu_limit(found, limit, 64 * linux.GIB, 30 * linux.GIB, share)
+
+    assert [one.verdict for one in found.all] == ["FAIL", "OK"]
+    assert "its ranks 24 GiB of that (rank_worker.memory_share)" in found.all[0].detail
+
+
+def test_doctor_warns_when_memory_shares_of_ranks_exceed_the_host(tmp_path: Path) -> None:
+    """Two ranks of one host with three quarters of it each are a warning."""
+    found = Findings("a")
+    share = _share(tmp_path, world={"size": 2}, rank_worker={"memory_share": 0.75})
+
+    environment.check_settings(found, share)
+
+    assert found.all[0].verdict == "WARN"
+    assert "memory_share is 0.75, and 2 ranks" in found.all[0].detail
 
 
 def _settings_finding(tmp_path: Path, **world: object) -> Finding:

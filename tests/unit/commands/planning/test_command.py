@@ -151,6 +151,23 @@ def test_plan_takes_hosts_and_memory_from_inventory(
     assert "how much memory studio-b has" in err
 
 
+@pytest.mark.parametrize(("backend", "usable"), [("ring", "36.0 GiB"), ("nccl", "192 GiB")])
+def test_plan_gives_ranks_of_inventory_their_share_of_host_memory(
+    backend: str, usable: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`rank_worker.memory_share` is a part of the host for each rank; a GPU has its own memory."""
+    settings = (
+        f'[world]\nbackend = "{backend}"\n[model]\npath = "{folder}"\n'
+        "[rank_worker]\nmemory_share = 0.25"
+    )
+
+    _, out, _ = _plan(capsys, "--inventory", str(_inventory(tmp_path, settings)))
+
+    line = next(line for line in out.splitlines() if "studio-b" in line)
+    assert line.endswith(f"may use {usable}")
+    assert ("each rank may use 0.25 of its host's memory" in out) == (backend == "ring")
+
+
 def test_plan_counts_rdma_resources_of_inventory_with_jaccl(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

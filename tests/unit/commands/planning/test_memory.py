@@ -14,6 +14,7 @@ from services.commands.checks.text_table import format_bytes
 from services.commands.doctor.system_commands import CommandOutcome, RunCommand
 from services.commands.planning.hosts import (
     GIB,
+    DeviceKind,
     device_of_this_machine,
     memory_of_sizes,
     memory_of_this_machine,
@@ -118,6 +119,30 @@ def test_plan_in_a_container_counts_what_its_limit_leaves(
     show_control_groups(tmp_path, monkeypatch, files)
 
     assert [m.usable_bytes for m in memory_of_this_machine(2, "cpu")] == [GIB] * 2
+
+
+def test_plan_gives_each_rank_the_configured_share_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the rank worker counts it: the share is one of the machine, and not of a GPU or a
+    container's limit."""
+    mac = _fake_system(memsize="549755813888\n", wired_limit="0\n")
+    gpus = _fake_system(nvidia="NVIDIA H200, 570.86, 143771, 4\n")
+    sizes = SimpleNamespace(total=16 * GIB, available=8 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: sizes)
+    hide_control_groups(monkeypatch)
+
+    def usable(kind: DeviceKind, runner: RunCommand = mac) -> int:
+        return memory_of_this_machine(1, kind, machine_share=0.25, runner=runner)[0].usable_bytes
+
+    assert usable("metal") == 96 * GIB
+    assert usable("cpu") == 2 * GIB
+    assert usable("cuda", gpus) == 143_771 * 2**20
+    assert memory_of_sizes([64 * GIB], "cpu", machine_share=0.25)[0].usable_bytes == 16 * GIB
+
+    files = {"memory.max": str(3 * GIB), "memory.current": str(GIB)}
+    show_control_groups(tmp_path, monkeypatch, files)
+    assert usable("cpu") == 2 * GIB
 
 
 def test_plan_asks_for_memory_flag_when_memory_of_mac_is_unknown() -> None:
