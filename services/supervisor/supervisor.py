@@ -64,7 +64,7 @@ class Supervisor:
         self._store_watch = StoreWatch(config) if children.stores else None
         self._announcer = Announcer(share, console)
         self._lingering_ranks = LingeringRanks(socket.gethostname())
-        self._scheduler_liveness = SchedulerLiveness()
+        self._scheduler_liveness = SchedulerLiveness(config.scheduler.silence_s)
         self._status_at_s = 0.0
         """Time of the latest status."""
         self._answered_gateway = 0

@@ -39,7 +39,7 @@ LONG: dict[str, Any] = {
 SHORT_DEADLINES = (
     "import os, sys; from services.commands import main; "
     "from services.supervisor.children import stuck_processes; "
-    "stuck_processes.SILENT_S = 3.0; os.environ['LOCKSTEP_SCHEDULER_SILENCE_S'] = '6'; "
+    "stuck_processes.SILENCES = 0.5; os.environ['LOCKSTEP_SCHEDULER_SILENCE_S'] = '6'; "
     "sys.exit(main.main())"
 )
 """`lockstep` with shorter deadlines for stopped and silent processes."""

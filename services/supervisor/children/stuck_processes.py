@@ -10,12 +10,12 @@ from shared.messages import StatusReported
 LEAVE_GRACE_S = 0.5
 """Seconds that a dismissed rank gets to end by itself. All of an epoch should end within 1 s."""
 
-SILENT_S = 20.0
-"""A scheduler without a status for this many seconds is killed. Twice the time after which links
-declare a peer lost: by then its ranks have ended."""
+SILENCES = 2.0
+"""A scheduler without a status for this many times `scheduler.silence_s` is killed. After one such
+time links declare a peer lost, so its ranks have ended."""
 
 START_S = 60.0
-"""Seconds within which a restarted scheduler must report. It usually takes 1 or 2."""
+"""Seconds within which a restarted scheduler must report, at least. It usually takes 1 or 2."""
 
 
 class LingeringRanks:
@@ -56,7 +56,14 @@ class LingeringRanks:
 class SchedulerLiveness:
     """Detection of a scheduler process that hangs: it runs, but its status reports have ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence_s: float) -> None:
+        """Start without a report.
+
+        Args:
+            silence_s: `scheduler.silence_s`.
+        """
+        self._silent_s = SILENCES * silence_s
+        self._start_s = max(START_S, self._silent_s)
         self._start = 0
         self._status_at_s = 0.0
         self._latest_start = 0
@@ -74,9 +81,10 @@ class SchedulerLiveness:
     def expired(self, start: int, now_s: float) -> bool:
         """Return whether the scheduler process sent no status for too long and must be killed.
 
-        That is `SILENT_S` after its last status or, without one, `START_S` after its number was
-        first seen here, so call this regularly. It is False as long as no scheduler has ever
-        reported: this host's key may lack the permission.
+        That is `SILENCES` times the silence of a lost peer after its last status or, without one,
+        `START_S` (or that time, if it is longer) after its number was first seen here, so call
+        this regularly. It is False as long as no scheduler has ever reported: this host's key may
+        lack the permission.
 
         Args:
             start: number of the running process among those started, counted from 1.
@@ -85,5 +93,5 @@ class SchedulerLiveness:
         if start != self._latest_start:
             self._latest_start, self._started_at_s = start, now_s
         if start == self._start:
-            return now_s - self._status_at_s >= SILENT_S
-        return self._start > 0 and now_s - self._started_at_s >= START_S
+            return now_s - self._status_at_s >= self._silent_s
+        return self._start > 0 and now_s - self._started_at_s >= self._start_s

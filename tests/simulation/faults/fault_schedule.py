@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 
-from services.supervisor.children.stuck_processes import SILENT_S
+from services.supervisor.children.stuck_processes import SILENCES
 from shared import limits
 from shared.messages import OrderDrain, StepPlan
 from tests.simulation.environment.disk import DISK_FAULTS
@@ -175,7 +175,7 @@ class FaultSchedule:
         # A scheduler that has sent nothing may still be starting: the supervisor does not kill it.
         if scheduler is not None and self._heap.now_s - scheduler.started_at_s > 1.0:
             scheduler.freeze()
-            self._extend_to(SILENT_S + 1.0)
+            self._extend_to(SILENCES * limits.PEER_SILENCE_S + 1.0)
 
     def _drain_by_operator(self) -> None:
         """Let an operator refuse new requests for a while."""

@@ -39,7 +39,7 @@ class Supervisor:
         self._system = system
         self._heap = system.heap
         self._lingering_ranks = LingeringRanks(HOST)
-        self._scheduler_liveness = SchedulerLiveness()
+        self._scheduler_liveness = SchedulerLiveness(limits.PEER_SILENCE_S)
         self._starts: dict[str, int] = {}
         """A number for each life of the scheduler."""
         self._status_at_s = 0.0

@@ -2,7 +2,7 @@
 
 from services.supervisor.children.stuck_processes import (
     LEAVE_GRACE_S,
-    SILENT_S,
+    SILENCES,
     START_S,
     LingeringRanks,
     SchedulerLiveness,
@@ -68,19 +68,20 @@ def test_supervisor_kills_no_dismissed_rank_of_another_host() -> None:
 
 def test_scheduler_counts_as_hung_after_silence_of_twice_peer_limit() -> None:
     """A scheduler that reports in time never expires."""
-    scheduler_liveness = SchedulerLiveness()
-    scheduler_liveness.update(1, 100.0)
+    for silence_s in (limits.PEER_SILENCE_S, 40.0):
+        scheduler_liveness = SchedulerLiveness(silence_s)
+        scheduler_liveness.update(1, 100.0)
 
-    assert SILENT_S == 2 * limits.PEER_SILENCE_S
-    assert not scheduler_liveness.expired(1, 100.0 + SILENT_S - 0.1)
-    assert scheduler_liveness.expired(1, 100.0 + SILENT_S)
-    scheduler_liveness.update(1, 119.0)
-    assert not scheduler_liveness.expired(1, 100.0 + SILENT_S)
+        assert SILENCES == 2.0
+        assert not scheduler_liveness.expired(1, 100.0 + 2 * silence_s - 0.1)
+        assert scheduler_liveness.expired(1, 100.0 + 2 * silence_s)
+        scheduler_liveness.update(1, 119.0)
+        assert not scheduler_liveness.expired(1, 100.0 + 2 * silence_s)
 
 
 def test_new_scheduler_counts_as_hung_when_silent_beyond_start_period() -> None:
     """Reports of the previous scheduler do not count for a new process."""
-    scheduler_liveness = SchedulerLiveness()
+    scheduler_liveness = SchedulerLiveness(limits.PEER_SILENCE_S)
     scheduler_liveness.update(1, 1_000.0)
 
     assert not scheduler_liveness.expired(2, 9_000.0)
@@ -89,9 +90,19 @@ def test_new_scheduler_counts_as_hung_when_silent_beyond_start_period() -> None:
     assert not scheduler_liveness.expired(3, 9_000.0 + START_S)
 
 
+def test_new_scheduler_may_be_silent_as_long_as_a_running_one() -> None:
+    """With `scheduler.silence_s` at its largest the period for a start is longer too."""
+    scheduler_liveness = SchedulerLiveness(limits.PEER_SILENCE_MAX_S)
+    scheduler_liveness.update(1, 1_000.0)
+
+    assert not scheduler_liveness.expired(2, 9_000.0)
+    assert not scheduler_liveness.expired(2, 9_000.0 + 2 * limits.PEER_SILENCE_MAX_S - 0.1)
+    assert scheduler_liveness.expired(2, 9_000.0 + 2 * limits.PEER_SILENCE_MAX_S)
+
+
 def test_scheduler_that_never_reported_is_never_counted_as_hung() -> None:
     """The supervisor itself may lack the permission to ask."""
-    scheduler_liveness = SchedulerLiveness()
+    scheduler_liveness = SchedulerLiveness(limits.PEER_SILENCE_S)
 
     assert not scheduler_liveness.expired(1, 1_000.0)
     assert not scheduler_liveness.expired(1, 1_000.0 + 10 * START_S)
