@@ -34,6 +34,7 @@ from services.scheduler.speculation.methods import check_roll_back
 from services.scheduler.stall_detector import StallDetector
 from services.scheduler.step_pipeline import StepPipeline
 from services.scheduler.world.world import World, WorldState
+from services.scheduler.world.world_change import WorldChange, WorldFacts
 from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
@@ -65,13 +66,20 @@ _OPERATOR = b"operator-"
 class SchedulerCore:
     """Takes every decision of the scheduler, one event at a time."""
 
-    def __init__(self, config: Config, jaccl_devices: str = "", hostfile: str = "") -> None:
+    def __init__(
+        self,
+        config: Config,
+        jaccl_devices: str = "",
+        hostfile: str = "",
+        before: WorldFacts | None = None,
+    ) -> None:
         """Start without gateways, ranks and requests.
 
         Args:
             config: the whole configuration.
             jaccl_devices: content of the device matrix; "" with another backend.
             hostfile: content of MLX's hostfile; "": ranks report their addresses.
+            before: the world of the last start; None: unknown.
         """
         self._config = config
         self._actions: list[Action] = []
@@ -79,6 +87,7 @@ class SchedulerCore:
         self._requests = RequestTable(config.scheduler, self._waiting, self._actions)
         self._batch = RunningBatch(config, self._waiting, self._requests.turns)
         self._world = World(config, jaccl_devices, self._actions, hostfile)
+        self._change = WorldChange(config, before, self._actions)
         self._pipeline = StepPipeline(
             config.scheduler.plans_in_flight,
             self._batch,
@@ -153,8 +162,7 @@ class SchedulerCore:
             case SubmitRequest():
                 self._handle_submit(gateway, message, now_s)
             case AbortRequest():
-                sequence = self._requests.find(gateway, message.request_id)
-                if sequence is not None:
+                if sequence := self._requests.find(gateway, message.request_id):
                     self._batch.remove(sequence)
                     self._requests.finish(sequence, message.reason)
                     if message.reason == "stop":
@@ -200,12 +208,10 @@ class SchedulerCore:
     def _handle_rank_message(self, peer: PeerId, message: ToScheduler, now_s: float) -> None:
         match message:
             case StepFinished():
-                problem = self._pipeline.receive(peer, message, now_s)
-                if problem is not None:
+                if problem := self._pipeline.receive(peer, message, now_s):
                     self._end_epoch(problem, now_s)
             case RankHello():
-                replaced = self._world.handle_hello(peer, message, now_s)
-                if replaced is not None:
+                if replaced := self._world.handle_hello(peer, message, now_s):
                     self._end_epoch(replaced, now_s)
             case RankLoading():
                 self._world.handle_loading(peer, message)
@@ -224,8 +230,7 @@ class SchedulerCore:
 
     def _handle_rank_ready(self, peer: PeerId, message: RankReady, now_s: float) -> None:
         before = self._world.state
-        problem = self._world.handle_ready(peer, message)
-        if problem is not None:
+        if problem := self._world.handle_ready(peer, message):
             self._end_epoch(problem, now_s)
         elif before is not self._world.state:
             self._begin_epoch(now_s)
@@ -241,9 +246,8 @@ class SchedulerCore:
             self._world.recovery.abandon_start("configuration", str(error))
             self._end_epoch(str(error), now_s)
             return
-        if self._batch.start(budget, form, self._world.epoch, can_roll_back=may_draft):
-            fields = {"namespace": form.namespace if form is not None else ""}
-            self._actions.append(WriteLog("warning", "blocks_of_another_namespace", fields))
+        self._batch.start(budget, form, self._world.epoch, can_roll_back=may_draft)
+        self._change.note_ready(self._world.statuses(), form.namespace if form else "", now_s)
         self._counters["epochs_total"] += 1
         self._report_to_gateways(now_s)
         self._refit_requests()
@@ -306,16 +310,14 @@ class SchedulerCore:
         in_flight = self._pipeline.in_flight
         stalled_s = self._stall_detector.stalled_for_s(now_s)
         if stalled_s:
-            fields = {"seconds": round(stalled_s, 1)}
-            self._actions.append(WriteLog("warning", "scheduler_stalled", fields))
+            seconds = round(stalled_s, 1)
+            self._actions.append(WriteLog("warning", "scheduler_stalled", {"seconds": seconds}))
             in_flight.extend_deadlines(stalled_s, now_s)
             self._world.extend_deadlines(stalled_s, now_s)
-        late = in_flight.newly_late_step(now_s)
-        if late is not None:
+        if late := in_flight.newly_late_step(now_s):
             self._counters["steps_late_total"] += 1
             self._actions.append(WriteLog("warning", "step_late", late))
-        overdue = in_flight.overdue_reason(now_s) or self._world.overdue_reason(now_s)
-        if overdue is not None:
+        if overdue := in_flight.overdue_reason(now_s) or self._world.overdue_reason(now_s):
             self._end_epoch(overdue, now_s, is_symptom=True)
         for sequence, cause, detail in self._requests.expired(now_s):
             self._fail(sequence, cause, detail)
@@ -381,6 +383,7 @@ class SchedulerCore:
         return status_report.report(
             config=self._config,
             world=self._world,
+            change=self._change,
             batch=self._batch,
             in_flight=self._pipeline.in_flight,
             rates=self._pipeline.rates,

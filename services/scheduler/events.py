@@ -126,10 +126,19 @@ class SaveEvidence:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SaveWorldFacts:
+    """Keep facts about the world for the next scheduler process, in place of older ones."""
+
+    facts: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
     """End the process."""
 
     exit_code: int
 
 
-Action = SendToGateway | SendToRanks | AllowSilence | WriteLog | SaveEvidence | Stop
+Action = (
+    SendToGateway | SendToRanks | AllowSilence | WriteLog | SaveEvidence | SaveWorldFacts | Stop
+)

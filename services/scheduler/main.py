@@ -26,12 +26,14 @@ from services.scheduler.events import (
     RankLost,
     RankMessageReceived,
     SaveEvidence,
+    SaveWorldFacts,
     SendToGateway,
     SendToRanks,
     Stop,
     TimePassed,
     WriteLog,
 )
+from services.scheduler.world.world_change import WorldFacts
 from shared import limits, log
 from shared.clock import SystemClock, unix_seconds
 from shared.configuration.loading import prepare_run_dir, read_world_files
@@ -43,6 +45,9 @@ from shared.messages import ToScheduler
 from shared.os import lifeline
 from shared.transport import codec
 from shared.transport.links import Connected, LinkEvent, LinkSet, Listener, Lost, Quiet, Received
+
+WORLD_FACTS_FILE = "world.json"
+"""File in the run folder with the facts about the last world that was ready."""
 
 _TICK_S = limits.ACK_DELAY_S
 """Time between ticks. Waking up more often would disturb the other processes."""
@@ -64,7 +69,9 @@ class Shell:
         files = read_world_files(config)
         for detail in [*settings_without_effect(config), *files.ignored_settings]:
             self._log.warning("setting_ignored", detail=detail)
-        self._core = SchedulerCore(config, files.jaccl_devices, files.hostfile)
+        self._facts_file = config.run_dir / WORLD_FACTS_FILE
+        before = self._read_world_facts()
+        self._core = SchedulerCore(config, files.jaccl_devices, files.hostfile, before)
         self._gateways: Listener[ToScheduler] = Listener(
             config.gateway_address,
             ToScheduler,
@@ -177,6 +184,8 @@ class Shell:
                 getattr(self._log, action.level)(action.event, **action.fields)
             case SaveEvidence():
                 self._save_evidence(action)
+            case SaveWorldFacts():
+                self._save_world_facts(action)
             case Stop():
                 self._exit_code = action.exit_code
 
@@ -198,6 +207,22 @@ class Shell:
             self._log.error("evidence_not_saved", path=str(path), detail=str(error))
         else:
             self._log.error("evidence_saved", path=str(path), cause=facts["difference"])
+
+    def _read_world_facts(self) -> WorldFacts | None:
+        """Return the world of the last start; None if it is unknown."""
+        try:
+            return msgspec.json.decode(self._facts_file.read_bytes(), type=WorldFacts)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def _save_world_facts(self, action: SaveWorldFacts) -> None:
+        temporary = self._facts_file.with_suffix(".new")
+        try:
+            temporary.write_bytes(orjson.dumps(action.facts))
+            temporary.replace(self._facts_file)
+        except OSError as error:
+            # The next start then cannot say what has changed.
+            self._log.warning("world_facts_not_saved", detail=str(error))
 
 
 def run(config: Config) -> int:

@@ -9,6 +9,7 @@ from services.scheduler.requests.drain import Drain
 from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.world.world import World
+from services.scheduler.world.world_change import WorldChange
 from shared.configuration.settings import Config
 from shared.messages import StatusReported
 
@@ -52,6 +53,7 @@ def report(
     *,
     config: Config,
     world: World,
+    change: WorldChange,
     batch: RunningBatch,
     in_flight: InFlightSteps,
     rates: TokenRates,
@@ -67,6 +69,7 @@ def report(
     Args:
         config: the whole configuration.
         world: rank processes and the epoch.
+        change: its change since the last start.
         batch: the running batch.
         in_flight: plans in flight.
         rates: tokens per second of the last seconds.
@@ -90,6 +93,8 @@ def report(
         world_size=world.size,
         backend=world.recovery.backend,
         sharding=config.sharding,
+        namespace=change.namespace,
+        world_change=change.explain(now_s),
         ranks=world.statuses(),
         dismissed=world.dismissed.report(now_s),
         failure=world.recovery.failure,

@@ -61,17 +61,17 @@ class PrefillPlanner:
         for sequence in self._waiting.heads(_LOOKAHEAD_COUNT)[:_LOOKAHEAD_COUNT]:
             self._cache.admission.prepare(sequence.blocks, now_s, may_evict=may_evict)
 
-    def find_locked_out(self, running: Container[str], now_s: float) -> Sequence | None:
+    def find_locked_out(self, sated: Container[str], now_s: float) -> Sequence | None:
         """Return a waiting sequence whose turn it is, and that a full batch leaves no place.
 
         Args:
-            running: the tenants with running sequences, none of which is locked out.
+            sated: the tenants that have enough running sequences not to be locked out.
             now_s: the time in seconds, from which deadlines of restores count.
         """
         if self._rows.has_free_slot and self._refused is None:
             return None
         for sequence in self._turns.in_turn(self._waiting.heads(1)):
-            if sequence.tenant in running:
+            if sequence.tenant in sated:
                 return None
             if self._rows.has_free_slot and sequence is not self._refused:
                 return None

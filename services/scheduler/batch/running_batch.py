@@ -65,7 +65,7 @@ class RunningBatch:
 
     def start(
         self, budget: RowBudget, form: BlockFormat | None, epoch: Epoch, *, can_roll_back: bool
-    ) -> bool:
+    ) -> None:
         """Begin an epoch: no slot is used, and measured step times start anew.
 
         Args:
@@ -73,9 +73,6 @@ class RunningBatch:
             form: format of cache blocks; None: the cache is off.
             epoch: number of the epoch.
             can_roll_back: rows can be rolled back, so drafts can be verified.
-
-        Returns:
-            True if the known cache blocks became useless because the namespace has changed.
 
         Raises:
             InvariantBroken: when sequences are running.
@@ -87,7 +84,7 @@ class RunningBatch:
         self.timing.begin_epoch()
         self._deadlines = StepDeadlines(self.timing, self._config)
         self.speculation.begin_epoch(can_roll_back=can_roll_back)
-        return self.cache.state.start_epoch(form, epoch)
+        self.cache.state.start_epoch(form, epoch)
 
     def requeue_running(self) -> None:
         """Move all running sequences to the waiting queue because their epoch has ended."""
@@ -301,11 +298,11 @@ class RunningBatch:
         self.preemptions += 1
 
     def _make_room_for_locked_out(self, plan_builder: PlanBuilder) -> None:
-        """Preempt one sequence if a tenant with none in a full batch waits for its turn."""
+        """Preempt one sequence if a tenant with few in a full batch waits for its turn."""
         if len(self._turns) < 2:
             return
-        running = {one.tenant for one in self._running}
-        locked_out = self._prefill.find_locked_out(running, plan_builder.now_s)
+        sated = preemption.find_sated(self._running, self._turns)
+        locked_out = self._prefill.find_locked_out(sated, plan_builder.now_s)
         if locked_out is None:
             return
         victim = preemption.choose_for_tenant(self._running, self._turns, locked_out.tenant)

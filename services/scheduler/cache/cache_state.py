@@ -115,26 +115,21 @@ class CacheState:
         assert self._format is not None
         return self._format
 
-    def start_epoch(self, block_format: BlockFormat | None, epoch: int) -> bool:
-        """Start an epoch without resident blocks.
+    def start_epoch(self, block_format: BlockFormat | None, epoch: int) -> None:
+        """Start an epoch without resident blocks; with another namespace forget all known blocks.
 
         Args:
             block_format: format of blocks; None: no blocks are kept in this epoch.
             epoch: number of the epoch.
-
-        Returns:
-            True when the namespace changed, so that all known blocks were forgotten.
         """
         self._format, self.epoch = block_format, epoch
         if block_format is None:
-            return False
+            return
         self.bytes_max = block_format.bytes_max
-        has_changed = self._namespace not in ("", block_format.namespace)
-        self._namespace = block_format.namespace
-        if has_changed:
+        if self._namespace not in ("", block_format.namespace):
             self.index.clear()
+        self._namespace = block_format.namespace
         self.index.set_bound(block_format.nodes_max)
-        return has_changed
 
     def end_epoch(self) -> None:
         """End the epoch: no block is resident or protected any more, no order is pending.

@@ -102,7 +102,7 @@ class Rows:
 
     The shape is `row_count` rows of `row_tokens` tokens each. It grows geometrically, so each row
     is copied a bounded number of times on average. It shrinks only when something else does not
-    fit, or when unused rows would become much longer.
+    fit, or when unused rows would become much longer or rows with much unused length more.
     """
 
     def __init__(self, slots_max: int, tokens_step: int) -> None:
@@ -199,6 +199,19 @@ class Rows:
         """
         return tokens > max(2 * self.row_tokens, _LONG_ROW_TOKENS)
 
+    def drops_idle_length(self, slots: int, tokens: int) -> bool:
+        """Tell whether rows are shortened when their number grows.
+
+        That is so when rows are long and at least half of each is unused: more of them would take
+        much memory, and allocating it takes time.
+
+        Args:
+            slots: the new number of rows that are needed.
+            tokens: row length that is needed.
+        """
+        idle_from = max(_LONG_ROW_TOKENS, 2 * self._generous_tokens(tokens))
+        return slots > self.row_count and self.row_tokens > idle_from
+
     def trim(self, *, slots: int, tokens: int) -> None:
         """Shrink the shape when at least half of the memory of all rows is unused.
 
@@ -290,7 +303,9 @@ class Rows:
         idle_rows = 0 if self.drops_idle_rows(tokens) else self.row_count
         wide = max(idle_rows, self._generous_slots(slots, tokens))
         count = max(slots, idle_rows)
-        long = max(self.row_tokens, self._generous_tokens(tokens))
+        long = self._generous_tokens(tokens)
+        if not self.drops_idle_length(slots, tokens):
+            long = max(self.row_tokens, long)
         exact = self._round(tokens)
         longer = max(exact, self.row_tokens)
         shapes = [(wide, long), (count, long), (wide, longer), (slots, longer)]

@@ -58,6 +58,20 @@ def test_growing_kv_row_keeps_rows_of_short_requests_beside_it() -> None:
     assert len(shapes) < 20
 
 
+def test_long_kv_rows_become_short_when_many_short_ones_are_needed() -> None:
+    """After a long sequence has ended, many short ones do not get rows of its length: allocating
+    them took seconds, in which all streams paused."""
+    rows = make_rows(tokens=4_000_000)
+    assert rows.resize(slots=2, tokens=9_000)
+    assert rows.resize(slots=2, tokens=100)
+    assert rows.row_tokens >= 9_000
+    assert rows.resize(slots=3, tokens=100)
+    assert rows.row_tokens < 500
+    assert rows.resize(slots=4, tokens=5_000)
+    assert rows.resize(slots=16, tokens=4_500)
+    assert rows.row_tokens >= 5_000
+
+
 def test_long_unused_kv_rows_shrink_only_when_budget_is_needed() -> None:
     """Long unused rows are given up for more rows, and not earlier."""
     rows = make_rows(tokens=4_096)

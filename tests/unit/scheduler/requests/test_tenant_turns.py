@@ -130,6 +130,26 @@ def test_tenant_with_running_sequence_preempts_nothing(make_world: MakeWorld) ->
     world.settle()
 
 
+def test_tenant_below_half_of_its_fair_part_gets_places_in_full_batch(
+    make_world: MakeWorld,
+) -> None:
+    """A colleague's stream and further requests start beside a flood at once, up to half of the
+    colleague's fair part; then places go by turns, and no sequence is moved back and forth."""
+    world = make_world(running_sequences_max=16)
+    _flood(world, "flood", 40, 300)
+    for _ in range(30):
+        world.step()
+    world.submit("stream", [5, 6], 200, tenant="small")
+    for _ in range(4):
+        world.step()
+    _flood(world, "small", 8, 200)
+    for _ in range(20):
+        world.step()
+    assert _running(world) == {"flood": 12, "small": 4}
+    assert _fairness_preemptions(world) == 4
+    world.settle()
+
+
 def test_no_tenant_loses_its_only_running_sequence(make_world: MakeWorld) -> None:
     """With as many tenants running as there are slots, another tenant waits for a free slot."""
     world = make_world(running_sequences_max=2)
