@@ -10,6 +10,7 @@ from shared.messages.base import (
     Count,
     Message,
     MessagePart,
+    Namespace,
     RequestName,
     Sampling,
     Seconds,
@@ -260,6 +261,11 @@ class StatusReported(Message, frozen=True, kw_only=True):
     them, because a stopped process cannot obey an order."""
     sharding: Literal["none", "tensor", "expert", "pipeline"] = "none"
     """How the model is split."""
+    namespace: Namespace = ""
+    """Namespace of the blocks of the current or the last epoch; "" before the first."""
+    world_change: ShortText = ""
+    """How the world differs from that of the last start, and the consequence for stored blocks; ""
+    without a difference, or a day later."""
     failure: Literal["", "configuration", "epochs"] = ""
     """Why no further epoch is started: a setting must be changed, or too many epochs have
     failed."""

@@ -37,6 +37,8 @@ def render(status: StatusReported) -> str:
         lines.insert(1, f"  {_FAILURES[status.failure]}")
     elif status.draining:
         lines.insert(1, "  New requests are refused until `lockstep drain --off`.")
+    if status.world_change:
+        lines.append(f"  change       {status.world_change}")
     if status.dismissed:
         gone = ", ".join(f"{rank.pid} on {rank.host}" for rank in status.dismissed)
         lines.append(f"  dismissed    {gone}")

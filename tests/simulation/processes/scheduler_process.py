@@ -12,6 +12,7 @@ from services.scheduler.events import (
     RankLost,
     RankMessageReceived,
     SaveEvidence,
+    SaveWorldFacts,
     SendToGateway,
     SendToRanks,
     TimePassed,
@@ -137,7 +138,13 @@ class SimulatedShell(Shell):
         self._ranks.close(0.0)
         self._gateways.close(0.0)
 
-    def _keep(self, evidence: SaveEvidence) -> None:
+    def _save_evidence(self, evidence: SaveEvidence) -> None:
+        """Write no file."""
+
+    def _read_world_facts(self) -> None:
+        """Read no file."""
+
+    def _save_world_facts(self, action: SaveWorldFacts) -> None:
         """Write no file."""
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.scheduler.main import Shell
+from services.scheduler.events import SaveWorldFacts
+from services.scheduler.main import WORLD_FACTS_FILE, Shell
+from services.scheduler.world.world_change import WorldFacts
 from shared.configuration.loading import config_from_tree
 from shared.errors import ConfigError
 from shared.messages import (
@@ -231,3 +233,18 @@ def test_sigterm_without_open_requests_exits_with_zero(
     gateway.wait_for(StatusReported)
     scheduler.send_signal(signal.SIGTERM)
     assert scheduler.wait(WAIT_S) == 0
+
+
+def test_scheduler_reads_facts_of_last_world_that_it_has_saved(folder: Path) -> None:
+    """Facts survive from one scheduler process to the next; a damaged file is no facts."""
+    config = config_from_tree({"paths": {"run_dir": str(folder)}})
+    facts = WorldFacts(ranks=3, sharding="expert", hosts=["a", "b", "c"], namespace="ab")
+    shell = Shell(config)
+    shell._ranks.close()
+    shell._gateways.close()
+
+    shell._save_world_facts(SaveWorldFacts(msgspec.structs.asdict(facts)))
+
+    assert shell._read_world_facts() == facts
+    (folder / WORLD_FACTS_FILE).write_text('{"ranks": "three"}')
+    assert shell._read_world_facts() is None

@@ -148,6 +148,14 @@ def test_status_text_names_command_that_ends_drain_while_draining() -> None:
     assert "lockstep drain --off" in lines[1]
 
 
+def test_status_text_names_change_of_the_world_since_last_start() -> None:
+    """The scheduler's sentence has a line of its own, which is missing without a change."""
+    text = render(status_report(world_change="The world has changed."))
+
+    assert "  change       The world has changed." in text.splitlines()
+    assert "change" not in render(status_report())
+
+
 def test_status_text_shows_dismissed_rank_processes_with_their_hosts() -> None:
     """Rank processes that have not ended yet are shown with their hosts; without any there is no
     line."""
