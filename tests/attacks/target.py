@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import http.client
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -11,11 +9,14 @@ from pathlib import Path
 
 import psutil
 
+from services.supervisor.status.service_queries import ask_status
+from shared.configuration.loading import load_config
 from tests.end_to_end.running_lockstep import RunningLockstep
 
 ATTACKER_KEY = "attacker-key-of-the-attack-set"
 VICTIM_KEY = "victim-key-of-the-attack-set"
 HOST = "127.0.0.1"
+ANSWER_DEADLINE_S = 30.0
 DEPARTURE_S = 1.0
 """Time in which the scheduler must know that a client has left."""
 
@@ -33,6 +34,7 @@ class Target:
 
     def __init__(self, running: RunningLockstep) -> None:
         self._running = running
+        self._config = load_config(str(running.config_file))
         self.port = running.port
 
     def memory(self) -> Memory:
@@ -60,13 +62,9 @@ class Target:
         return sum(map(len, self._running.lines[since:]))
 
     def open_requests(self) -> int:
-        """Return the number of running and waiting requests of the scheduler's last report."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=30.0)
-        with contextlib.closing(connection):
-            headers = {"Authorization": f"Bearer {VICTIM_KEY}"}
-            connection.request("GET", "/v1/lockstep/status", headers=headers)
-            report = json.loads(connection.getresponse().read())["scheduler"]
-        return int(report["running"] + report["waiting"])
+        """Return the number of running and waiting requests, as the scheduler itself says."""
+        status = ask_status(self._config, ANSWER_DEADLINE_S)
+        return status.running + status.waiting
 
     def departure_s(self, allowed_requests: int, timeout_s: float = 30.0) -> float:
         """Wait until only the victim's requests are open; return the seconds that took.
@@ -79,7 +77,7 @@ class Target:
         while self.open_requests() > allowed_requests:
             if time.monotonic() - began_s > timeout_s:
                 return timeout_s
-            time.sleep(0.1)
+            time.sleep(0.02)
         return time.monotonic() - began_s
 
 
