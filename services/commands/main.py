@@ -32,10 +32,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "services.commands.roles:cache_store",
         "Run the cache store of this host: KV blocks on its SSD.",
     ),
-    "status": ("services.commands.lifecycle:status", "Show the state of a running Lockstep."),
-    "restart": ("services.commands.lifecycle:restart", "Restart a role without losing a stream."),
+    "status": (
+        "services.commands.lifecycle.status:status",
+        "Show the state of a running Lockstep.",
+    ),
+    "restart": (
+        "services.commands.lifecycle.restart:restart",
+        "Restart a role without losing a stream.",
+    ),
     "drain": (
-        "services.commands.lifecycle:drain",
+        "services.commands.lifecycle.drain:drain",
         "Refuse new requests and let running ones finish.",
     ),
     "logs": ("services.commands.logs:logs", "Show the log files of this host."),

@@ -43,10 +43,11 @@ def up(sources: SettingSources, *, dry_run: bool) -> int:
         return limits.EXIT_OK
     share = sources.share()
     from services.supervisor import main as supervisor
+    from services.supervisor import replacement
 
     try:
-        _check_before_start(share)
-        return supervisor.run(share)
+        check_before_start(share)
+        return replacement.run(share, supervisor.run)
     except LockstepError as error:
         log.report(str(error), share.config.log, "error")
         return error.exit_code
@@ -160,7 +161,7 @@ def process_file_held(config: Config, name: str, *, by_pid: bool = False) -> Ite
             file.release()
 
 
-def _check_before_start(share: HostShare) -> None:
+def check_before_start(share: HostShare) -> None:
     """Refuse settings that cannot work, and warn about those without effect.
 
     Raises:

@@ -221,7 +221,7 @@ class Shell:
             temporary.write_bytes(orjson.dumps(action.facts))
             temporary.replace(self._facts_file)
         except OSError as error:
-            # The next start then cannot say what has changed.
+            # The next start then cannot name a change.
             self._log.warning("world_facts_not_saved", detail=str(error))
 
 

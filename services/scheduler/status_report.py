@@ -105,13 +105,16 @@ def report(
         context_tokens_max=tokens_limit,
         steps=in_flight.finished_step_id,
         drafts=batch.speculation.counters.statistics(),
-        counters={
-            **counters,
-            "memory_exhausted_total": float(world.recovery.memory_exhausted),
-            **batch.report_counters(),
-        },
+        counters={**counters, **_counters(world, batch)},
         gauges=_queue_gauges(waiting, turns) | _gauges(batch, in_flight, rates, now_s),
     )
+
+
+def _counters(world: World, batch: RunningBatch) -> dict[str, float]:
+    return {
+        "memory_exhausted_total": float(world.recovery.memory_exhausted),
+        **batch.report_counters(),
+    }
 
 
 def _queue_gauges(waiting: WaitingQueue, turns: TenantTurns) -> dict[str, float]:

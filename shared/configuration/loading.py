@@ -23,6 +23,13 @@ from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.os import run_folder, user_folders
 
+_MODELS = ("model.path", "speculation.draft_model")
+_PATHS = (
+    *_MODELS, "paths.run_dir", "paths.keys_dir", "gateway.api_keys_file", "world.hostfile",
+    "world.jaccl_devices", "cache.directory", "log.directory",
+)  # fmt: skip
+"""Settings that name a file or a folder."""
+
 API_KEYS_VARIABLE = "LOCKSTEP_API_KEYS"
 """Variable with API keys (name=key,name=key), for containers and other places without a file."""
 
@@ -71,6 +78,48 @@ def config_from_tree(tree: dict[str, Any], *, has_api_keys: bool = False) -> Con
         _check_unreachable(config.gateway.host)
     check_consistency(config)
     return config
+
+
+def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return settings with some of them changed; check the result.
+
+    A new hostfile also gives the number of ranks and the backend, unless they are among the
+    changes.
+
+    Args:
+        config: the settings of a Lockstep that runs. It may have API keys in its environment.
+        changes: dotted keys and values.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    if "world.hostfile" in changes:
+        for key in ("size", "backend"):
+            tree["world"].pop(key)
+    for key, value in changes.items():
+        _set(tree, key, value)
+    _follow_hostfile(tree, is_size_set="world.size" in changes)
+    return config_from_tree(tree, has_api_keys="gateway.host" not in changes)
+
+
+def with_absolute_paths(config: Config, folder: Path) -> Config:
+    """Return settings whose relative paths do not depend on the working folder.
+
+    Args:
+        config: the settings.
+        folder: the working folder to which they are relative.
+    """
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    for key in _PATHS:
+        section, _, name = key.partition(".")
+        text = tree[section][name]
+        path = folder / text
+        # The name of a model may also be that of one on Hugging Face.
+        is_path = key not in _MODELS or path.is_dir()
+        if text and is_path and not text.startswith("~"):
+            tree[section][name] = str(path)
+    return msgspec.convert(tree, Config)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def run(config: Config, action: Action, namespace: str) -> CommandOutput:
         if not report.on:
             raise UnavailableError(f"The cache store is off: {report.cause}")
         directory = Path(report.directory)
-        folders = _folders(store)
+        folders = list_folders(store)
         if namespace:
             full = _full_name(namespace, folders)
             if full is None:
@@ -137,7 +137,8 @@ def run(config: Config, action: Action, namespace: str) -> CommandOutput:
         return _check(directory, namespace)
 
 
-def _folders(store: Store) -> list[StoredFolder]:
+def list_folders(store: Store) -> list[StoredFolder]:
+    """Return the stored records per namespace and rank."""
     folders: list[StoredFolder] = []
     page = 0
     while True:

@@ -10,9 +10,11 @@ from shared.configuration.loading import overriding_variables
 from shared.configuration.settings import Config
 from shared.errors import UsageError
 
-_PORT = "gateway.port"
+PORT = "gateway.port"
+"""Setting that names a running Lockstep."""
+
 _PLACES = {
-    _PORT,
+    PORT,
     "paths.run_dir",
     "scheduler.gateway_address",
     "scheduler.rank_address",
@@ -41,10 +43,10 @@ def running_config(sources: SettingSources, environment: Mapping[str, str] = os.
         UsageError: when several are meant; the error lists them.
         ConfigError: when a setting is wrong.
     """
-    is_by_port = set(sources.overrides) == {_PORT} and not (sources.config or sources.inventory)
+    is_by_port = set(sources.overrides) == {PORT} and not (sources.config or sources.inventory)
     if names_one(sources, environment) and not is_by_port:
         return sources.share().config
-    port = sources.overrides.get(_PORT)
+    port = sources.overrides.get(PORT)
     found = [one for one in running.find_running() if port in (None, str(one.config.gateway.port))]
     if len(found) > 1:
         raise UsageError(

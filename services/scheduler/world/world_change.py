@@ -1,4 +1,4 @@
-"""Change of the world since the last start. Owns what is remembered, and the sentence. Pure.
+"""Change of the world since the last start. Owns the remembered facts, and the sentence. Pure.
 
 The shell keeps the facts in the run folder from one scheduler process to the next.
 """
@@ -121,11 +121,11 @@ def explain_change(before: WorldFacts, now: WorldFacts) -> str:
                 "The model, its shares, settings or versions have changed since the last start, so "
                 "blocks that were stored before do not serve this world."
             )
-        consequence = "Blocks that were stored before do not serve it."
+        consequence = "Blocks that the last one stored do not serve it."
     elif is_known:
         consequence = "Each rank finds only the blocks that are stored on its host."
     elif before.namespace:
-        consequence = "Blocks that were stored before may not serve it."
+        consequence = "Blocks that the last one stored may not serve it."
     else:
         consequence = ""
     if not differences:

@@ -18,8 +18,13 @@ _POSITIONS_SHOWN = 8
 """Draft positions with a share of their own; later ones are seldom reached."""
 
 
-def render(status: StatusReported) -> str:
-    """Return the text of `lockstep status`: summary lines, then a table with a row per rank."""
+def render(status: StatusReported, *, stored: str = "") -> str:
+    """Return the text of `lockstep status`: summary lines, then a table with a row per rank.
+
+    Args:
+        status: the scheduler's report.
+        stored: what of this host's stored blocks does not serve; "": nothing, or unknown.
+    """
     state = "ready" if status.ready else f"not ready ({status.reason or 'no reason given'})"
     if status.draining:
         state += ", draining"
@@ -39,6 +44,8 @@ def render(status: StatusReported) -> str:
         lines.insert(1, "  New requests are refused until `lockstep drain --off`.")
     if status.world_change:
         lines.append(f"  change       {status.world_change}")
+    if stored:
+        lines.append(f"  stored       {stored}")
     if status.dismissed:
         gone = ", ".join(f"{rank.pid} on {rank.host}" for rank in status.dismissed)
         lines.append(f"  dismissed    {gone}")

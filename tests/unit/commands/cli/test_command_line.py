@@ -44,7 +44,7 @@ _VERIFY = "verify --port 9"
             "speculation.disable_above_sequences",
         ),
         (("restart",), limits.EXIT_USAGE, "ROLE"),
-        (("restart", "world"), limits.EXIT_USAGE, "'world'"),
+        (("restart", "galaxy"), limits.EXIT_USAGE, "'galaxy'"),
         (("restart", "rank"), limits.EXIT_USAGE, "restart rank 0"),
         (("restart", "rank", "first"), limits.EXIT_USAGE, "'first'"),
         (("restart", "gateway", "1"), limits.EXIT_USAGE, "restart gateway"),

@@ -1,5 +1,6 @@
 """Commands `lockstep restart` and `lockstep drain`, and the process files of roles."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from services.supervisor import restarting
+from services.supervisor.status import running
 from shared import limits
+from shared.configuration.loading import config_from_tree
 from shared.os import process_file
 from tests.support.waiting import wait_until
 from tests.unit.commands.command_lines import run
@@ -254,3 +257,57 @@ def test_role_warns_and_runs_when_process_file_cannot_be_written(tmp_path: Path)
 
     assert process.returncode == limits.EXIT_OK
     assert "`lockstep restart` will not find this process" in err
+
+
+def test_world_restart_without_supervisor_names_jobs_to_make_again(
+    capsys: pytest.CaptureFixture[str], run_dir: Path
+) -> None:
+    """Roles that launchd or systemd keep as jobs of their own restart with new job files."""
+    with contextlib.closing(_Held(run_dir, "scheduler")):
+        code, _, err = run(capsys, "restart", "world", "--ranks", "2")
+
+    assert code == limits.EXIT_UNAVAILABLE
+    assert "No `lockstep up` keeps the roles" in err
+    assert "lockstep systemd install" in err
+    code, _, err = run(capsys, "restart", "world", "--ranks", "2")
+    assert code == limits.EXIT_UNAVAILABLE
+    assert f"No Lockstep runs with the run folder {run_dir}" in err
+
+
+def test_world_restart_of_several_hosts_needs_the_file_with_all_settings(
+    capsys: pytest.CaptureFixture[str], run_dir: Path
+) -> None:
+    """Flags for one host would leave the others with different settings."""
+    scheduler = {"gateway_address": "tcp://10.0.0.1:1", "rank_address": "tcp://10.0.0.1:2"}
+    paths = {"run_dir": str(run_dir)}
+    config = config_from_tree({"paths": paths, "scheduler": scheduler})
+
+    with contextlib.closing(_Held(run_dir, "supervisor", running.facts(config))):
+        code, _, err = run(capsys, "restart", "world", "--ranks", "2")
+
+    assert code == limits.EXIT_USAGE
+    assert "give it with --inventory or --config" in err
+
+
+@pytest.mark.parametrize("words", [["ranks", "--wait", "1"], ["world", "1"]])
+def test_restart_with_option_of_another_role_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], run_dir: Path, words: list[str]
+) -> None:
+    """`--wait` is for the world, numbers are for ranks."""
+    assert run_dir.is_dir()
+
+    code, _, err = run(capsys, "restart", *words)
+
+    assert code == limits.EXIT_USAGE
+    assert err.count("\n") == 1
+
+
+class _Held(process_file.ProcessFile):
+    """A process file of this process."""
+
+    def __init__(self, folder: Path, role: str, facts: str = "") -> None:
+        super().__init__(folder, role, facts=facts)
+
+    def close(self) -> None:
+        """Delete it."""
+        self.release()

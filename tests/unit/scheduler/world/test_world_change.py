@@ -1,9 +1,9 @@
-"""The world's change since the last start: its sentence, its log line and what is remembered."""
+"""The world's change since the last start: its sentence, its log line and the saved facts."""
 
 import pytest
 
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import SaveWorldFacts, TimePassed, WriteLog
+from services.scheduler.events import Action, SaveWorldFacts, TimePassed, WriteLog
 from services.scheduler.world.world_change import (
     SHOWN_S,
     WorldChange,
@@ -102,7 +102,8 @@ def test_change_is_shown_for_a_day_after_the_world_is_ready() -> None:
 def test_facts_of_a_world_are_saved_once_when_it_is_ready(make_world: MakeWorld) -> None:
     """A world that never becomes ready replaces no facts; an equal one saves nothing again."""
     world = make_world(ranks=2)
-    change = WorldChange(world.config, None, actions := [])
+    actions: list[Action] = []
+    change = WorldChange(world.config, None, actions)
     ranks = [RankStatus(rank=rank, state="ready", host="mac1") for rank in range(2)]
     assert actions == []
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from shared.configuration.loading import load_config, read_world_files
+from shared.configuration.loading import (
+    change_config,
+    load_config,
+    read_world_files,
+    with_absolute_paths,
+)
 from shared.errors import ConfigError
 
 PAIR = [
@@ -134,6 +139,42 @@ def test_unreadable_hostfile_error_names_setting_path_and_cause(
 
     with pytest.raises(ConfigError, match=r"Cannot read world\.hostfile .*hosts\.json: "):
         load_config(flags={"world.hostfile": str(path)})
+
+
+def test_change_of_hostfile_also_changes_number_of_ranks_and_backend(tmp_path: Path) -> None:
+    """Settings of a running Lockstep contain both; a new hostfile replaces them, flags win."""
+    running = load_config(flags={"world.size": 4, "world.backend": "ring"})
+    hostfile = _file(tmp_path, {"backend": "jaccl", "hosts": PAIR})
+
+    changed = change_config(running, {"world.hostfile": hostfile})
+
+    assert (changed.world.size, changed.backend) == (2, "jaccl")
+    flags = {"world.hostfile": hostfile, "world.backend": "ring"}
+    assert change_config(running, flags).backend == "ring"
+    assert change_config(running, {"world.size": "2"}).world.size == 2
+    with pytest.raises(ConfigError, match="pipeline"):
+        change_config(running, {"world.sharding": "pipeline"})
+
+
+def test_relative_paths_of_settings_become_absolute_in_their_folder(tmp_path: Path) -> None:
+    """Files and folders are meant in the working folder; ids of models and ~ stay as they are."""
+    (tmp_path / "qwen").mkdir()
+    flags = {
+        "model.path": "qwen",
+        "speculation.draft_model": "org/draft",
+        "world.hostfile": "hosts.json",
+        "world.backend": "off",
+        "cache.directory": "~/blocks",
+        "paths.keys_dir": "/keys",
+    }
+
+    config = with_absolute_paths(load_config(flags=flags), tmp_path)
+
+    assert config.model.path == str(tmp_path / "qwen")
+    assert config.speculation.draft_model == "org/draft"
+    assert config.world.hostfile == str(tmp_path / "hosts.json")
+    assert (config.cache.directory, config.paths.keys_dir) == ("~/blocks", "/keys")
+    assert config.gateway.api_keys_file == ""
 
 
 def _config_with_files(tmp_path: Path, files: dict[str, Any], **world: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Commands for a Lockstep that runs: its state, drains and restarts."""
