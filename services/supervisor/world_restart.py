@@ -34,7 +34,7 @@ class WorldRestart:
     def __init__(
         self, before: Config, share: HostShare, supervisor: RoleProcess, console: Console
     ) -> None:
-        """Record the processes that run now.
+        """Prepare; nothing is ordered.
 
         Args:
             before: the settings of the running roles.
@@ -50,9 +50,10 @@ class WorldRestart:
         self._console = console
         self._clock = SystemClock()
         self._facts = running.facts(share.config)
-        found = process_file.find_all(self._folder)
-        self._old_pids = {one.pid for one in found if one.name != process_file.SUPERVISOR}
+        self._old_pids: set[int] = set()
+        """Processes of roles that run when the restart is ordered."""
         self._failure = ""
+        """Why the new world failed, as its scheduler has reported."""
 
     def order(self) -> None:
         """Order the restart.
@@ -61,6 +62,8 @@ class WorldRestart:
             ConfigError: when the run folder cannot be written.
             UnavailableError: when the supervisor has ended.
         """
+        found = process_file.find_all(self._folder)
+        self._old_pids = {one.pid for one in found} - {self._supervisor.pid}
         try:
             replacement.order(self._folder, self._share, self._supervisor.pid)
         except ProcessLookupError:

@@ -289,7 +289,11 @@ def test_lockstep_up_exits_with_69_when_stream_outlasts_drain_deadline(
         assert running.wait() == limits.EXIT_UNAVAILABLE
         assert reader.events[-1] != "[DONE]"
         assert "gateway could not finish" in running.text
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["blocks", "config.toml", "world.json"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "blocks",
+            "config.toml",
+            "world.json",
+        ]
 
 
 @pytest.mark.proof

@@ -110,6 +110,30 @@ def test_lockstep_status_with_key_not_allowed_fails_naming_key(
     assert "this host's key is not allowed there" in status.text
 
 
+def test_world_restart_on_both_hosts_changes_the_number_of_ranks(two_hosts: Cluster) -> None:
+    """The scheduler's host comes first, and names the command for the other one; both
+    supervisors stay."""
+    before = two_hosts.file.read_text(encoding="utf-8")
+    words = ["restart", "world", "--inventory", str(two_hosts.file)]
+
+    for ranks, count in (("[1, 2, 3]", 4), ("[1]", 2)):
+        two_hosts.file.write_text(before.replace("ranks = [1]", f"ranks = {ranks}"))
+        too_early = HostProcess(two_hosts.network, "host-b", words)
+        assert too_early.wait_and_close() == limits.EXIT_UNAVAILABLE
+        assert f"lockstep restart world --inventory {two_hosts.file}" in too_early.text
+
+        first = HostProcess(two_hosts.network, "host-a", words)
+        first.wait_for_line(f"Run on host-b: lockstep {' '.join(words)} --host host-b")
+        second = HostProcess(two_hosts.network, "host-b", [*words, "--host", "host-b"])
+
+        assert second.wait_and_close() == 0, second.text
+        assert first.wait_and_close() == 0, first.text
+        assert f"The world is ready: {count} ranks, split by tensor (ring)." in first.text
+        assert f"{count} ranks instead of" in first.text
+        assert "".join(two_hosts.stream())
+    assert all(host.process.poll() is None for host in two_hosts.hosts.values())
+
+
 def test_hosts_stopped_by_ctrl_c_exit_with_zero_and_restart(two_hosts: Cluster) -> None:
     """After Ctrl-C on both hosts they end with 0 and can be started again."""
     assert two_hosts.stop("host-b") == limits.EXIT_OK, two_hosts.hosts["host-b"].text

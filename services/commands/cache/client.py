@@ -15,7 +15,7 @@ from shared.clock import SystemClock
 from shared.configuration.settings import Config
 from shared.errors import UnavailableError
 from shared.identifiers import PeerId
-from shared.messages import FromStore, ToStore
+from shared.messages import BlocksListed, FromStore, ListBlocks, StoredFolder, ToStore
 from shared.transport.links import Connected, Dialer, Received
 
 ANSWER_DEADLINE_S = 5.0
@@ -146,6 +146,18 @@ def opened(config: Config) -> Iterator[Store | None]:
         return
     with contextlib.closing(RunningStore(address, config.keys_dir)) as running:
         yield running
+
+
+def list_folders(store: Store) -> list[StoredFolder]:
+    """Return the stored records per namespace and rank."""
+    folders: list[StoredFolder] = []
+    page = 0
+    while True:
+        listed = store.ask(ListBlocks(page=page), BlocksListed)
+        folders += listed.folders
+        if not listed.more:
+            return folders
+        page += 1
 
 
 def _is_listening(address: str) -> bool:

@@ -9,8 +9,8 @@ import click
 import msgspec
 
 from services.cache_store.files.check import CheckReport, check_directory
-from services.commands.cache import tables
-from services.commands.cache.client import Store, opened
+from services.commands.cache import serving, tables
+from services.commands.cache.client import Store, list_folders, opened
 from services.commands.checks.text_table import counted, format_bytes
 from services.commands.cli.click_support import Group, json_option, json_text
 from services.commands.cli.flags import SettingSources, settings_options
@@ -20,9 +20,7 @@ from shared.configuration.settings import Config
 from shared.errors import UnavailableError, UsageError
 from shared.messages import (
     BlocksCleared,
-    BlocksListed,
     ClearBlocks,
-    ListBlocks,
     QueryStore,
     StoredFolder,
     StoreReported,
@@ -131,22 +129,10 @@ def run(config: Config, action: Action, namespace: str) -> CommandOutput:
             namespace = full
             folders = [folder for folder in folders if folder.namespace == namespace]
         if action == "list":
-            return _list(folders, directory)
+            return _list(folders, directory, serving.running_namespace(config))
         if action == "clear":
             return _clear(store, namespace)
         return _check(directory, namespace)
-
-
-def list_folders(store: Store) -> list[StoredFolder]:
-    """Return the stored records per namespace and rank."""
-    folders: list[StoredFolder] = []
-    page = 0
-    while True:
-        listed = store.ask(ListBlocks(page=page), BlocksListed)
-        folders += listed.folders
-        if not listed.more:
-            return folders
-        page += 1
 
 
 def _full_name(beginning: str, folders: list[StoredFolder]) -> str | None:
@@ -159,10 +145,11 @@ def _full_name(beginning: str, folders: list[StoredFolder]) -> str | None:
     return found[0] if found else None
 
 
-def _list(folders: list[StoredFolder], directory: Path) -> CommandOutput:
+def _list(folders: list[StoredFolder], directory: Path, running: str) -> CommandOutput:
     if not folders:
         return _nothing_stored(directory, "list")
-    return CommandOutput(tables.listing(folders), {"folders": msgspec.to_builtins(folders)})
+    facts = {"folders": msgspec.to_builtins(folders), "running_namespace": running}
+    return CommandOutput(tables.listing(folders, running), facts)
 
 
 def _clear(store: Store, namespace: str) -> CommandOutput:
@@ -186,7 +173,7 @@ def _nothing_stored(directory: Path, action: Action, namespace: str = "") -> Com
     what = f"Nothing of namespace {namespace} is stored" if namespace else "Nothing is stored"
     empty: dict[Action, dict[str, Any]] = {
         "stats": {"running": False, "on": False, "directory": str(directory), "records": 0},
-        "list": {"folders": []},
+        "list": {"folders": [], "running_namespace": ""},
         "check": dataclasses.asdict(CheckReport()),
         "clear": msgspec.to_builtins(BlocksCleared(records=0, size_bytes=0)),
     }

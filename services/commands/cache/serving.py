@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from services.commands.cache.client import opened
-from services.commands.cache.command import list_folders
+from services.commands.cache.client import list_folders, opened
 from services.commands.checks.text_table import counted, format_bytes
+from services.supervisor.status.service_queries import ask_status
 from shared.configuration.settings import Config
 from shared.errors import LockstepError
 from shared.os import process_file
@@ -25,7 +25,7 @@ class StoredBlocks:
         """Return sentences with both numbers, and how to delete the blocks that do not serve."""
         serving = f"{counted(self.serving, 'block')} ({format_bytes(self.serving_bytes)})"
         if not self.others:
-            return f"All {serving} on this host's SSD serve this world."
+            return f"All stored blocks of this host serve this world: {serving}."
         others = f"{counted(self.others, 'block')} ({format_bytes(self.others_bytes)})"
         names = counted(len(self.other_namespaces), "other namespace")
         return (
@@ -62,3 +62,13 @@ def stored_blocks(config: Config, namespace: str) -> StoredBlocks | None:
         others_bytes=sum(one.size_bytes for one in others),
         other_namespaces=tuple(sorted({one.namespace for one in others})),
     )
+
+
+def running_namespace(config: Config) -> str:
+    """Return the namespace of the blocks of the world that runs; "" if it is unknown here."""
+    if not process_file.find_all(config.run_dir):
+        return ""
+    try:
+        return ask_status(config).namespace
+    except LockstepError:
+        return ""

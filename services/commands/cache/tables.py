@@ -43,9 +43,19 @@ def stats(report: StoreReported, *, is_running: bool) -> str:
     return "\n".join(lines)
 
 
-def listing(folders: Sequence[StoredFolder]) -> str:
-    """Return a table of records, size and last use, with one line per namespace and rank."""
-    return "\n".join(table_lines([_HEADINGS, *(_row(folder) for folder in folders)]))
+def listing(folders: Sequence[StoredFolder], running: str = "") -> str:
+    """Return a table of records, size and last use, with one line per namespace and rank.
+
+    Args:
+        folders: the records of each namespace and rank.
+        running: namespace of the world that runs, whose lines say so; "": unknown.
+    """
+    rows = [_row(folder) for folder in folders]
+    if not running:
+        return "\n".join(table_lines([_HEADINGS, *rows]))
+    serving = ["yes" if folder.namespace == running else "no" for folder in folders]
+    marked = [(*row, word) for row, word in zip(rows, serving, strict=True)]
+    return "\n".join(table_lines([(*_HEADINGS, "serves"), *marked]))
 
 
 def check_report(report: CheckReport) -> str:
