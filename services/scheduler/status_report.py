@@ -39,7 +39,7 @@ class TokenRates:
         """Return the mean number of tokens per second over the last two seconds; 0 when idle.
 
         Args:
-            now_s: the time in seconds.
+            now_s: the monotonic time in seconds.
         """
         self._forget(now_s)
         return self._tokens / _WINDOW_S
@@ -78,7 +78,7 @@ def report(
         turns: the tenants with open requests.
         tokens_limit: most tokens of prompt and completion of a request; 0: unknown.
         drain: whether new requests are refused, and why.
-        now_s: the time in seconds.
+        now_s: the monotonic time in seconds.
     """
     reason = world.explain()
     if not reason:

@@ -66,7 +66,8 @@ class StepPipeline:
         A burst is several requests that arrive at nearly the same time, to run in one batch.
 
         Args:
-            now_s: the time in seconds. If it waits, `wake_at_s` is when to call this again.
+            now_s: the monotonic time in seconds. If it waits, `wake_at_s` is when to call this
+                again.
         """
         self.wake_at_s = None
         if self._world.state is not WorldState.READY:

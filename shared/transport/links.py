@@ -299,7 +299,10 @@ class Dialer(LinkEnd[M]):
         self.socket.send(framing.pack(frame))
 
     def keep_alive(self) -> None:
-        """Send a keep-alive if it is due. For a second thread, kept apart by a lock."""
+        """Send a keep-alive if it is due.
+
+        A second thread may call it if a lock of the caller keeps it apart from all other calls.
+        """
         if (session := self._session) is not None and session.needs_keepalive(self._clock.now()):
             self.socket.send(framing.pack(session.control_frame(delivery.ALIVE, self._clock.now())))
 

@@ -71,15 +71,18 @@ def load_keys(folder: Path) -> Keys | None:
 
 
 def keys_for(address: str, keys_dir: Path | None, *, is_dialled: bool) -> Keys | None:
-    """Return this host's keys if a link at this address uses them; None over ipc or without keys.
+    """Return this host's keys for a link over tcp; None over ipc, which never uses keys.
+
+    Without a folder of keys the result is None over tcp too, which is allowed on loopback only.
 
     Args:
         address: ipc://path or tcp://host:port.
         keys_dir: folder of the keys; None: keys are not used.
-        is_dialled: the link connects to the address; False: it listens there.
+        is_dialled: the link connects to the address; False: it listens there. Errors say which.
 
     Raises:
-        ConfigError: when the address needs keys and this host has no usable ones.
+        ConfigError: when the address is not on loopback and there are no keys, or the keys cannot
+            be used.
     """
     own = load_keys(keys_dir) if keys_dir is not None and is_tcp(address) else None
     check_address(address, has_keys=own is not None, is_dialled=is_dialled)

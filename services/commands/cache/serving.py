@@ -22,7 +22,7 @@ class StoredBlocks:
     """Namespaces of the others, sorted."""
 
     def explain(self) -> str:
-        """Return sentences with both numbers, and how to delete the blocks that do not serve."""
+        """Return sentences: how many blocks serve this world, and how many wait for another."""
         serving = f"{counted(self.serving, 'block')} ({format_bytes(self.serving_bytes)})"
         if not self.others:
             return f"All stored blocks of this host serve this world: {serving}."

@@ -61,12 +61,12 @@ class TimedCheck(CheckResult, frozen=True, kw_only=True):
 
 
 def passed(check: str, detail: str, notes: Sequence[str] = ()) -> TimedCheck:
-    """Return a PASS: name of the check, facts found, further facts."""
+    """Return a PASS without a time: name of the check, what was seen in a line, further lines."""
     return TimedCheck(check=check, verdict="PASS", detail=detail, notes=notes)
 
 
 def failed(check: str, detail: str, remedy: str, notes: Sequence[str] = ()) -> TimedCheck:
-    """Return a FAIL: name of the check, facts found, exact command or change, further facts."""
+    """Return a FAIL without a time: name, what was seen, the exact remedy, further lines."""
     return TimedCheck(check=check, verdict="FAIL", detail=detail, remedy=remedy, notes=notes)
 
 

@@ -143,7 +143,10 @@ class OpenRequests:
         self._link.close()
 
     def handle(self, events: Events) -> None:
-        """Handle received messages and session changes in order, then write all buffered events."""
+        """Handle received messages and session changes in order, then write to all clients at once.
+
+        The output of the messages is buffered by each client's stream until then.
+        """
         now_s = self._clock.now()
         for event in events:
             match event:

@@ -34,7 +34,7 @@ class SampledTokens:
     """Of the rows that ask for them; None if no row does."""
 
     def arrays(self) -> list[mx.array]:
-        """Return the lazy arrays: tokens, highest logits and log probabilities."""
+        """Return all arrays to evaluate: `tokens`, `top_logits`, and those of `logprobs` if any."""
         more = self.logprobs.arrays() if self.logprobs else []
         return [self.tokens, self.top_logits, *more]
 

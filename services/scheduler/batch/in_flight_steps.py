@@ -91,7 +91,7 @@ class InFlightSteps:
 
         Args:
             world_size: number of ranks, each of which sends one receipt.
-            now_s: the time in seconds; the deadline of the next step counts from then.
+            now_s: the monotonic time in seconds; the deadline of the next step counts from then.
         """
         if not self._steps or len(self._steps[0].receipts) < world_size:
             return None
@@ -135,7 +135,8 @@ class InFlightSteps:
 
         Args:
             seconds: how long the scheduler did not run, by which the deadline is postponed.
-            now_s: the time in seconds; the step's time counts anew from then at the latest.
+            now_s: the monotonic time in seconds; the step's time counts anew from then at the
+                latest.
         """
         self._progress_at_s = min(now_s, self._progress_at_s + seconds)
 

@@ -54,7 +54,7 @@ class PrefillPlanner:
         """Request restores of cache blocks for the first waiting sequences, before their admission.
 
         Args:
-            now_s: the time in seconds, from which deadlines of restores count.
+            now_s: the monotonic time in seconds, from which deadlines of restores count.
             may_evict: a plan is being made, which can carry evictions that make room for the
                 blocks.
         """
@@ -66,7 +66,7 @@ class PrefillPlanner:
 
         Args:
             sated: the tenants that have enough running sequences not to be locked out.
-            now_s: the time in seconds, from which deadlines of restores count.
+            now_s: the monotonic time in seconds, from which deadlines of restores count.
         """
         if self._rows.has_free_slot and self._refused is None:
             return None

@@ -132,8 +132,8 @@ class RunningBatch:
         n-gram indexes, from which drafts are copied.
 
         Args:
-            now_s: the time in seconds; a restore whose deadline has passed by then is no longer
-                awaited.
+            now_s: the monotonic time in seconds; a restore whose deadline has passed by then is no
+                longer awaited.
         """
         self.cache.restorer.expire(now_s)
         self._prefill.look_ahead(now_s, may_evict=False)
@@ -145,7 +145,7 @@ class RunningBatch:
         Args:
             epoch: the current epoch.
             step_id: number of the step in its epoch.
-            now_s: the time in seconds, for admissions and restores.
+            now_s: the monotonic time in seconds, for admissions and restores.
         """
         chosen = self._choose_drafts()
         if chosen is None:

@@ -98,7 +98,7 @@ def adopt_blocks(state: CacheState, restore: RestoreOrder) -> int:
         restore: a restore that all ranks have answered.
 
     Returns:
-        The number of leading items that ranks adopt. 0 when there is no memory for them, or when
+        The number of leading blocks that ranks adopt. 0 when there is no memory for them, or when
         one of their blocks was computed or evicted since the restore was requested.
     """
     block_format = state.block_format

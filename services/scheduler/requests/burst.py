@@ -66,7 +66,7 @@ class Burst:
         """Return the time at which the wait for further requests ends; None: plans need not wait.
 
         Args:
-            now_s: the time in seconds; a wait whose end has passed counts as none.
+            now_s: the monotonic time in seconds; a wait whose end has passed counts as none.
         """
         return self._until_s if self._began_s is not None and now_s < self._until_s else None
 
@@ -74,8 +74,8 @@ class Burst:
         """End the wait for further requests, because those that have arrived are being planned.
 
         Args:
-            now_s: the time in seconds. If the wait has run out by then, the requests it was for are
-                no longer expected, so they cause no further wait.
+            now_s: the monotonic time in seconds. If the wait has run out by then, the requests it
+                was for are no longer expected, so they cause no further wait.
         """
         if self._began_s is not None and now_s >= self._until_s:
             # The expected requests did not arrive, so no further wait is made for them.

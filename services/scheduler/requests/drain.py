@@ -49,7 +49,7 @@ class Drain:
         The drain time is the setting `scheduler.drain_s`. A second call ends it at once.
 
         Args:
-            now_s: the time in seconds, from which the drain time counts.
+            now_s: the monotonic time in seconds, from which the drain time counts.
         """
         self._until_s = now_s if self.is_stopping else now_s + self._drain_s
 
@@ -60,7 +60,7 @@ class Drain:
         long, or when the drain time is over. A scheduler that is not stopping may not.
 
         Args:
-            now_s: the time in seconds.
+            now_s: the monotonic time in seconds.
             open_requests: number of requests that have not ended.
             is_writing: blocks of ended requests are still being kept or spilled.
         """

@@ -222,7 +222,7 @@ class RequestTable:
         One deadline is for the whole request, and one for the wait for its first slot.
 
         Args:
-            now_s: the time in seconds.
+            now_s: the monotonic time in seconds.
         """
         for sequence in self:
             if now_s > sequence.deadline_at_s:

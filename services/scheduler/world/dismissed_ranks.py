@@ -40,7 +40,8 @@ class DismissedRanks:
 
         Args:
             member: the process.
-            now_s: the time in seconds; it is listed for REMEMBERED_S seconds from then on.
+            now_s: the monotonic time in seconds; it is listed for REMEMBERED_S seconds from then
+                on.
         """
         self._entries.append((member, now_s))
 
@@ -74,8 +75,8 @@ class DismissedRanks:
     def report(self, now_s: float) -> list[DismissedRank]:
         """Return host and process id of those that may still run.
 
-        Args:
-            now_s: the time in seconds; processes dismissed more than REMEMBERED_S before are
+        Args: now_s: the monotonic time in seconds; processes dismissed more than REMEMBERED_S
+            before are
                 forgotten.
         """
         self._retain(lambda _, at_s: now_s - at_s <= REMEMBERED_S)

@@ -102,7 +102,7 @@ class World:
         return f"{'A rank' if rank is None else f'Rank {rank}'} failed: {message.detail}"
 
     def host_of(self, peer: PeerId) -> str:
-        """Return the machine of a rank process; "" for an unknown peer."""
+        """Return the host name that a rank process has reported; "" for an unknown peer."""
         member = self._members.get(peer)
         return member.hello.host if member else ""
 
@@ -238,7 +238,7 @@ class World:
         """Return a sentence if the ranks have not joined or loaded before the deadline, else None.
 
         Args:
-            now_s: the time in seconds.
+            now_s: the monotonic time in seconds.
         """
         self._now_s = now_s
         if self.state is not WorldState.LOADING:
@@ -253,7 +253,7 @@ class World:
 
         Args:
             cause: why it ends, one sentence.
-            now_s: the time in seconds.
+            now_s: the monotonic time in seconds.
             was_stuck: it had running sequences but produced no token, which counts as a failure.
             is_symptom: the cause may be the consequence of what another rank reports later.
         """
@@ -276,7 +276,7 @@ class World:
 
         Args:
             cause: why the epoch ends, one sentence for the ranks.
-            now_s: the time in seconds, from which the ranks are listed as dismissed.
+            now_s: the monotonic time in seconds, from which the ranks are listed as dismissed.
         """
         self._now_s = now_s
         peers = self.peers
@@ -301,7 +301,7 @@ class World:
 
         Args:
             seconds: how long the scheduler did not run, by which they are postponed.
-            now_s: the time in seconds; the deadlines count from then at the latest.
+            now_s: the monotonic time in seconds; the deadlines count from then at the latest.
         """
         self._started_at_s = min(now_s, self._started_at_s + seconds)
 

@@ -59,7 +59,7 @@ class WorldChange:
         Args:
             ranks: its ranks, in rank order.
             namespace: namespace of its blocks; "": it keeps none.
-            now_s: the time in seconds.
+            now_s: the monotonic time in seconds.
         """
         if namespace and self._facts.namespace not in ("", namespace):
             fields = {"namespace": namespace}
@@ -78,7 +78,7 @@ class WorldChange:
         """Return a sentence about the change; "" without one, or a day after the start.
 
         Args:
-            now_s: the time in seconds.
+            now_s: the monotonic time in seconds.
         """
         return self._sentence if now_s < self._shown_until_s else ""
 

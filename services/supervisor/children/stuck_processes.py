@@ -47,7 +47,7 @@ class LingeringRanks:
         """Return the process ids that must be killed: those listed for at least `LEAVE_GRACE_S`.
 
         Args:
-            now_s: the time in seconds, by the clock of `update`.
+            now_s: the monotonic time in seconds, by the clock of `update`.
         """
         since_s = self._listed_since_s.items()
         return {pid for pid, listed_s in since_s if now_s - listed_s >= LEAVE_GRACE_S}
@@ -88,7 +88,7 @@ class SchedulerLiveness:
 
         Args:
             start: number of the running process among those started, counted from 1.
-            now_s: the time in seconds, by the clock of `update`.
+            now_s: the monotonic time in seconds, by the clock of `update`.
         """
         if start != self._latest_start:
             self._latest_start, self._started_at_s = start, now_s

@@ -203,7 +203,7 @@ def test_embedding_tied_to_head_is_read_once(tmp_path: Path) -> None:
     assert shard.bytes_read == sum(a.nbytes for path, a in weights.items() if "lm_head" not in path)
 
 
-def test_published_hybrid_model_is_read_without_unused_layers(
+def test_layers_that_a_hybrid_model_does_not_use_are_not_read_from_its_files(
     tmp_path: Path, make_model: MakeModel, computed: list[str]
 ) -> None:
     """Unused layers are not read, convolutions are transposed, and only norms are computed."""

@@ -48,7 +48,9 @@ class RowLayer:
             values: [rows, kv_heads, count, head_dim].
 
         Returns:
-            Keys and values [rows, kv_heads, tokens, head_dim] that attention reads.
+            All keys and values of these rows that attention reads, [rows, kv_heads, tokens,
+            head_dim]: arrays, or `Quantized` where rows are quantized. `tokens` is the length of
+            the longest row; the mask hides what stands after the end of a shorter one.
         """
         all_keys, all_values = self._store([keys, values])
         return all_keys, all_values

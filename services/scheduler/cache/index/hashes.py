@@ -79,7 +79,7 @@ class Chain:
         """All tokens of the sequence."""
 
     def extend(self) -> int:
-        """Hash the blocks completed since the last call; return the number of whole blocks."""
+        """Hash the blocks completed since the last call; return how many are hashed in all."""
         size = self.block_tokens
         for number in range(len(self.hashes), len(self.tokens) // size):
             packed = pack(self.tokens[number * size : (number + 1) * size])

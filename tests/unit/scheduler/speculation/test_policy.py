@@ -53,7 +53,9 @@ def test_longer_ngram_match_never_gets_lower_acceptance_class() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75])
-def test_acceptance_rate_of_sequence_approaches_its_own_share_of_hits(share: float) -> None:
+def test_estimated_acceptance_rate_approaches_share_of_accepted_drafts_of_its_sequence(
+    share: float,
+) -> None:
     """A sequence's rate approaches its own share of hits; new sequences begin near it."""
     common = AcceptanceRates()
     sequence_acceptance = SequenceAcceptance(common)
