@@ -13,8 +13,11 @@ from shared.messages import ToGateway
 from shared.transport.links import Dialer, LinkEvent
 
 DRAIN_MESSAGES_MAX = 8
-"""Messages handled before other tasks run: about 1 ms of work at 16 tokens each, and about 15 ms at
-64 tokens with 20 log probabilities each."""
+"""Most messages handled before other tasks run: about 1 ms of work at 16 tokens each, and about
+15 ms at 64 tokens with 20 log probabilities each."""
+TURN_S_MAX = 0.02
+"""After a longer turn the next one handles half as many messages, so that no stream of large ones
+keeps the event loop from other tasks."""
 
 Events = list[LinkEvent[ToGateway]]
 
@@ -84,6 +87,8 @@ class SchedulerClient:
         self._loop = asyncio.get_running_loop()
         self._is_drain_due = False
         self._is_closed = False
+        self._messages_max = DRAIN_MESSAGES_MAX
+        """Messages that the next turn handles at most."""
         self._timer: asyncio.TimerHandle | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -134,12 +139,18 @@ class SchedulerClient:
         self._is_drain_due = False
         if self._is_closed or self._handle is None:
             return
+        began_s = self._loop.time()
         with self._lock:
-            events = self._dialer.poll(0.0, DRAIN_MESSAGES_MAX)
+            events = self._dialer.poll(0.0, self._messages_max)
         if not self._dialer.socket.is_drained:
             self._schedule_drain()
-        if events:
-            self._handle(events)
+        if not events:
+            return
+        self._handle(events)
+        if self._loop.time() - began_s > TURN_S_MAX:
+            self._messages_max = max(1, self._messages_max // 2)
+        elif self._messages_max < DRAIN_MESSAGES_MAX:
+            self._messages_max += 1
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(limits.KEEPALIVE_S):
