@@ -350,7 +350,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def log_directory(self) -> Path | None:
-        """Folder of the log files; None: there are none. Raises ConfigError as `run_dir`."""
+        """Folder of the log files, None without one. Raises ConfigError as `run_dir`."""
         if not self.log.directory:
             return None
         return user_folders.expand(self.log.directory, "log.directory")

@@ -139,7 +139,7 @@ def report(sentence: str, config: LogConfig, level: Literal["warning", "error"])
     """Write a sentence for the operator to standard error before or after serving.
 
     Args:
-        sentence: what is wrong, and how to mend it.
+        sentence: the cause and the remedy.
         config: contains the format; JSON lines have the role `lockstep`.
         level: how serious it is.
     """

@@ -71,9 +71,7 @@ def load_keys(folder: Path) -> Keys | None:
 
 
 def keys_for(address: str, keys_dir: Path | None, *, is_dialled: bool) -> Keys | None:
-    """Return this host's keys for a link over tcp; None over ipc, which never uses keys.
-
-    Without a folder of keys the result is None over tcp too, which is allowed on loopback only.
+    """Return this host's keys for a link over tcp; None over ipc, and on loopback without keys.
 
     Args:
         address: ipc://path or tcp://host:port.

@@ -35,7 +35,7 @@ def _parse(text: str) -> list[dict[str, Any]]:
 def test_every_line_of_lockstep_is_one_object_from_start_through_failure_to_stop(
     running: RunningLockstep,
 ) -> None:
-    """Whatever a role, MLX or a dying interpreter writes, a log collector can parse all of it."""
+    """A log collector can parse all lines: those of roles, of MLX and of a dying interpreter."""
     assert running.post("/v1/completions", REQUEST)["choices"]
     rank = running.children()["rank-worker 0"]
     if sys.platform == "linux":

@@ -61,12 +61,12 @@ class TimedCheck(CheckResult, frozen=True, kw_only=True):
 
 
 def passed(check: str, detail: str, notes: Sequence[str] = ()) -> TimedCheck:
-    """Return a PASS without a time: name of the check, what was seen in a line, further lines."""
+    """Return a PASS without a time: name of the check, the findings in one line, further lines."""
     return TimedCheck(check=check, verdict="PASS", detail=detail, notes=notes)
 
 
 def failed(check: str, detail: str, remedy: str, notes: Sequence[str] = ()) -> TimedCheck:
-    """Return a FAIL without a time: name, what was seen, the exact remedy, further lines."""
+    """Return a FAIL without a time: name, the findings in one line, the exact remedy, more."""
     return TimedCheck(check=check, verdict="FAIL", detail=detail, remedy=remedy, notes=notes)
 
 

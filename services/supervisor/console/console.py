@@ -2,7 +2,8 @@
 
 Owns the layout, and that writing never blocks. Several threads write, one per child. On a terminal
 role names are coloured and the progress line is redrawn below the last line; elsewhere each new
-progress text is a line of its own. With JSON, every line is one object, whatever a child writes.
+progress text is a line of its own. With JSON, every line is one object: a child's
+log line as it is, and any other line of a child in an object of its own.
 
 Written by hand instead of with `rich`: a stopped terminal (Ctrl-S) or a pager that does not read
 must block neither the supervisor nor its children's logs, and `rich` writes to blocking streams.

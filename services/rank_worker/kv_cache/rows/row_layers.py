@@ -50,7 +50,7 @@ class RowLayer:
         Returns:
             All keys and values of these rows that attention reads, [rows, kv_heads, tokens,
             head_dim]: arrays, or `Quantized` where rows are quantized. `tokens` is the length of
-            the longest row; the mask hides what stands after the end of a shorter one.
+            the longest row; the mask hides the tokens after the end of a shorter one.
         """
         all_keys, all_values = self._store([keys, values])
         return all_keys, all_values

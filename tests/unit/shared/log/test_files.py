@@ -1,4 +1,4 @@
-"""Log files: rotation, reopening, what else goes into them, and reading them back."""
+"""Log files: rotation, reopening, output of libraries, and reading them back."""
 
 import contextlib
 import itertools
@@ -196,7 +196,7 @@ def test_follow_finds_processes_that_begin_to_log_later(
 def test_log_file_is_readable_for_its_group_only(
     tmp_path: Path, opened: contextlib.ExitStack
 ) -> None:
-    """Logs hold names of tenants: others cannot read them, whatever the mask of the process is."""
+    """Logs hold names of tenants: others cannot read them, also if the process has no umask."""
     before = os.umask(0)
     try:
         opened.enter_context(contextlib.closing(LogFile(tmp_path / "logs", "gateway", SMALL)))

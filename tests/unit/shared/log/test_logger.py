@@ -32,7 +32,7 @@ def test_text_log_line_has_level_event_and_fields(capsys: pytest.CaptureFixture[
 
 
 def test_json_log_line_is_one_object_with_all_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    """A JSON line has time, level, role, rank, host, event and the fields, of whatever type."""
+    """A JSON line has time, level, role, rank, host, event and all fields, of any type."""
     log.set_up("rank-0", LogConfig(format="json"))
 
     log.Log("rank_worker").warning("odd", peer=b"\xff", many={"a": [1]}, text="two\nlines")
