@@ -117,7 +117,10 @@ def _folder(config: Config) -> Path:
     try:
         found = files.names(folder)
     except OSError as error:
-        raise UnavailableError(f"Cannot read {folder}: {error.strerror}.") from None
+        raise UnavailableError(
+            f"Cannot read the log files in {folder}: {error.strerror}. Run this as the user that "
+            "runs Lockstep."
+        ) from None
     if found:
         return folder
     if config.log_directory is None:

@@ -109,8 +109,16 @@ class LogFile(RotatingFileHandler):
 
 
 def names(folder: Path) -> list[str]:
-    """Return the names of the processes that have log files in a folder, sorted."""
-    return sorted({path.name.partition(SUFFIX)[0] for path in folder.glob(f"*{SUFFIX}*")})
+    """Return the names of the processes that have log files in a folder, sorted.
+
+    Raises:
+        OSError: when the folder exists and cannot be read.
+    """
+    try:
+        found = [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted({name.partition(SUFFIX)[0] for name in found if SUFFIX in name})
 
 
 class ProcessLog:

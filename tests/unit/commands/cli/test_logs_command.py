@@ -130,3 +130,15 @@ def test_logs_without_files_say_where_the_log_is(
     monkeypatch.setenv("LOCKSTEP_LOG_DIRECTORY", str(tmp_path))
     assert main(["logs"]) == 69
     assert f"There are no log files in {tmp_path}." in capsys.readouterr().err
+
+
+def test_logs_in_unreadable_folder_say_who_can_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another user's logs are not taken for missing ones."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("LOCKSTEP_LOG_DIRECTORY", str(tmp_path / "file"))
+
+    assert main(["logs"]) == 69
+    assert "Run this as the user that runs Lockstep." in capsys.readouterr().err
