@@ -49,7 +49,8 @@ class SocketFile:
             return
         try:
             self._restore_folder(self._path.parent)
-            # The old socket stays bound as well: closing it would end its connections.
+            # The old socket stays bound as well: closing it would end its connections. So each
+            # deletion costs a descriptor until the process ends.
             self._bind(self._address)
         except Exception as error:  # noqa: BLE001 - only sockets.py knows ZeroMQ's errors
             if str(error) != self._cause:
