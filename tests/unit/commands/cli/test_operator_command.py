@@ -13,8 +13,9 @@ import pytest
 
 from services.supervisor import restarting
 from services.supervisor.status import running
+from services.supervisor.status.service_queries import ask_status
 from shared import limits
-from shared.configuration.loading import config_from_tree
+from shared.configuration.loading import config_from_tree, load_config
 from shared.os import process_file
 from tests.support.waiting import wait_until
 from tests.unit.commands.command_lines import run
@@ -38,6 +39,8 @@ def scheduler(run_dir: Path) -> Iterator["subprocess.Popen[bytes]"]:
     )
     try:
         wait_until((run_dir / "gateways.sock").exists, DEADLINE_S)
+        # It answers once it handles signals.
+        ask_status(load_config(environment=os.environ), DEADLINE_S)
         yield process
     finally:
         process.kill()
