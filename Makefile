@@ -22,7 +22,7 @@ JOBS ?= 2
 JOBS_WITH_PROCESSES ?= 3
 JOBS_THAT_WAIT ?= 5
 TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS_WITH_PROCESSES):multirank,end_to_end \
-  $(JOBS_THAT_WAIT):gateway,cache_store,hosts
+  $(JOBS_THAT_WAIT):gateway,cache_store,hosts $(JOBS):clients
 # These suites compute and hardly wait: they run at idle priority beside the groups. A worker that has
 # finished takes tests from the other one, because single files are long.
 BESIDE := simulation mlx demo_model
@@ -34,6 +34,8 @@ SEEDS ?= 10000
 SEED ?=
 # `make explore ROUNDS=100`
 ROUNDS ?= 10
+# `make memory REQUESTS=10000`
+REQUESTS ?= 10000
 # `make chaos FAULTS=rank-kill-decode,scheduler-kill COUNT=10 CHAOS_RANKS=2`
 FAULTS ?=
 COUNT ?=
@@ -62,6 +64,8 @@ help:
 	@echo "make simulate  simulate the whole system, 10,000 seeds (SEEDS=... or SEED=... alone)"
 	@echo "make explore   the tests of properties, with examples that no run has taken (ROUNDS=10)"
 	@echo "make chaos     kill, stop and cut real processes (FAULTS=... COUNT=... CHAOS_RANKS=...)"
+	@echo "make clients   install real coding agents; run each against every family of models on two ranks"
+	@echo "make memory    watch the memory of all processes under many requests (REQUESTS=10000)"
 	@echo "make format    rewrite the files as the formatter wants them"
 	@echo "make bench     lockstep bench overhead on the demo model"
 	@echo "make generated write the example configuration and docs/reference"
@@ -148,6 +152,8 @@ test: style
 .PHONY: proofs
 proofs: export LOCKSTEP_PROOFS := 1
 proofs: install
+	@echo "== Clients (npm, PyPI; what cannot be installed is not run)"
+	@$(BIN)/python -m tests.clients.agents.installation
 	@$(call RUN_GROUPS,'(proof or deep or hypothesis) and not alone',); \
 	echo "== Tests that measure time or need the machine for themselves: $(ALONE)"; \
 	$(BIN)/python -m pytest --quiet -m alone $(addprefix tests/,$(ALONE)); \
@@ -169,6 +175,20 @@ explore: install
 chaos: install
 	@$(BIN)/python -m tests.chaos $(if $(FAULTS),--faults $(FAULTS)) \
 	  $(if $(COUNT),--count $(COUNT)) $(if $(CHAOS_RANKS),--ranks $(CHAOS_RANKS))
+
+# Every client is needed: a missing one is an error, which names it. Transcripts of what clients and
+# server say are in build/clients/transcripts.
+.PHONY: clients
+clients: export LOCKSTEP_CLIENTS := all
+clients: install
+	@echo "== Clients (npm, PyPI; all of them are needed)"
+	@$(BIN)/python -m tests.clients.agents.installation --all
+	@$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist loadfile tests/clients
+
+.PHONY: memory
+memory: export LOCKSTEP_TEST_REQUESTS := $(REQUESTS)
+memory: install
+	@$(BIN)/python -m pytest --quiet --capture=no --timeout 7200 tests/clients/test_memory.py
 
 .PHONY: format
 format: install

@@ -3,7 +3,7 @@
 A bound that an operator may change is a setting (`shared.configuration.settings`) instead.
 """
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised when a message changes its meaning or its fields. Peers with another version are refused,
 and both versions are logged."""
 
@@ -75,6 +75,18 @@ TOP_LOGPROBS_MAX = 20
 LOGIT_BIAS_MAX = 1_024
 """Entries in one request's logit bias. OpenAI allows 300."""
 
+GRAMMAR_CHARS_MAX = 262_144
+"""Characters of one request's grammar. The schemas of all tools of an agent have about 80,000."""
+
+PLAN_GRAMMAR_CHARS_MAX = 2 * 1024 * 1024
+"""Characters of the grammars that one step plan admits: at most 8 MiB of a message."""
+
+GRAMMAR_COMPILE_MAX_S = 30.0
+"""Time in which all ranks must have compiled a request's grammar. Most take milliseconds; a schema
+with 4,000 properties took 2 s."""
+
+PREDICTION_TOKENS_MAX = 65_536
+"""Longest prediction of a completion in tokens: 256 KiB in a message."""
 COMPLETION_TOKENS_MAX = 1_000_000
 """Largest `max_tokens` in a message. The model's context bounds it further."""
 
@@ -102,6 +114,10 @@ CACHE_BOUNDARIES_MAX = 16
 
 RECORD_FORMAT_VERSION = 1
 """Raised when the bytes of a stored block or their meaning change. Part of the namespace."""
+
+DOCUMENT_BYTES_MAX = 24 * 1024 * 1024
+"""Longest document in a cache store. It must fit a message, and a request body has at most 16 MiB
+by default."""
 
 STORE_BYTES_DEFAULT_MAX = 100 * 2**30
 """Most SSD space that a cache store uses unless `cache.ssd_bytes_max` says otherwise."""

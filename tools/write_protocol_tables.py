@@ -92,6 +92,9 @@ _COMMON = {
     "slot": "Row of the sequence.",
     "start": "Position of the chunk's first token in the sequence.",
     "length": "Tokens in the chunk.",
+    "owner": "Whose document it is, in hexadecimal digits.",
+    "data": "Content of the document.",
+    "documents_bytes": "Bytes of all documents, with the overhead of their files.",
 }
 _POWERS = {2**31 - 1: "2^31-1", 2**62: "2^62", 2**63 - 1: "2^63-1"}
 

@@ -13,10 +13,10 @@ from typing import Any, get_args
 import msgspec
 from msgspec import structs
 
+from services.gateway.dialects import openapi
 from services.gateway.http.authentication import PROBES
+from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.openai import openapi, request_types
-from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from shared import errors
 from shared.clock import ManualClock
 from shared.configuration import loading
@@ -50,6 +50,9 @@ _HEADERS = """\
 |---|---|---|
 | `Authorization: Bearer KEY`, `x-api-key: KEY` | request | the API key |
 | `Content-Type: application/json` | request | the only accepted body type |
+| `anthropic-version` | request | `/v1/models` answers in the form of Anthropic's API |
+| `x-lockstep-ignored` | response | fields of the request [without effect](ignored-fields.md) |
+| `request-id` | response | id of an error of the Messages API |
 | `x-lockstep-cache` | response | prompt tokens found in memory and on SSD, and tokens computed |
 | `Retry-After` | response | seconds after which a 429 or 503 may succeed |
 """
@@ -136,12 +139,12 @@ def _schema_table(name: str, schema: dict[str, Any]) -> str:
 
 def _field_texts(name: str) -> dict[str, str]:
     """Return the docstrings of a request type's fields, including inherited ones."""
-    struct = getattr(request_types, name, None)
+    struct = openapi.request_type(name)
     if struct is None:
         return {}
     texts: dict[str, str] = {}
     for base in reversed(struct.__mro__):
-        if issubclass(base, msgspec.Struct) and base.__module__ == request_types.__name__:
+        if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
             texts |= field_texts(base)
     return texts
 

@@ -10,6 +10,7 @@ from services.cache_store import events, file_names
 from services.cache_store.events import Action, Send
 from services.cache_store.file_names import FolderKey
 from services.cache_store.records.commits import Commits
+from services.cache_store.records.documents import DocumentLimits, Documents
 from services.cache_store.records.sessions import Sessions
 from services.cache_store.records.stored_files import StoredFiles
 from services.cache_store.switch import Phase, Switch
@@ -25,12 +26,18 @@ _CAUSE_CHARS_MAX = 4_000
 class StoreCore:
     """Decides what the cache store does, without I/O: turns events into actions for the shell."""
 
-    def __init__(self, directory: str, ttl_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        directory: str,
+        ttl_s: float = 0.0,
+        document_limits: DocumentLimits = DocumentLimits(),  # noqa: B008 - it never changes
+    ) -> None:
         """Start switched off. The first TimePassed causes the scan of the directory.
 
         Args:
             directory: its absolute path, for messages and log lines.
             ttl_s: seconds after their last use at which records are deleted; 0: never.
+            document_limits: the bounds of documents; without them all that is there stays.
         """
         self._directory = directory
         self._ttl_s = ttl_s
@@ -40,6 +47,7 @@ class StoreCore:
         self._sessions = Sessions(self._actions)
         self._files = StoredFiles(self._actions, self._counters)
         self._commits = Commits(self._files, self._actions, self._counters)
+        self._documents = Documents(self._actions, self._counters, document_limits)
         self._foreign_files = 0
         self._opened_in_s = 0.0
 
@@ -62,6 +70,10 @@ class StoreCore:
                 self._commits.finish(event, now_s, self._switch.cause)
             case events.FileMissing():
                 self._files.forget_missing(event.key)
+            case events.DocumentWritten():
+                self._documents.finish_write(event, self._switch.cause)
+            case events.DocumentLoaded():
+                self._documents.finish_read(event)
             case Connected():
                 self._sessions.begin(event.peer)
             case Lost():
@@ -84,7 +96,9 @@ class StoreCore:
         """Raise AssertionError if phase and cause disagree, or files are indexed while off."""
         assert self.is_on == (self._switch.cause == "")
         self._files.check_invariants()
+        self._documents.check_invariants()
         assert self.is_on or not len(self._files.index)
+        assert self.is_on or not len(self._documents)
 
     # --- on and off --------------------------------------------------------------------------
 
@@ -92,6 +106,7 @@ class StoreCore:
         if self._switch.is_due(now_s):
             self._actions.append(self._switch.start_check(now_s))
         self._sessions.sweep(now_s, is_on=self.is_on)
+        self._documents.expire(now_s)
         if self._ttl_s and self.is_on:
             expired = self._files.expire(now_s - self._ttl_s)
             if expired:
@@ -101,6 +116,7 @@ class StoreCore:
         self._switch.turn_on(now_s)
         self._opened_in_s = opened.took_s
         self._files.load(opened, now_s)
+        self._documents.load(opened.documents, now_s)
         self._log_opened(opened)
         for _, folder in self._sessions.with_folders():
             self._actions.append(events.MakeFolder(folder))
@@ -114,6 +130,7 @@ class StoreCore:
         was_on, known_cause = self.is_on, self._switch.cause
         self._switch.turn_off(cause, now_s)
         self._files.unload()
+        self._documents.unload()
         if was_on or known_cause != cause:
             self._log("error", "store_off", cause=cause, directory=self._directory)
         if was_on:
@@ -170,6 +187,12 @@ class StoreCore:
                 self._counters["spills_failed_total"] += 1
                 if self.is_on:
                     self._turn_off(f"A rank could not write: {message.detail}", now_s)
+            case messages.KeepDocument():
+                self._documents.keep(peer, message, now_s, self._switch.cause)
+            case messages.ReadDocument():
+                self._documents.read(peer, message, now_s)
+            case messages.DeleteDocument():
+                self._documents.delete(peer, message)
             case messages.QueryStore():
                 self._send(peer, self._report())
             case messages.ListBlocks():
@@ -249,6 +272,9 @@ class StoreCore:
             ttl_s=self._ttl_s,
             records=index.record_count,
             namespaces=len({folder.namespace for folder in index.folders()}),
+            documents=len(self._documents),
+            documents_bytes=self._documents.size_bytes,
+            documents_bytes_max=self._documents.limits.bytes_max,
             foreign_files=self._foreign_files,
             started_s=self._opened_in_s,
             counters=dict(self._counters),

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from services.cache_store.file_names import FileKey, FolderKey
+from services.cache_store.file_names import DocumentKey, FileKey, FolderKey
 from shared.identifiers import PeerId
 from shared.messages import CommitBlocks, FromStore, ToStore, WrittenRecord
 from shared.transport.link_events import LinkEvent
@@ -34,6 +34,16 @@ class BadFile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FoundDocument:
+    """A document's file that the scan of the directory has found; its content was not read."""
+
+    key: DocumentKey
+    size_bytes: int
+    age_s: float
+    """Seconds since its last use, by its modification time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DirectoryOpened:
     """Result of OpenDirectory: the directory is locked and writable, and was scanned."""
 
@@ -49,6 +59,7 @@ class DirectoryOpened:
     """The size limit in bytes; beyond it the store evicts."""
     took_s: float
     """Seconds that locking, checking and scanning took."""
+    documents: tuple[FoundDocument, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,12 +87,37 @@ class FileMissing:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DocumentWritten:
+    """Result of WriteDocument."""
+
+    action: "WriteDocument"
+    refusal: str
+    """Why it was not written; "" when it was."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DocumentLoaded:
+    """Result of LoadDocument."""
+
+    action: "LoadDocument"
+    data: bytes | None
+    """None: its file is gone or damaged."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TimePassed:
     """Periodic tick: the core checks or reopens the directory, and deletes old partial files."""
 
 
 Event = (
-    LinkEvent[ToStore] | DirectoryOpened | DirectoryUnusable | FileTaken | FileMissing | TimePassed
+    LinkEvent[ToStore]
+    | DirectoryOpened
+    | DirectoryUnusable
+    | FileTaken
+    | FileMissing
+    | DocumentWritten
+    | DocumentLoaded
+    | TimePassed
 )
 
 
@@ -177,6 +213,37 @@ class DropQuarantined:
     """Its name in the quarantine."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteDocument:
+    """Write a document's file in place of an earlier one; gives DocumentWritten."""
+
+    peer: PeerId
+    key: DocumentKey
+    version: int
+    """The document's own number in the core, which a later one of the same name does not have."""
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadDocument:
+    """Read a document's file, check it and record the use of it; gives DocumentLoaded."""
+
+    peer: PeerId
+    query_id: int
+    key: DocumentKey
+    version: int
+    """As in WriteDocument."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoveDocument:
+    """Delete a document's file, and its owner's folder if it is empty then."""
+
+    key: DocumentKey
+
+
+DocumentAction = WriteDocument | LoadDocument | RemoveDocument
+
 DiskAction = (
     ProbeDirectory
     | MakeFolder
@@ -187,6 +254,7 @@ DiskAction = (
     | DeleteFile
     | QuarantineFile
     | DropQuarantined
+    | DocumentAction
 )
 
 Action = Send | WriteLog | OpenDirectory | DiskAction

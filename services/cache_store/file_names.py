@@ -6,6 +6,9 @@
 <directory>/<namespace>/rank-<r>-of-<n>/
     partial-<anything>                               being written by the rank
     <hash of its first record>[-<number>].blocks     taken over: a sequence of records
+<directory>/documents/<owner>/
+    <name>.partial                                   being written by the store
+    <name>.document                                  a document that a gateway keeps
 ```
 
 All other files are foreign: they are counted and never changed.
@@ -22,9 +25,13 @@ LOCK = "lockstep.lock"
 PROBE = "lockstep.probe"
 QUARANTINE = "quarantine"
 PARTIAL_PREFIX = "partial-"
+DOCUMENTS = "documents"
+DOCUMENT_SUFFIX = ".document"
+DOCUMENT_PARTIAL_SUFFIX = ".partial"
 
 _NAMESPACE = re.compile(r"[0-9a-f]{1,64}")
 _RANK_FOLDER = re.compile(r"rank-(0|[1-9][0-9]?)-of-([1-9][0-9]?)")
+_DOCUMENT = re.compile(r"([0-9A-Za-z_-]{1,128})\.(document|partial)")
 _FILE = re.compile(r"[0-9a-f]{64}(-[1-9][0-9]*)?\.blocks")
 
 
@@ -48,6 +55,23 @@ class FileKey(NamedTuple):
     name: str
 
 
+class DocumentKey(NamedTuple):
+    """Identifies a document: whose it is and its name."""
+
+    owner: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        """Path relative to the store's directory: `documents/<owner>/<name>.document`."""
+        return f"{DOCUMENTS}/{self.owner}/{self.name}{DOCUMENT_SUFFIX}"
+
+    @property
+    def partial_path(self) -> str:
+        """Path of the file while the document is being written."""
+        return f"{DOCUMENTS}/{self.owner}/{self.name}{DOCUMENT_PARTIAL_SUFFIX}"
+
+
 def is_namespace(name: str) -> bool:
     """Return True when `name` has 1 to 64 hexadecimal digits, as a namespace's folder has."""
     return _NAMESPACE.fullmatch(name) is not None
@@ -66,6 +90,20 @@ def folder_key(namespace: str, name: str) -> FolderKey | None:
     found = _RANK_FOLDER.fullmatch(name)
     key = FolderKey(namespace, int(found[1]), int(found[2])) if found else None
     return key if key is not None and is_possible(key) else None
+
+
+def document_key(owner: str, file_name: str) -> tuple[DocumentKey, bool] | None:
+    """Parse the name of a file in an owner's folder of documents.
+
+    Args:
+        owner: name of the folder.
+        file_name: name of the file.
+
+    Returns:
+        (the document's key, whether the file is complete); None when a name is foreign.
+    """
+    found = _DOCUMENT.fullmatch(file_name) if is_namespace(owner) else None
+    return (DocumentKey(owner, found[1]), found[2] == "document") if found else None
 
 
 def is_possible(key: FolderKey) -> bool:

@@ -1,7 +1,7 @@
 """The cache store's shell. Receives messages, calls the core, performs its actions.
 
-Only the scan of the directory has a thread of its own, because it takes seconds; meanwhile peers
-are told that the store is off.
+The scan of the directory has a thread of its own, because it takes seconds; meanwhile peers are
+told that the store is off. Documents have one too, so that no rank waits for them.
 """
 
 import contextlib
@@ -14,16 +14,23 @@ from services.cache_store import events
 from services.cache_store.core import StoreCore
 from services.cache_store.files.directory import Directory, DirectoryHeld
 from services.cache_store.files.disk import Disk
+from services.cache_store.files.document_thread import DocumentThread
+from services.cache_store.records.documents import DocumentLimits
 from shared import limits, log
 from shared.clock import SystemClock
 from shared.configuration.loading import prepare_run_dir
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, LinkFull, PeerUnknown
+from shared.identifiers import PeerId
 from shared.messages import ToStore
 from shared.os import lifeline
 from shared.transport.links import Listener, Lost
 
 _TICK_S = 0.1
+
+DOCUMENT_BYTES_UNACKED_MAX = 32 * 1024 * 1024
+"""Unacknowledged bytes of a peer above which no document is read for it. A document more is far
+below the link's own bound, beyond which the peer would be dropped."""
 
 CLAIM_WAIT_S = 1.0
 """Seconds to retry a locked directory: a killed predecessor may hold the lock until the kernel has
@@ -45,15 +52,24 @@ class Shell:
         """
         self._clock = SystemClock()
         self._log = log.Log("cache_store")
-        self._core = StoreCore(str(directory.path), config.cache.ttl_s)
+        documents_bytes_max = config.cache.responses_bytes_max
+        document_limits = DocumentLimits(
+            bytes_max=documents_bytes_max,
+            owner_bytes_max=int(documents_bytes_max * config.tenants.share),
+            ttl_s=config.cache.responses_ttl_s,
+        )
+        self._core = StoreCore(str(directory.path), config.cache.ttl_s, document_limits)
         self._disk = Disk(directory)
         self._link: Listener[ToStore] = Listener(
             config.store_address,
             ToStore,
             keys_dir=config.keys_dir,
-            roles=("store-client", "cache"),
+            roles=("store-client", "cache", "gateway"),
         )
         self._events: deque[events.Event] = deque()
+        self._documents = DocumentThread(Disk(directory), self._link.wake)
+        self._must_open = False
+        """The directory is opened as soon as no document is being written."""
         self._opened: deque[events.Event | BaseException] = deque()
         """Results of the thread that opens the directory."""
         self._must_stop = False
@@ -64,6 +80,8 @@ class Shell:
         while not self._must_stop:
             for event in self._link.poll(_TICK_S):
                 self._handle(event)
+            for result in self._documents.take_results():
+                self._handle(result)
             while self._opened:
                 opened = self._opened.popleft()
                 if isinstance(opened, BaseException):
@@ -72,6 +90,11 @@ class Shell:
             if self._clock.now() - ticked_at_s >= _TICK_S:
                 ticked_at_s = self._clock.now()
                 self._handle(events.TimePassed())
+            self._documents.start_next(self._may_read_for)
+            if self._must_open and self._documents.is_idle:
+                self._must_open = False
+                threading.Thread(target=self._open, name="open", daemon=True).start()
+        self._documents.finish()
         self._link.close(wait_s=0.0)
         return limits.EXIT_OK
 
@@ -94,7 +117,9 @@ class Shell:
             case events.WriteLog():
                 getattr(self._log, action.level)(action.event, **action.fields)
             case events.OpenDirectory():
-                threading.Thread(target=self._open, name="open", daemon=True).start()
+                self._must_open = True
+            case events.WriteDocument() | events.LoadDocument() | events.RemoveDocument():
+                self._documents.add(action)
             case _:
                 self._events.extend(self._disk.perform(action))
 
@@ -108,6 +133,9 @@ class Shell:
             self._log.warning("peer_too_slow", peer=action.peer, detail=str(error))
             self._link.drop(action.peer)
             self._events.append(Lost(action.peer, str(error)))
+
+    def _may_read_for(self, peer: PeerId) -> bool:
+        return self._link.unacknowledged_bytes(peer) <= DOCUMENT_BYTES_UNACKED_MAX
 
     def _open(self) -> None:
         try:

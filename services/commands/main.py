@@ -44,7 +44,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "services.commands.lifecycle.drain:drain",
         "Refuse new requests and let running ones finish.",
     ),
-    "logs": ("services.commands.logs:logs", "Show the log files of this host."),
+    "logs": ("services.commands.lifecycle.logs:logs", "Show the log files of this host."),
+    "launch": (
+        "services.commands.launch.command:launch",
+        "Print or run a client's configuration for a running Lockstep.",
+    ),
     "verify": (
         "services.commands.verify.command:verify",
         "Check that a running Lockstep works in every part.",

@@ -7,15 +7,20 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from services.gateway.endpoints import chat, completions
+from services.gateway.dialects import openapi
+from services.gateway.dialects.messages import endpoint as messages
+from services.gateway.dialects.messages import errors as messages_errors
+from services.gateway.dialects.openai import chat, completions, tokens
+from services.gateway.dialects.responses import endpoint as responses
+from services.gateway.dialects.responses.stored_responses import StoredResponses
+from services.gateway.endpoints import model_list
 from services.gateway.endpoints.completion_service import SERVICE, CompletionService
-from services.gateway.http import authentication, server
+from services.gateway.http import authentication, ignored_fields, server
 from services.gateway.http.errors import ApiError
-from services.gateway.openai import openapi
+from services.gateway.http.json_response import json_response
 from shared.log import Log
 
 DOCUMENT = web.AppKey("document", bytes)
-JSON = "application/json"
 READINESS_RETRY_S = 5
 """Retry-After of /readyz: a restart or a new epoch takes about this long."""
 
@@ -24,11 +29,17 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PHRASES = {404: "This path does not exist.", 405: "This path does not support this method."}
 
 
-def build(service: CompletionService) -> web.Application:
-    """Return the HTTP application with all routes, whose handlers share `service`."""
+def build(service: CompletionService, stored_responses: StoredResponses) -> web.Application:
+    """Return the HTTP application with all routes.
+
+    Args:
+        service: the parts that all handlers share.
+        stored_responses: access to the responses that the cache store keeps.
+    """
     app = web.Application(middlewares=[handle_request])
     app[SERVICE] = service
     app.on_response_prepare.append(service.origin_policy.add_headers)
+    app.on_response_prepare.append(ignored_fields.add_header)
     document_content = openapi.document(
         service.config,
         service.tokenizer.vocab_size,
@@ -38,8 +49,15 @@ def build(service: CompletionService) -> web.Application:
     app[DOCUMENT] = orjson.dumps(document_content)
     app.router.add_post("/v1/chat/completions", chat.create)
     app.router.add_post("/v1/completions", completions.create)
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/v1/models/{name:.+}", model)
+    app.router.add_post("/v1/messages", messages.create)
+    app.router.add_post("/v1/messages/count_tokens", messages.count_tokens)
+    responses.add_routes(app, stored_responses)
+    app.router.add_post("/tokenize", tokens.tokenize)
+    app.router.add_post("/detokenize", tokens.detokenize)
+    app.router.add_get("/v1/models", model_list.models)
+    app.router.add_get("/v1/models/{name:.+}", model_list.model)
+    # Claude Code asks for it, with HEAD, before its first request.
+    app.router.add_get("/api/hello", health)
     app.router.add_get("/v1/lockstep/status", status)
     app.router.add_get("/health", health)
     app.router.add_get("/livez", health)
@@ -54,7 +72,7 @@ async def handle_request(request: web.Request, handler: _Handler) -> web.StreamR
     """Route a request, send its response to the end, and stop counting the request as open.
 
     It runs around every handler: checks origin and API key first, and turns errors into responses
-    with OpenAI's error body.
+    with the body of the path's dialect.
 
     Args:
         request: the HTTP request.
@@ -64,7 +82,9 @@ async def handle_request(request: web.Request, handler: _Handler) -> web.StreamR
     try:
         response = await _respond(service, request, handler)
         service.metrics.responses[response.status] += 1
-        service.admission.release_body(request)
+        # A body of stored items is in memory until a slow client has read it.
+        body = response.body if isinstance(response, web.Response) else None
+        service.admission.release_body(request, len(body) if isinstance(body, bytes) else 0)
         await server.finish_response(request, response)
     finally:
         service.admission.remove(request)
@@ -83,10 +103,11 @@ async def _respond(
             service.authenticator.check(request)
             response = await handler(request)
     except ApiError as error:
-        response = error.response()
+        response = _error_response(request, error)
     except web.HTTPException as refusal:
         phrase = _PHRASES.get(refusal.status, refusal.reason)
-        response = ApiError(refusal.status, phrase, close=refusal.status >= 400).response()
+        failure = ApiError(refusal.status, phrase, close=refusal.status >= 400)
+        response = _error_response(request, failure)
         if "Allow" in refusal.headers:
             response.headers["Allow"] = refusal.headers["Allow"]
     except (ConnectionError, BadHttpMessage, asyncio.CancelledError):
@@ -94,36 +115,22 @@ async def _respond(
     except Exception:  # noqa: BLE001  # last resort of the process
         # The response has no details, because they may be internal.
         _log.exception("handler_failed", path=request.path, key=authentication.key_name(request))
-        response = ApiError(500, "Internal error.", code="internal_error", close=True).response()
+        failure = ApiError(500, "Internal error.", code="internal_error", close=True)
+        response = _error_response(request, failure)
     return response
-
-
-async def models(request: web.Request) -> web.Response:
-    """Answer GET /v1/models with the list of served models, which has one entry."""
-    return _json({"object": "list", "data": [_model(request.app[SERVICE])]})
-
-
-async def model(request: web.Request) -> web.Response:
-    """Answer GET /v1/models/{name} with the served model.
-
-    Raises:
-        ApiError: 404 for another name.
-    """
-    service = request.app[SERVICE]
-    service.check_model(request.match_info["name"])
-    return _json(_model(service))
 
 
 async def health(_: web.Request) -> web.Response:
     """Answer GET /health and /livez with 200: the process runs its event loop."""
-    return _json({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 async def readiness(request: web.Request) -> web.Response:
     """Answer GET /readyz: 200 when new requests are served, else 503; the body has the reason."""
-    reason = request.app[SERVICE].status.unready_reason()
-    content = {"ready": not reason, "reason": reason}
-    response = _json(content, status=503 if reason else 200)
+    service = request.app[SERVICE]
+    reason = service.status.unready_reason()
+    content = {"ready": not reason, "reason": reason, **service.output_formats}
+    response = json_response(content, status=503 if reason else 200)
     if reason:
         response.headers["Retry-After"] = str(READINESS_RETRY_S)
     return response
@@ -131,7 +138,8 @@ async def readiness(request: web.Request) -> web.Response:
 
 async def status(request: web.Request) -> web.Response:
     """Answer GET /v1/lockstep/status with readiness and the scheduler's last status."""
-    return _json(request.app[SERVICE].status.as_json())
+    service = request.app[SERVICE]
+    return json_response(service.status.as_json() | service.output_formats)
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -146,18 +154,11 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def document(request: web.Request) -> web.Response:
     """Answer GET /openapi.json with the OpenAPI document."""
-    return web.Response(body=request.app[DOCUMENT], content_type=JSON)
+    return json_response(request.app[DOCUMENT])
 
 
-def _model(service: CompletionService) -> dict[str, object]:
-    return {
-        "id": service.config.served_name,
-        "object": "model",
-        "created": service.started_unix_s,
-        "owned_by": "lockstep",
-        "max_model_len": service.status.context_tokens_max or None,
-    }
-
-
-def _json(content: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(content), status=status, content_type=JSON)
+def _error_response(request: web.Request, error: ApiError) -> web.Response:
+    """Return the response for an error in the form of the dialect that the path belongs to."""
+    if request.path.startswith("/v1/messages") or model_list.wants_anthropic(request):
+        return messages_errors.response(error)
+    return error.response()

@@ -14,18 +14,24 @@ from aiohttp import web
 from services.gateway import app
 from services.gateway.completion.open_requests import OpenRequests
 from services.gateway.completion.streaming import FlushList
+from services.gateway.dialects.responses.stored_responses import StoredResponses
 from services.gateway.endpoints.completion_service import CompletionService
 from services.gateway.endpoints.fair_threads import FairThreads
+from services.gateway.endpoints.model_names import ModelNames
 from services.gateway.http import connection_limits
 from services.gateway.http.admission import AdmissionControl
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.authentication import Authenticator
 from services.gateway.http.cors import OriginPolicy
 from services.gateway.http.server import GuardedRunner, raise_descriptor_limit
+from services.gateway.links.document_client import DocumentClient
+from services.gateway.links.scheduler_client import SchedulerClient
+from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.scheduler_client.scheduler_client import SchedulerClient
-from services.gateway.scheduler_client.scheduler_status import StatusBoard
+from services.gateway.structured.answer_grammar import AnswerGrammars
 from services.gateway.tokenizing import tokenizer
+from services.gateway.tokenizing.replay.stored_turns import StoredTurns
+from services.gateway.tokenizing.replay.turns import TurnMemory
 from services.gateway.tokenizing.tokenizer import Tokenizer
 from shared import limits, log
 from shared.clock import Clock, SystemClock, unix_seconds
@@ -38,6 +44,8 @@ from shared.os import lifeline
 ENCODER_THREADS = 3
 """Threads that encode prompts. One tenant gets at most two; more would starve the event loop on
 small machines."""
+GRAMMAR_THREADS = 2
+"""Threads that make and check grammars. One tenant gets at most one."""
 LISTEN_BACKLOG = 1_024
 """Connections waiting to be accepted. Linux caps it at net.core.somaxconn."""
 SWITCH_INTERVAL_S = 0.001
@@ -85,6 +93,9 @@ def build_service(
         clock: source of time.
     """
     status = StatusBoard(clock)
+    documents = DocumentClient(config)
+    stored_turns = StoredTurns(documents, loaded.digest())
+    turns = TurnMemory(config.gateway.replay_bytes_max, stored_turns.keep)
     flush_list = FlushList()
     metrics = GatewayMetrics(status)
     link = SchedulerClient(
@@ -102,10 +113,22 @@ def build_service(
         flush_list=flush_list,
         decoders=FairThreads("decoder", 1, _waiting(config)),
         encoders=FairThreads("encoder", ENCODER_THREADS, _waiting(config)),
+        grammar_checkers=FairThreads("grammar", GRAMMAR_THREADS, _waiting(config)),
         authenticator=Authenticator(config.gateway, keys, clock),
         origin_policy=OriginPolicy(config.gateway),
         admission=AdmissionControl(config.gateway.open_requests_max, config.tenants.share, status),
+        grammars=AnswerGrammars(
+            loaded.added_tokens(is_flagged=True),
+            loaded.added_tokens(),
+            loaded.output_format,
+            loaded.stop_ids,
+            can_match=loaded.ranks_can_read,
+        ),
         started_unix_s=unix_seconds(),
+        turns=turns,
+        documents=documents,
+        stored_turns=stored_turns,
+        model_names=ModelNames(config),
     )
 
 
@@ -155,9 +178,11 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
     connections_max = connection_limits.connections_max(raise_descriptor_limit())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     service = build_service(config, loaded, keys, SystemClock())
+    stored_responses = StoredResponses(service.documents)
     connections = FairShare(connections_max, config.tenants.share)
-    runner = GuardedRunner(app.build(service), config.gateway, connections)
+    runner = GuardedRunner(app.build(service, stored_responses), config.gateway, connections)
     try:
+        service.documents.start()
         await runner.setup()
         await web.SockSite(runner, listener, backlog=connection_limits.ACCEPTS_PER_TURN).start()
         # asyncio has set its backlog, which limits the accepts of one turn; set ours again.
@@ -171,8 +196,10 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
     finally:
         await runner.cleanup()
         service.open_requests.close_link()
+        service.documents.close()
         service.decoders.shutdown()
         service.encoders.shutdown()
+        service.grammar_checkers.shutdown()
     return limits.EXIT_UNAVAILABLE if aborted else limits.EXIT_OK
 
 

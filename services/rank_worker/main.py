@@ -9,9 +9,9 @@ import signal
 
 from services.rank_worker.device import blas, cuda_caches, description, gpu_choice
 from services.rank_worker.device.description import Device
-from services.rank_worker.failure import failure_cause
 from services.rank_worker.joining import join
 from services.rank_worker.model import lazy_mlx_lm
+from services.rank_worker.peers.failure import failure_cause
 from services.rank_worker.scheduler_link import SchedulerLink
 from shared import limits, log
 from shared.clock import Clock, SystemClock

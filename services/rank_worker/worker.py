@@ -8,10 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NoReturn
 
-from services.rank_worker import collectives, failure, watchdog
 from services.rank_worker.batch.decode_groups import forward_cost_of
 from services.rank_worker.canary.canary import SUMS_DEADLINE_S, Canary, activations
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.device import cores, hardware, ring_sockets
 from services.rank_worker.device.description import Device
 from services.rank_worker.device.execution_profile import execution_profile
@@ -26,16 +24,19 @@ from services.rank_worker.kv_cache.stored.tier import StoredTier
 from services.rank_worker.model.loading.loader import LoadedModel, Stage, open_model
 from services.rank_worker.model.loading.memory_fit import check_fits, rank_memory_bytes
 from services.rank_worker.model.loading.source import ModelSource, find_source
+from services.rank_worker.peers import collectives, failure, watchdog
+from services.rank_worker.peers.collectives import Collectives
+from services.rank_worker.peers.watchdog import Watchdog, hard_deadline
+from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
 from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.speculation.load import check_drafter, open_drafter
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
-from services.rank_worker.watchdog import Watchdog, hard_deadline
 from shared import limits
 from shared.clock import Clock
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.log import Log
-from shared.messages import JoinWorld, RankFailed, RankLoading, RankReady
+from shared.messages import GrammarCompiled, JoinWorld, RankFailed, RankLoading, RankReady
 from shared.model.sharding.shares import Split
 from shared.os import lifeline
 from shared.os.cpu_cores import available_cores
@@ -93,9 +94,9 @@ class Worker:
         link.on_leave = proof.world_left
         with self._load_deadline(), failure.name_model_code_line():
             hardware.wire_memory(self.device)
-            loaded, drafter = self._load(source, world)
+            loaded, drafter, grammars = self._load(source, world)
             world.check()
-            self._compare_ranks(world, loaded, drafter)
+            self._compare_ranks(world, loaded, drafter, grammars)
         # Sums are checked before the warm-up, where wrong sums would look like damaged weights.
         canary = Canary(order, world, self.clock)
         sums_deadline = self._deadline(
@@ -106,9 +107,10 @@ class Worker:
         with sums_deadline, proof.withheld(), failure.name_model_code_line():
             canary.check_sums(loaded.model)
         with self._load_deadline(), proof.withheld(), failure.name_model_code_line():
-            executor = self._build_executor(world, loaded, tier, drafter)
+            executor = self._build_executor(world, loaded, tier, drafter, grammars)
             self._report("warming", 1.0)
             self._warm_up(executor, loaded, canary)
+            grammars.wait_until_ready()
             if self._has_store:
                 cache = config.cache
                 executor.blocks.prepare_spills(cache.block_tokens, cache.spill_bytes_max)
@@ -185,6 +187,18 @@ class Worker:
         """Tell the scheduler which part of loading is done: a stage and its fraction, 0 to 1."""
         self.link.send(RankLoading(stage=stage, loaded=fraction))
 
+    def _report_grammar(self, step_id: int, sequence_id: int, failure: str) -> None:
+        """Tell the scheduler that a sequence's grammar is compiled, or why it cannot be."""
+        self.link.send(
+            GrammarCompiled(
+                epoch=self.order.epoch,
+                rank=self.order.rank,
+                step_id=step_id,
+                sequence_id=sequence_id,
+                failure=failure[:4_000],
+            )
+        )
+
     def _load_deadline(self) -> AbstractContextManager[None]:
         """Return a context in which a part of loading must end within its deadline."""
         remedy = "raise scheduler.load_deadline_s, or use a faster disk"
@@ -211,8 +225,11 @@ class Worker:
 
     def _load(
         self, source: ModelSource | None, world: Collectives
-    ) -> tuple[LoadedModel, LoadedDrafter | None]:
-        """Load this rank's shard and the drafter, once both are known to fit in memory."""
+    ) -> tuple[LoadedModel, LoadedDrafter | None, GrammarCompiler]:
+        """Load this rank's shard and the drafter, once both are known to fit in memory.
+
+        The tokenizer of grammars is read beside the weights.
+        """
         config, order = self.config, self.order
         share = config.rank_worker.memory_share
         memory_bytes = rank_memory_bytes(self.device, self.ranks_on_host, share)
@@ -226,11 +243,16 @@ class Worker:
         )
         needs = drafter.needs if drafter is not None else None
         check_fits(opened.needs, opened.context_tokens_max, memory_bytes, needs)
+        grammars = GrammarCompiler(opened.folder, self._report_grammar)
         loaded = opened.read(self._report)
-        return loaded, drafter.read() if drafter is not None else None
+        return loaded, drafter.read() if drafter is not None else None, grammars
 
     def _compare_ranks(
-        self, world: Collectives, loaded: LoadedModel, drafter: LoadedDrafter | None
+        self,
+        world: Collectives,
+        loaded: LoadedModel,
+        drafter: LoadedDrafter | None,
+        grammars: GrammarCompiler,
     ) -> None:
         """Compare, over all ranks, the settings that decide which collectives run.
 
@@ -244,6 +266,7 @@ class Worker:
             "speculation.method": self.config.speculation.method,
             "speculation.draft_model": drafter.fingerprint if drafter is not None else "none",
             "rank_worker.kv_bits": str(self.config.rank_worker.kv_bits),
+            "grammars (version of llguidance, tokenizer.json)": grammars.fingerprint,
         }
         rows = world.gather(agreement.encode_row(facts))
         if not agreement.rows_intact(rows):
@@ -260,6 +283,7 @@ class Worker:
         loaded: LoadedModel,
         tier: StoredTier,
         drafter: LoadedDrafter | None,
+        grammars: GrammarCompiler,
     ) -> Executor:
         order = self.order
         return Executor(
@@ -275,6 +299,7 @@ class Worker:
             take_restored=tier.take,
             drafter=drafter,
             traits=loaded.traits,
+            grammars=grammars,
         )
 
     def _warm_up(self, executor: Executor, loaded: LoadedModel, canary: Canary) -> None:

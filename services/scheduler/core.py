@@ -25,6 +25,7 @@ from services.scheduler.events import (
     TimePassed,
     WriteLog,
 )
+from services.scheduler.rank_reports import RankReports
 from services.scheduler.requests.drain import Drain
 from services.scheduler.requests.request_table import RETRY_AFTER_S, RequestLimits, RequestTable
 from services.scheduler.requests.sequence import Sequence
@@ -43,6 +44,7 @@ from shared.messages import (
     AbortRequest,
     BlocksRestored,
     BlocksSpilled,
+    GrammarCompiled,
     Heartbeat,
     OrderDrain,
     QueryStatus,
@@ -95,6 +97,7 @@ class SchedulerCore:
             self._requests,
             self._actions,
         )
+        self._reports = RankReports(self._world, self._batch, self._requests)
         self._stall_detector = StallDetector()
         self._counters: defaultdict[str, float] = self._requests.counters
         self._gateways: set[PeerId] = set()
@@ -217,8 +220,8 @@ class SchedulerCore:
                 self._world.handle_loading(peer, message)
             case RankReady():
                 self._handle_rank_ready(peer, message, now_s)
-            case BlocksRestored() | BlocksSpilled():
-                self._handle_block_report(peer, message, now_s)
+            case BlocksRestored() | BlocksSpilled() | GrammarCompiled():
+                self._reports.handle(peer, message, now_s)
             case Heartbeat():
                 pass
             case RankFailed() if self._world.knows(peer):
@@ -251,17 +254,6 @@ class SchedulerCore:
         self._counters["epochs_total"] += 1
         self._report_to_gateways(now_s)
         self._refit_requests()
-
-    def _handle_block_report(
-        self, peer: PeerId, message: BlocksRestored | BlocksSpilled, now_s: float
-    ) -> None:
-        rank, cache = self._world.rank_of(peer), self._batch.cache
-        if rank is None or message.epoch != self._world.epoch:
-            self._counters["stale_receipts_total"] += 1
-        elif cache.state.is_on and isinstance(message, BlocksRestored):
-            cache.restorer.handle_restored(rank, message)
-        elif cache.state.is_on and isinstance(message, BlocksSpilled):
-            cache.spiller.handle_spilled(rank, self._world.host_of(peer), message, now_s)
 
     def _refit_requests(self) -> None:
         """Fail requests that no longer fit, because the new epoch may hold fewer tokens."""
@@ -321,6 +313,7 @@ class SchedulerCore:
             self._end_epoch(overdue, now_s, is_symptom=True)
         for sequence, cause, detail in self._requests.expired(now_s):
             self._fail(sequence, cause, detail)
+        self._reports.end_late_grammars(now_s)
         if now_s - self._status_at_s >= _STATUS_EVERY_S:
             self._report_to_gateways(now_s)
         self._stop_if_drained(now_s)

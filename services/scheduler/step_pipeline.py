@@ -131,6 +131,7 @@ class StepPipeline:
         self._batch.record_step(planned, receipt.busy_ms, idle_ms)
         by_gateway: dict[PeerId, list[_NewTokens]] = defaultdict(list)
         ended: list[tuple[Sequence, str]] = []
+        failures = {one.sequence_id: one.detail for one in receipt.grammar_failures}
         has_drafts = planned.has_drafts
         generated = 0
         for index, sequence in enumerate(planned.samples):
@@ -138,6 +139,12 @@ class StepPipeline:
             if sequence.state is SequenceState.ENDED:
                 # The request ended while this step was in flight, so its tokens are dropped.
                 self._counters["tokens_discarded_total"] += len(receipt.tokens[index])
+                continue
+            if sequence.sequence_id in failures:
+                # Its tokens of this step do not match its grammar.
+                self._counters["tokens_discarded_total"] += len(receipt.tokens[index])
+                self._batch.remove(sequence)
+                self._requests.fail(sequence, "grammar", failures[sequence.sequence_id])
                 continue
             position = sequence.completion_tokens
             sequence.epochs_without_token = 0

@@ -10,7 +10,7 @@ import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -315,8 +315,9 @@ def _sentence(error: str) -> str:
 
 
 def _setting_type(key: str) -> Any:
-    """Return the type of a setting; None if there is no such setting."""
+    """Return the type of a setting without its limits; None if there is no such setting."""
     section, _, name = key.partition(".")
     struct = sections().get(section)
     fields = msgspec.structs.fields(struct) if struct else ()
-    return next((field.type for field in fields if field.name == name), None)
+    kind = next((field.type for field in fields if field.name == name), None)
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind

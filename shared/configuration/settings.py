@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from shared import limits
+from shared.configuration.rank_settings import RankWorkerConfig, WorldConfig
 from shared.errors import ConfigError
 from shared.os import user_folders
 
@@ -18,6 +19,18 @@ Port = Annotated[int, Meta(ge=1, le=65_535)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9.:-]{1,255}$")]
+ModelAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+ToolFormat = Literal[
+    "auto", "off", "harmony", "minimax", "gemma4", "function_gemma", "longcat", "glm", "kimi_k2",
+    "deepseek_v32", "deepseek_v4", "deepseek_v3", "seed", "lfm2", "olmo3", "qwen_xml", "mistral",
+    "command", "nemotron", "phi4", "granite3", "jamba", "hermes", "llama4", "llama3", "pythonic",
+]  # fmt: skip
+"""Names of the formats of tool calls, as in `services/gateway/output/families.py`."""
+ReasoningFormatName = Literal[
+    "auto", "off", "harmony", "gemma4", "mistral", "command", "seed", "longcat", "lfm2", "apriel",
+    "think",
+]  # fmt: skip
+"""Names of the formats of reasoning, as in the same file."""
 Origin = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]-]{1,255}$")]
 
 
@@ -40,10 +53,19 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A local folder, a Hugging Face id, or "demo" for the built-in model."""
     served_name: Annotated[str, Meta(max_length=256)] = ""
     """Name of the model in the API. "": the folder's name, or the Hugging Face id."""
+    aliases: Annotated[list[ModelAlias], Meta(max_length=64)] = []
+    """Further names of the model in the API, as names or patterns with `*` and `?`, for example
+    claude-*. Answers name the model as the request does."""
     context_tokens_max: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """Longest prompt plus completion, in tokens. 0: the model's own limit."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Type of unquantized weights. "auto": the checkpoint's type, but float32 on CPUs."""
+    tool_format: ToolFormat = "auto"
+    """Format in which the model writes tool calls. "auto": found by its chat template and
+    configuration. "off": requests with tools are refused."""
+    reasoning_format: ReasoningFormatName = "auto"
+    """Format in which the model writes its reasoning. "auto": found by its chat template and
+    configuration. "off": reasoning is part of the answer."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. False: a model that needs it is refused."""
 
@@ -82,10 +104,18 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Largest `n`, the number of completions per request."""
     stop_strings_max: Annotated[int, Meta(ge=1, le=64)] = 16
     """Largest number of stop strings per request."""
-    default_max_tokens: Positive = 4_096
-    """Completion tokens if the request does not limit them. The context bounds them further."""
+    default_max_tokens: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """Completion tokens if the request does not limit them. 0: all that fit the context, in text
+    completions (/v1/completions) at most 4,096. The context bounds them further."""
     stream_buffer_bytes_max: Annotated[int, Meta(ge=4_096, le=2**26)] = 256 * 1024
     """Unsent bytes of one stream. A client that reads too slowly to stay below is disconnected."""
+    unknown_model: Literal["refuse", "serve"] = "refuse"
+    """What happens to requests for a model that is not served and no alias: "refuse" answers 404,
+    "serve" answers with the served model."""
+    replay_bytes_max: Annotated[int, Meta(ge=0, le=2**36)] = 64 * 1024 * 1024
+    """Memory for what the model wrote in the latest turns of conversations. When a client sends a
+    turn back in other words of the same meaning, its own tokens take its place, and the cache has
+    them. 0: turns are read as clients send them."""
     open_requests_max: Annotated[int, Meta(ge=1, le=100_000)] = 1_024
     """Requests open at once in this gateway. Further ones are answered with 429."""
 
@@ -153,68 +183,6 @@ class TenantsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tokens) that one tenant may use, so that others always find room. 1: no limit per tenant."""
 
 
-class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The ranks and their collectives."""
-
-    size: Annotated[int, Meta(ge=1, le=limits.RANKS_MAX)] = 1
-    """Number of ranks."""
-    backend: Literal["auto", "off", "ring", "nccl", "jaccl"] = "auto"
-    """MLX's backend for collectives. "auto": "off" for one rank, else "ring"."""
-    sharding: Literal["auto", "tensor", "expert", "pipeline"] = "auto"
-    """How the model is split: within every matrix ("tensor"), by experts or by layers. "auto":
-    "tensor"."""
-    enable_pipeline: bool = False
-    """Allow `sharding = "pipeline"`. Its ranks compute one after another, which saves memory but no
-    time."""
-    hostfile: Annotated[str, Meta(max_length=4_096)] = ""
-    """MLX's hostfile, or output of `mlx.distributed_config`: the addresses (ring) or RDMA devices
-    (jaccl) of all ranks. "": ranks report their addresses, which suffices on one machine."""
-    canary: bool = True
-    """Check sums and a long prompt with known results on all ranks before serving."""
-    canary_prompt_s: Annotated[float, Meta(ge=0.0, le=3_600.0)] = 0.0
-    """Longest predicted time of a canary prompt. Its prompts have 64, 256, 1,024 and 4,500 tokens,
-    and one that is predicted to take longer is left out. 0: 0.5 s on CPUs, so that a start stays
-    short, else 120 s."""
-    metal_fast_synch: Literal["auto", "on", "off"] = "auto"
-    """Metal's fast synchronization with jaccl. "auto": on where the canary has passed with it on
-    this build of macOS; `lockstep verify --fast-synch` tests that."""
-    synchronization: Literal["broadcast", "independent"] = "broadcast"
-    """How ranks agree on sampled tokens. "broadcast": all use rank 0's tokens. "independent": every
-    rank samples, and receipts are compared."""
-    receipt_logits: Literal["auto", "on", "off"] = "auto"
-    """Include the bits of each row's highest logit in receipts, to detect different results on
-    different ranks. "auto": on if all ranks have the same device."""
-    data_host: Annotated[str, Meta(max_length=255)] = "127.0.0.1"
-    """Address on which other ranks reach this machine's ranks for collectives (ring, nccl)."""
-    jaccl_devices: str = ""
-    """File with MLX's RDMA device matrix (`MLX_IBV_DEVICES`). "": the devices in `hostfile`."""
-    jaccl_fallback: Literal["none", "ring"] = "none"
-    """Backend after three failed starts of jaccl in a row. "ring" is slower but needs no RDMA."""
-    jaccl_coordinator: str = ""
-    """host:port on which rank 0 waits for the other ranks (`MLX_JACCL_COORDINATOR`). "": from
-    `hostfile`."""
-
-
-class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rank's use of its device: memory and precision of KV, CPU cores, matrix library."""
-
-    kv_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
-    """Memory for KV rows. 0: 60 % of the memory that is free after loading, on the device or, on
-    CPUs, on the machine and within the limits of its container."""
-    memory_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Part of the machine's memory for this rank. Set it where ranks do not see that they share a
-    machine, as in containers of their own. 0: equal parts for the ranks known to run on it. With
-    CUDA each rank has its own GPU, and this has no effect."""
-    kv_bits: Literal[0, 4, 8] = 0
-    """Bits per KV number, in rows and blocks. 8 and 4 hold twice and almost four times as many
-    tokens of a 16-bit model, at some loss of quality and speed. 0: as computed."""
-    pin_cores: Literal["auto", "on", "off"] = "auto"
-    """Give each rank its own CPU cores (Linux). "auto": on if several ranks run on this machine."""
-    blas: Literal["auto", "off"] = "auto"
-    """Matrix library on Linux CPUs. "auto": OpenBLAS, about 5 times faster. "off": the one in MLX's
-    wheel."""
-
-
 class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV blocks that later requests reuse, in memory and on SSD."""
 
@@ -235,9 +203,16 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ttl_days: Annotated[float, Meta(ge=0.0, le=3_650.0)] = 0.0
     """Time to live: after that many days without a use, blocks are deleted from memory and SSD, and
     their tokens forgotten. 0: only memory and SSD space bound them."""
+    responses_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 2**30
+    """SSD space for responses that clients store with the Responses API, and for turns of
+    conversations (`gateway.replay_bytes_max`). One tenant may use `tenants.share` of it. When
+    it is full, the tenant with the most loses its least recently used ones. 0: none are stored."""
+    responses_ttl_days: Annotated[float, Meta(ge=0.0, le=3_650.0)] = 30.0
+    """Days without a use after which a stored response or turn is deleted. 0: only space bounds
+    them."""
     store_address: str = ""
-    """Address on which this host's cache store listens for rank workers. "": an ipc socket in
-    run_dir."""
+    """Address on which this host's cache store listens for rank workers and gateways. "": an ipc
+    socket in run_dir."""
     spill_bytes_max: Annotated[int, Meta(ge=2**20, le=2**40)] = 512 * 1024 * 1024
     """Bytes per rank waiting to be written to SSD. Beyond it the oldest are dropped. With CUDA this
     much host memory, at most 1 GiB, is allocated at start."""
@@ -246,6 +221,16 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def ttl_s(self) -> float:
         """`ttl_days` in seconds; 0: no limit."""
         return self.ttl_days * 86_400.0
+
+    @property
+    def responses_ttl_s(self) -> float:
+        """`responses_ttl_days` in seconds; 0: no limit."""
+        return self.responses_ttl_days * 86_400.0
+
+    @property
+    def keeps_documents(self) -> bool:
+        """Whether this host's cache store keeps documents: stored responses and turns."""
+        return self.enabled and self.ssd and self.responses_bytes_max > 0
 
 
 class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -334,7 +319,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def store_address(self) -> str:
-        """Address on which this host's cache store listens for rank workers."""
+        """Address on which this host's cache store listens for rank workers and gateways."""
         return self.cache.store_address or f"ipc://{self.run_dir}/store.sock"
 
     @property

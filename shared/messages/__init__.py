@@ -6,6 +6,8 @@ test compares the two.
 """
 
 from shared.messages.base import CanaryFinding as CanaryFinding
+from shared.messages.base import Grammar as Grammar
+from shared.messages.base import GrammarFailure as GrammarFailure
 from shared.messages.base import Message as Message
 from shared.messages.base import Sampling as Sampling
 from shared.messages.base import TokenLogprobs as TokenLogprobs
@@ -25,28 +27,29 @@ from shared.messages.gateway_link import Speculation as Speculation
 from shared.messages.gateway_link import StatusReported as StatusReported
 from shared.messages.gateway_link import SubmitRequest as SubmitRequest
 from shared.messages.gateway_link import TokensGenerated as TokensGenerated
-from shared.messages.rank_link import AdmittedSequence as AdmittedSequence
-from shared.messages.rank_link import AdoptedRestore as AdoptedRestore
 from shared.messages.rank_link import BlocksRestored as BlocksRestored
 from shared.messages.rank_link import BlocksSpilled as BlocksSpilled
-from shared.messages.rank_link import DraftChunk as DraftChunk
+from shared.messages.rank_link import GrammarCompiled as GrammarCompiled
 from shared.messages.rank_link import Heartbeat as Heartbeat
 from shared.messages.rank_link import JoinWorld as JoinWorld
-from shared.messages.rank_link import KeptBlock as KeptBlock
-from shared.messages.rank_link import KeptCheckpoint as KeptCheckpoint
 from shared.messages.rank_link import LeaveWorld as LeaveWorld
-from shared.messages.rank_link import PrefillChunk as PrefillChunk
 from shared.messages.rank_link import RankFailed as RankFailed
 from shared.messages.rank_link import RankHello as RankHello
 from shared.messages.rank_link import RankLoading as RankLoading
 from shared.messages.rank_link import RankReady as RankReady
 from shared.messages.rank_link import RestoreBlocks as RestoreBlocks
 from shared.messages.rank_link import RestoreItem as RestoreItem
-from shared.messages.rank_link import RolledBack as RolledBack
-from shared.messages.rank_link import SlotMove as SlotMove
-from shared.messages.rank_link import SpillOrder as SpillOrder
-from shared.messages.rank_link import StepFinished as StepFinished
-from shared.messages.rank_link import StepPlan as StepPlan
+from shared.messages.step_plan import AdmittedSequence as AdmittedSequence
+from shared.messages.step_plan import AdoptedRestore as AdoptedRestore
+from shared.messages.step_plan import DraftChunk as DraftChunk
+from shared.messages.step_plan import KeptBlock as KeptBlock
+from shared.messages.step_plan import KeptCheckpoint as KeptCheckpoint
+from shared.messages.step_plan import PrefillChunk as PrefillChunk
+from shared.messages.step_plan import RolledBack as RolledBack
+from shared.messages.step_plan import SlotMove as SlotMove
+from shared.messages.step_plan import SpillOrder as SpillOrder
+from shared.messages.step_plan import StepFinished as StepFinished
+from shared.messages.step_plan import StepPlan as StepPlan
 from shared.messages.store_link import BlockPlace as BlockPlace
 from shared.messages.store_link import BlocksCleared as BlocksCleared
 from shared.messages.store_link import BlocksCommitted as BlocksCommitted
@@ -54,12 +57,18 @@ from shared.messages.store_link import BlocksListed as BlocksListed
 from shared.messages.store_link import BlocksLocated as BlocksLocated
 from shared.messages.store_link import ClearBlocks as ClearBlocks
 from shared.messages.store_link import CommitBlocks as CommitBlocks
+from shared.messages.store_link import DeleteDocument as DeleteDocument
+from shared.messages.store_link import DocumentDeleted as DocumentDeleted
+from shared.messages.store_link import DocumentKept as DocumentKept
+from shared.messages.store_link import DocumentRead as DocumentRead
+from shared.messages.store_link import KeepDocument as KeepDocument
 from shared.messages.store_link import ListBlocks as ListBlocks
 from shared.messages.store_link import LocateBlocks as LocateBlocks
 from shared.messages.store_link import NamespaceOpened as NamespaceOpened
 from shared.messages.store_link import OpenNamespace as OpenNamespace
 from shared.messages.store_link import QuarantineBlocks as QuarantineBlocks
 from shared.messages.store_link import QueryStore as QueryStore
+from shared.messages.store_link import ReadDocument as ReadDocument
 from shared.messages.store_link import ReleaseBlocks as ReleaseBlocks
 from shared.messages.store_link import SpillFailed as SpillFailed
 from shared.messages.store_link import StoredFolder as StoredFolder
@@ -77,6 +86,7 @@ ToScheduler = (
     | StepFinished
     | BlocksRestored
     | BlocksSpilled
+    | GrammarCompiled
     | RankFailed
     | Heartbeat
 )
@@ -103,6 +113,9 @@ ToStore = (
     | CommitBlocks
     | QuarantineBlocks
     | SpillFailed
+    | KeepDocument
+    | ReadDocument
+    | DeleteDocument
     | QueryStore
     | ListBlocks
     | ClearBlocks
@@ -110,6 +123,14 @@ ToStore = (
 """Messages that a cache store accepts."""
 
 FromStore = (
-    NamespaceOpened | BlocksLocated | BlocksCommitted | StoreReported | BlocksListed | BlocksCleared
+    NamespaceOpened
+    | BlocksLocated
+    | BlocksCommitted
+    | DocumentKept
+    | DocumentRead
+    | DocumentDeleted
+    | StoreReported
+    | BlocksListed
+    | BlocksCleared
 )
-"""Messages that a rank or `lockstep cache` accepts from a cache store."""
+"""Messages that a rank, a gateway or `lockstep cache` accepts from a cache store."""

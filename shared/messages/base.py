@@ -75,6 +75,29 @@ class Sampling(MessagePart, frozen=True, kw_only=True):
     tokens."""
 
 
+class Grammar(MessagePart, frozen=True, kw_only=True):
+    """A grammar that a completion must match. Each rank compiles it once, for its own draws."""
+
+    text: Annotated[str, Meta(min_length=1, max_length=limits.GRAMMAR_CHARS_MAX)]
+    """In the form that llguidance reads: its JSON, or Lark."""
+    end_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=limits.STOP_IDS_MAX)]
+    """Token ids that end the completion. They are allowed only where the grammar accepts."""
+    begin_ids: Annotated[list[TokenId], Meta(max_length=limits.STOP_IDS_MAX)] = []
+    """The grammar holds from the token after the first of these ids on, such as the end of the
+    reasoning. []: from the first token on."""
+    barred_ids: Annotated[list[TokenId], Meta(max_length=limits.STOP_IDS_MAX)] = []
+    """Token ids that are not allowed before the grammar holds, such as the openings of calls; nor
+    are `end_ids`."""
+
+
+class GrammarFailure(MessagePart, frozen=True, kw_only=True):
+    """Why a grammar cannot be matched any further, so that its request must end."""
+
+    sequence_id: Count
+    detail: ShortText
+    """One sentence."""
+
+
 class CanaryFinding(MessagePart, frozen=True, kw_only=True):
     """Result of one computation of the canary, which all ranks run before they are ready."""
 

@@ -8,6 +8,7 @@ from shared import limits
 from shared.messages.base import (
     CanaryFinding,
     Count,
+    Grammar,
     Message,
     MessagePart,
     Namespace,
@@ -21,7 +22,9 @@ from shared.messages.base import (
 from shared.messages.token_ids import TOKEN_BYTES
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-FailureCause = Literal["deadline", "queue_deadline", "stopping", "failed"]
+FailureCause = Literal[
+    "deadline", "queue_deadline", "stopping", "grammar", "grammar_deadline", "failed"
+]
 DraftMethod = Literal["ngram", "draft_model", "eagle"]
 
 
@@ -68,14 +71,19 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     boundary before each."""
     speculation: Speculation = Speculation()
     """The client's wishes for drafts."""
+    prediction: Annotated[bytes, Meta(max_length=limits.PREDICTION_TOKENS_MAX * TOKEN_BYTES)] = b""
+    """Token ids, packed like `prompt`, that the client expects in the completion. N-gram drafts are
+    copied from them too."""
+    grammar: Grammar | None = None
+    """What the completion must match; None: any text."""
     more_requests_expected: bool = False
     """The gateway is tokenizing further requests, most of which arrive within milliseconds. An idle
     device can start all of them in one step."""
 
     def __post_init__(self) -> None:
         """Refuse bytes that are not a whole number of token ids."""
-        if len(self.prompt) % TOKEN_BYTES or len(self.generated) % TOKEN_BYTES:
-            raise ValueError(f"`prompt` and `generated` are token ids of {TOKEN_BYTES} bytes each")
+        if any(len(ids) % TOKEN_BYTES for ids in (self.prompt, self.generated, self.prediction)):
+            raise ValueError(f"Token ids have {TOKEN_BYTES} bytes each")
 
     @property
     def prompt_tokens(self) -> int:
@@ -187,7 +195,9 @@ class RequestFailed(Message, frozen=True, kw_only=True):
     request_id: RequestName
     cause: FailureCause
     """`deadline`: it took too long. `queue_deadline`: it waited too long for a slot and may succeed
-    later. `stopping`: the scheduler stops. `failed`: it cannot be served any more."""
+    later. `stopping`: the scheduler stops. `grammar`: its grammar cannot be matched any
+    further. `grammar_deadline`: the ranks were too busy to compile its grammar in time and may do
+    so later. `failed`: it cannot be served any more."""
     detail: ShortText
 
 

@@ -1,6 +1,7 @@
-"""Messages between a rank worker or `lockstep cache` and its host's cache store.
+"""Messages between a rank worker, a gateway or `lockstep cache` and its host's cache store.
 
-They contain no KV bytes: ranks write and read the files with blocks themselves.
+They contain no KV bytes: ranks write and read the files with blocks themselves. Documents, which a
+gateway keeps for its clients, are part of their messages.
 """
 
 from typing import Annotated
@@ -22,6 +23,11 @@ Hashes = Annotated[list[BlockHash], Meta(max_length=limits.BLOCKS_PER_MESSAGE_MA
 FileName = Annotated[
     str, Meta(min_length=1, max_length=255, pattern=r"\A[0-9A-Za-z_-][0-9A-Za-z._-]*\Z")
 ]
+
+Owner = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"\A[0-9a-f]+\Z")]
+"""Digest that a gateway makes of the tenant whose document it is."""
+DocumentName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"\A[0-9A-Za-z_-]+\Z")]
+DocumentBytes = Annotated[bytes, Meta(max_length=limits.DOCUMENT_BYTES_MAX)]
 
 
 class OpenNamespace(Message, frozen=True, kw_only=True):
@@ -119,6 +125,61 @@ class SpillFailed(Message, frozen=True, kw_only=True):
     detail: ShortText
 
 
+class KeepDocument(Message, frozen=True, kw_only=True):
+    """Order: store a document, in place of the owner's earlier one of this name."""
+
+    owner: Owner
+    name: DocumentName
+    """Name of the document."""
+    data: DocumentBytes
+
+
+class DocumentKept(Message, frozen=True, kw_only=True):
+    """Answer to KeepDocument: the document can be read from now on, or was refused."""
+
+    owner: Owner
+    name: DocumentName
+    """Name of the document."""
+    accepted: bool
+    """The document can be read now."""
+    detail: ShortText = ""
+    """Why it was refused; "" if it was accepted."""
+
+
+class ReadDocument(Message, frozen=True, kw_only=True):
+    """Query of a document, which counts as a use of it."""
+
+    query_id: Count
+    owner: Owner
+    name: DocumentName
+    """Name of the document."""
+
+
+class DocumentRead(Message, frozen=True, kw_only=True):
+    """Answer to ReadDocument."""
+
+    query_id: Count
+    data: DocumentBytes | None
+    """None: there is no such document."""
+
+
+class DeleteDocument(Message, frozen=True, kw_only=True):
+    """Order: delete a document."""
+
+    query_id: Count
+    owner: Owner
+    name: DocumentName
+    """Name of the document."""
+
+
+class DocumentDeleted(Message, frozen=True, kw_only=True):
+    """Answer to DeleteDocument."""
+
+    query_id: Count
+    existed: bool
+    """There was such a document."""
+
+
 class QueryStore(Message, frozen=True, kw_only=True):
     """Query of the store's state. The answer is StoreReported."""
 
@@ -136,6 +197,11 @@ class StoreReported(Message, frozen=True, kw_only=True):
     """Time after its last use at which a record is deleted; 0: never."""
     records: Count
     namespaces: Count
+    documents: Count = 0
+    """Documents of all owners."""
+    documents_bytes: Count = 0
+    documents_bytes_max: Count = 0
+    """Bytes above which the store deletes the documents used longest ago."""
     foreign_files: Count
     """Files in the directory that the store did not write. They are left unchanged."""
     started_s: Seconds

@@ -253,6 +253,11 @@ class Session:
         """Number of messages that the peer has not acknowledged."""
         return len(self._unacked)
 
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Bytes of the messages that the peer has not acknowledged."""
+        return self._unacked_bytes
+
     def _frame(self, entry: _Unacked, now_s: float) -> Frame:
         self._record_ack_sent(now_s)
         return Frame(

@@ -19,7 +19,7 @@ PUBLIC_FILE = "public"
 ALLOWED_FILE = "allowed"
 
 DIALLING_ROLES: Mapping[str, str] = {
-    "gateway": "a gateway, to the scheduler",
+    "gateway": "a gateway, to the scheduler and its host's cache store",
     "rank": "a rank worker, to the scheduler",
     "status": "`lockstep status` and `lockstep up`, to the scheduler",
     "operator": "`lockstep drain`, to the scheduler",
@@ -28,7 +28,7 @@ DIALLING_ROLES: Mapping[str, str] = {
 }
 LISTENING_ROLES: Mapping[str, str] = {
     "scheduler": "the scheduler, to its gateways, ranks and commands",
-    "store": "a cache store, to its rank workers and commands",
+    "store": "a cache store, to its rank workers, gateways and commands",
 }
 ROLES: Mapping[str, str] = {**DIALLING_ROLES, **LISTENING_ROLES}
 """Role -> the process that speaks in it, and its peers."""

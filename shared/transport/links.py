@@ -116,6 +116,11 @@ class Listener(LinkEnd[M]):
         now_s = self._clock.now()
         self._send_frame(peer, session, session.send(epoch, body, now_s), now_s)
 
+    def unacknowledged_bytes(self, peer: PeerId) -> int:
+        """Return the bytes that a peer has not acknowledged; 0 without a session."""
+        session = self._sessions.get(peer)
+        return 0 if session is None else session.unacknowledged_bytes
+
     def allow_silence(self, peer: PeerId, *, is_allowed: bool) -> None:
         """Let a peer be silent without being lost, or judge its silence again from now on."""
         if (session := self._sessions.get(peer)) is not None:

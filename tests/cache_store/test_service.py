@@ -12,12 +12,22 @@ from pathlib import Path
 import pytest
 
 from shared import limits
-from shared.messages import SpillFailed
+from shared.messages import (
+    DocumentKept,
+    DocumentRead,
+    FromStore,
+    KeepDocument,
+    QueryStore,
+    ReadDocument,
+    SpillFailed,
+    StoreReported,
+)
 from shared.os.lifeline import VARIABLE
+from shared.transport.links import Dialer, Lost, Received
 from tests.cache_store.conftest import MakePeer
 from tests.cache_store.running_store import DEADLINE_S, ROOT, Peer, RunningStore
 from tests.cache_store.small_disk import mount_small_disk, unmount
-from tests.support.waiting import wait_until
+from tests.support.waiting import poll_until, wait_until
 from tests.unit.cache_store.harness import block_hash
 
 OFF_S, ON_S = 1.0, 60.0
@@ -54,6 +64,40 @@ def test_restarted_cache_store_locates_kv_blocks_of_each_rank(
 
     assert [peer.has(*map(block_hash, range(9))) for peer in peers] == [[True] * 8 + [False]] * 2
     assert peers[0].report().records == 16
+
+
+def test_large_documents_asked_for_at_once_all_arrive_and_delay_no_other_answer(
+    store: RunningStore, peer: Peer
+) -> None:
+    """Nine documents of 16 MB are more than a link holds; the peer gets them one after another."""
+    gateway: Dialer[FromStore] = Dialer(store.address, "gateway", FromStore)
+    answers: list[FromStore] = []
+
+    def poll() -> None:
+        for event in gateway.poll(0.05):
+            assert not isinstance(event, Lost), event
+            if isinstance(event, Received):
+                answers.append(event.message)
+
+    def wait_for(condition: Callable[[], bool], failure: str) -> None:
+        poll_until(poll, condition, DEADLINE_S, failure=failure)
+
+    wait_for(lambda: gateway.is_connected, "the store is not connected")
+    names = [f"resp_{number}" for number in range(9)]
+    for name in names:
+        gateway.send(KeepDocument(owner="aa" * 16, name=name, data=name.encode() * 2_000_000))
+        wait_for(lambda: len(answers) == 1, "a document is not kept")
+        assert isinstance(kept := answers.pop(), DocumentKept)
+        assert kept.accepted, kept.detail
+    for number, name in enumerate(names):
+        gateway.send(ReadDocument(query_id=number, owner="aa" * 16, name=name))
+    gateway.send(QueryStore())
+    wait_for(lambda: len(answers) == 10, "not all documents arrive")
+    gateway.close()
+    assert any(isinstance(answer, StoreReported) for answer in answers[:-1])
+    read = [answer for answer in answers if isinstance(answer, DocumentRead)]
+    assert [answer.query_id for answer in read] == list(range(9))
+    assert all(answer.data for answer in read)
 
 
 def test_second_cache_store_exits_with_78_while_first_one_serves(

@@ -41,7 +41,7 @@ def test_stream_completes_when_rank_is_killed_after_run_folder_was_cleaned(
     folder = running.config_file.parent
 
     path = folder / deleted
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _delete(path) if path.is_dir() else path.unlink()
     os.kill(running.children()["rank-worker 0"], signal.SIGKILL)
 
     assert reader.text() == expected
@@ -59,7 +59,7 @@ def test_sockets_and_process_files_are_made_again_when_run_folder_was_deleted(
         lambda: _names(folder) == expected, RESTORE_DEADLINE_S, failure=lambda: _names(folder)
     )
 
-    shutil.rmtree(folder)
+    _delete(folder)
 
     wait_until(
         lambda: _names(folder) == expected, RESTORE_DEADLINE_S, failure=lambda: _names(folder)
@@ -68,6 +68,13 @@ def test_sockets_and_process_files_are_made_again_when_run_folder_was_deleted(
         wait_until((folder / name).exists, RESTORE_DEADLINE_S, failure=name)
     running.wait_for_line("socket_bound_again")
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder of running processes, which may write into it meanwhile."""
+    aside = folder.with_name("deleted")
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _names(folder: Path) -> set[str]:

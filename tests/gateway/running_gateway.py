@@ -86,6 +86,8 @@ class RunningGateway:
         drain_s: float = 3.0,
         report: StatusReported | None = None,
         tenant_share: float = 0.75,
+        aliases: list[str] | None = None,
+        has_store: bool = False,
         **gateway: object,
     ) -> Iterator["RunningGateway"]:
         """Start a gateway, wait until it is ready, and stop it at the end of the context.
@@ -98,16 +100,22 @@ class RunningGateway:
             drain_s: seconds in which running requests may finish after SIGTERM.
             report: the scheduler's status from the beginning; None: ready.
             tenant_share: the setting `tenants.share`.
+            aliases: the setting `model.aliases`.
+            has_store: a cache store uses the same folder.
             gateway: further settings of the section `gateway`.
         """
         port = free_port()
         settings = {
             "gateway": {"port": port, **gateway},
-            "model": {"path": str(model_folder), "served_name": "tiny"},
+            "model": {
+                "path": str(model_folder),
+                "served_name": "tiny",
+                "aliases": aliases or [],
+            },
             "paths": {"run_dir": str(run_dir)},
             "scheduler": {"drain_s": drain_s},
             "tenants": {"share": tenant_share},
-            "cache": {"block_tokens": 32},
+            "cache": {"block_tokens": 32, "ssd": has_store},
         }
         scheduler = ScriptedScheduler(f"ipc://{run_dir}/gateways.sock", report=report)
         process = launch(settings, environment, prelude)

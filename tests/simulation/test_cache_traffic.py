@@ -133,7 +133,7 @@ def run_steps(world: InMemoryWorld, clients: Clients, rng: random.Random, losses
                 world.rank_step(peer)
             if rng.random() < 0.3:
                 world.write_spills(peer)
-        world.deliver_restores()
+        world.deliver_answers()
         world.now_s += 0.01
         if rng.random() < 0.2:
             world.tell(TimePassed())

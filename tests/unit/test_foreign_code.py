@@ -52,6 +52,8 @@ _ALLOWED = {
     "services/commands/planning/command.py": {"huggingface_hub"},
     # `lockstep verify` sends requests to the gateway that the operator has named.
     "services/commands/verify/gateway.py": {"http.client"},
+    # `lockstep launch` asks the server that the operator has named for its model.
+    "services/commands/launch/served_model.py": {"http.client"},
     # Downloads the model that the operator has named.
     "shared/model/hub.py": {"huggingface_hub"},
 }

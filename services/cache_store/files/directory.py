@@ -125,6 +125,7 @@ class Directory:
             foreign_example=min(found.foreign, default=""),
             bytes_max=self._bytes_max or default_bytes_max(self._free_bytes() + held),
             took_s=time.monotonic() - started_s,
+            documents=tuple(found.documents),
         )
 
     def probe(self) -> None:

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from services.cache_store import events, file_names
-from services.cache_store.file_names import FileKey, FolderKey
+from services.cache_store.file_names import DocumentKey, FileKey, FolderKey
+from services.cache_store.files import documents
 from services.cache_store.files.directory import Directory
 from services.cache_store.files.scan import read_records
 from shared.block_record import RecordUnreadable
@@ -38,8 +39,15 @@ class Disk:
         except OSError as error:
             cause = _sentence(error)
             results: list[events.Event] = [events.DirectoryUnusable(cause)]
-            if isinstance(action, events.TakeOverFile):
-                results.append(events.FileTaken(action, cause))
+            match action:
+                case events.TakeOverFile():
+                    results.append(events.FileTaken(action, cause))
+                case events.WriteDocument():
+                    results.append(events.DocumentWritten(action, cause))
+                case events.LoadDocument():
+                    results.append(events.DocumentLoaded(action, None))
+                case _:
+                    pass
             return results
 
     def _perform(self, action: events.DiskAction) -> list[events.Event]:
@@ -65,6 +73,13 @@ class Disk:
                 self._remove(action.folder)
             case events.DeletePartials():
                 self._delete_partials(action)
+            case events.WriteDocument():
+                documents.write(self._root, action.key, action.data)
+                return [events.DocumentWritten(action, "")]
+            case events.LoadDocument():
+                return [events.DocumentLoaded(action, self._load_document(action.key))]
+            case events.RemoveDocument():
+                self._remove_document(action.key)
         return []
 
     def _take_over(self, action: events.TakeOverFile) -> str:
@@ -88,6 +103,21 @@ class Disk:
             return "It is a symbolic link."
         self._touch(action.key)
         return ""
+
+    def _load_document(self, key: DocumentKey) -> bytes | None:
+        data = documents.read(self._root, key)
+        if data is not None:
+            now_ns = self._now_ns()
+            os.utime(self._root / key.path, ns=(now_ns, now_ns), follow_symlinks=False)
+        return data
+
+    def _remove_document(self, key: DocumentKey) -> None:
+        path = self._root / key.path
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        # Fails while the owner has other documents.
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
 
     def _quarantine(self, action: events.QuarantineFile) -> list[events.Event]:
         self._make(file_names.QUARANTINE)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.cache_store import file_names
-from services.cache_store.events import BadFile, FoundFile
+from services.cache_store.events import BadFile, FoundDocument, FoundFile
 from services.cache_store.file_names import FileKey, FolderKey
 from shared import block_record
 from shared.block_record import HEADER_BYTES, RecordUnreadable
@@ -37,9 +37,10 @@ class ScanResult:
     files: list[FoundFile] = dataclasses.field(default_factory=list)
     bad_files: list[BadFile] = dataclasses.field(default_factory=list)
     partials: list[str] = dataclasses.field(default_factory=list)
-    """Paths of partial files that ranks have left."""
+    """Paths of partial files that ranks, or a store that was killed, have left."""
     quarantined: list[tuple[str, int]] = dataclasses.field(default_factory=list)
     """Name and bytes of each quarantined file, oldest first."""
+    documents: list[FoundDocument] = dataclasses.field(default_factory=list)
     foreign: list[str] = dataclasses.field(default_factory=list)
     """Paths of files and folders that do not belong to the store; a folder counts as one."""
 
@@ -157,12 +158,14 @@ def files(directory: str, found: ScanResult) -> Iterator[tuple[FileKey, str]]:
 
     Args:
         directory: the store's directory.
-        found: gets the other files: partial, quarantined and foreign ones.
+        found: gets the other files: documents, partial, quarantined and foreign ones.
     """
     for entry in _entries(directory):
         is_folder = entry.is_dir(follow_symlinks=False)
         if entry.name == file_names.QUARANTINE and is_folder:
             found.quarantined = _quarantined(entry.path)
+        elif entry.name == file_names.DOCUMENTS and is_folder:
+            _find_documents(entry.path, found)
         elif is_folder and file_names.is_namespace(entry.name):
             for inner in _entries(entry.path):
                 key = file_names.folder_key(entry.name, inner.name)
@@ -184,6 +187,26 @@ def _folder_files(folder: FolderKey, path: str, found: ScanResult) -> Iterator[t
             found.partials.append(entry.path)
         else:
             found.foreign.append(entry.path)
+
+
+def _find_documents(path: str, found: ScanResult) -> None:
+    now_ns = time.time_ns()
+    for owner in _entries(path):
+        if not owner.is_dir(follow_symlinks=False):
+            found.foreign.append(owner.path)
+            continue
+        for entry in _entries(owner.path):
+            parsed = file_names.document_key(owner.name, entry.name)
+            if parsed is None or not entry.is_file(follow_symlinks=False):
+                found.foreign.append(entry.path)
+                continue
+            key, is_complete = parsed
+            if not is_complete:
+                found.partials.append(entry.path)
+                continue
+            facts = entry.stat(follow_symlinks=False)
+            age_s = max(0.0, (now_ns - facts.st_mtime_ns) / 1e9)
+            found.documents.append(FoundDocument(key, facts.st_size, age_s))
 
 
 def _quarantined(path: str) -> list[tuple[str, int]]:

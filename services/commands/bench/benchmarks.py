@@ -6,7 +6,7 @@ from services.commands.bench.flags import MODEL_OPTIONS, SETTINGS_OPTION
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.parts import gateway, splits, steps
 from services.commands.bench.plans import Benchmark
-from services.commands.bench.serving import overhead, overload, peers, ranks
+from services.commands.bench.serving import overhead, overload, peers, ranks, structured
 from services.commands.bench.speculation import benchmark as speculation
 from services.commands.bench.speculation import text_check
 
@@ -104,6 +104,16 @@ _TABLE = [
         plan=speculation.SpeculationPlan,
         measure=_measure_speculation,
         columns=speculation.COLUMNS,
+    ),
+    Benchmark(
+        name="structured",
+        summary="time between tokens of plain requests beside requests with grammars, and masks",
+        repeats=5,
+        options=[*MODEL_OPTIONS, *structured.OPTIONS, SETTINGS_OPTION],
+        plan=structured.StructuredPlan,
+        measure=structured.measure,
+        columns=structured.COLUMNS,
+        preset="tiny-150k",
     ),
 ]
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _TABLE}

@@ -189,7 +189,7 @@ MODEL_OPTIONS: list[click.Parameter] = [
         ["--preset"],
         type=click.Choice(sorted(random_model.PRESETS)),
         help="Use random weights of this size, made on first use "
-        "(default tiny; cache: long; splits: tiny-moe).",
+        "(default tiny; cache: long; splits: tiny-moe; structured: tiny-150k).",
     ),
 ]
 """Options that choose a model or the size of random weights; they exclude each other."""

@@ -44,6 +44,8 @@ class Preset(NamedTuple):
     experts: int = 0
     """Routed experts per layer, each with `intermediate` hidden units; 0: a dense model."""
     experts_per_token: int = 0
+    fills_vocab: bool = False
+    """The tokenizer has as many tokens as the model, most of them made up."""
 
 
 _LARGE_VOCAB = 151_936
@@ -57,6 +59,8 @@ PRESETS = {
     "0.6b": Preset(1_024, 28, 16, 8, 128, 3_072, _LARGE_VOCAB, "bfloat16"),
     "4b": Preset(2_560, 36, 32, 8, 128, 9_728, _LARGE_VOCAB, "bfloat16"),
     "8b": Preset(4_096, 36, 32, 8, 128, 12_288, _LARGE_VOCAB, "bfloat16"),
+    # Little but its head and a tokenizer of full size, for masks over many tokens.
+    "tiny-150k": Preset(256, 8, 8, 4, 32, 768, _LARGE_VOCAB, fills_vocab=True),
     "tiny-moe": Preset(256, 4, 8, 4, 32, 128, experts=16, experts_per_token=4),
     # Half the layers of Qwen3-30B-A3B: 30 GB.
     "30b-a3b-half": Preset(
@@ -88,7 +92,7 @@ def make_random_model(folder: Path, preset_name: str) -> None:
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        silent_ids = _write_tokenizer(unfinished)
+        silent_ids = _write_tokenizer(unfinished, preset)
         _write_config(unfinished, preset)
         _write_weights(unfinished, preset, silent_ids)
         unfinished.rename(folder)
@@ -96,7 +100,7 @@ def make_random_model(folder: Path, preset_name: str) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_tokenizer(folder: Path) -> list[int]:
+def _write_tokenizer(folder: Path, preset: Preset) -> list[int]:
     """Train a small byte-level BPE; return the ids that must never be generated."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -110,6 +114,10 @@ def _write_tokenizer(folder: Path) -> list[int]:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_lines(Random(2)), trainer)
+    if preset.fills_vocab:
+        description = json.loads(tokenizer.to_str())
+        _add_merges(description["model"], preset.vocab, Random(3))
+        tokenizer = Tokenizer.from_str(json.dumps(description))
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -127,7 +135,22 @@ def _write_tokenizer(folder: Path) -> list[int]:
         for index in range(len(SPECIAL_TOKENS), tokenizer.get_vocab_size())
         if _is_plain(tokenizer.decode([index], skip_special_tokens=False))
     }
-    return [index for index in range(TOKENIZER_VOCAB) if index not in printable]
+    return [index for index in range(preset.vocab) if index not in printable]
+
+
+def _add_merges(model: dict[str, Any], size: int, random: Random) -> None:
+    """Let a byte-level BPE have this many tokens; the new ones are made of two others each."""
+    vocabulary, merges = model["vocab"], model["merges"]
+    texts = [text for text in vocabulary if text.isascii() and text not in SPECIAL_TOKENS]
+    first_count = len(texts)
+    while len(vocabulary) < size:
+        # Tokens of real models are short; those with a space (a letter outside ASCII) stay few.
+        pair = [random.choice(texts), random.choice(texts[:first_count])]
+        text = "".join(pair)
+        if len(text) <= 16 and text not in vocabulary:
+            vocabulary[text] = len(vocabulary)
+            merges.append(pair)
+            texts.append(text)
 
 
 def _is_plain(text: str) -> bool:
@@ -200,7 +223,6 @@ def _write_weights(folder: Path, preset: Preset, silent_ids: list[int]) -> None:
         if number == 0:
             embedding = arrays["model.embed_tokens.weight"]
             embedding[mx.array(silent_ids)] = 0
-            embedding[TOKENIZER_VOCAB:] = 0
         mx.save_safetensors(str(folder / name), arrays, metadata={"format": "mlx"})
         where |= dict.fromkeys(arrays, name)
         total_bytes += sum(array.nbytes for array in arrays.values())

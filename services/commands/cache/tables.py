@@ -32,6 +32,11 @@ def stats(report: StoreReported, *, is_running: bool) -> str:
         f"  records    {report.records:,} in {counted(report.namespaces, 'namespace')}",
         f"  index      read in {report.started_s:.2f} s",
     ]
+    if report.documents:
+        stored = f"{report.documents:,}, {format_bytes(report.documents_bytes)}"
+        if is_running:
+            stored += f" of {format_bytes(report.documents_bytes_max)}"
+        lines.append(f"  documents  {stored}")
     if report.foreign_files:
         lines.append(
             f"  foreign    {counted(report.foreign_files, 'file')} that Lockstep did not write"

@@ -1,1 +1,1 @@
-"""Commands for a Lockstep that runs: its state, drains and restarts."""
+"""Commands for a Lockstep that runs: its state, its logs, drains and restarts."""

@@ -7,7 +7,7 @@ from services.commands.cli.click_support import Command, json_option, json_text
 from services.commands.cli.flags import SettingSources, settings_options
 from services.commands.cli.running_config import names_one, running_config
 from services.supervisor.status.running import find_running
-from services.supervisor.status.service_queries import ask_all, ask_status
+from services.supervisor.status.service_queries import ask_all, ask_status, gateway_formats
 from services.supervisor.status.status_table import render, render_all
 from shared import limits
 from shared.errors import UnavailableError
@@ -37,5 +37,5 @@ def status(sources: SettingSources, *, as_json: bool, is_all: bool) -> int:
     else:
         stored = stored_blocks(config, reported.namespace)
         unused = stored.explain() if stored is not None and stored.others else ""
-        print_line(render(reported, stored=unused))
+        print_line(render(reported, formats=gateway_formats(config), stored=unused))
     return limits.EXIT_OK

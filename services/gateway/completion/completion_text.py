@@ -22,6 +22,8 @@ class LogprobEntry:
     token: int
     start_chars: int
     """Characters of the completion before this token's text."""
+    end_chars: int
+    """Characters up to its end. A token with a part of a character may have no text."""
     json: tuple[bytes, ...]
     """One element of each list in the answer's field `logprobs`."""
 
@@ -58,6 +60,11 @@ class CompletionText:
         self.tokens_after_stop = 0
         """Tokens of the last `add` that came after the stop string."""
 
+    @property
+    def found_stop(self) -> str:
+        """The stop string that ended the text; "": none did."""
+        return self._stops.found
+
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> tuple[str, bool]:
         """Decode the next tokens, up to a stop id or a stop string.
 
@@ -74,12 +81,12 @@ class CompletionText:
         for position, token in enumerate(tokens):
             if token in self._stop_ids:
                 break
-            if position < len(logprobs):
-                start_chars = self._decoded_chars
-                json = self._logprobs_json(token, start_chars, logprobs[position])
-                self._entries.append(LogprobEntry(token, start_chars, json))
             piece = self._detokenizer.add(token)
+            start_chars = self._decoded_chars
             self._decoded_chars += len(piece)
+            if position < len(logprobs):
+                json = self._logprobs_json(token, start_chars, logprobs[position])
+                self._entries.append(LogprobEntry(token, start_chars, self._decoded_chars, json))
             piece, is_stopped = self._stops.push(piece)
             text += piece
             if is_stopped:
@@ -114,3 +121,28 @@ class CompletionText:
         while self._entries and (is_final or self._entries[0].start_chars < self._sent_chars):
             sent.append(self._entries.popleft())
         return sent
+
+    def take_logprobs_of(self, places: list[range]) -> list[LogprobEntry]:
+        """Remove and return the entries of tokens with text in some places, in token order.
+
+        Entries of earlier tokens are removed too. A token without text counts as the next one.
+
+        Args:
+            places: positions of characters in the completion, after those of all calls before.
+        """
+        found: list[LogprobEntry] = []
+        for place in places:
+            self.drop_logprobs(place.start)
+            while self._entries and self._entries[0].start_chars < place.stop:
+                found.append(self._entries.popleft())
+        return found
+
+    def drop_logprobs(self, final_chars: int) -> None:
+        """Remove the entries of tokens whose text ends within the first characters.
+
+        Args:
+            final_chars: number of these characters.
+        """
+        entries = self._entries
+        while entries and max(entries[0].end_chars, entries[0].start_chars + 1) <= final_chars:
+            entries.popleft()

@@ -2,18 +2,20 @@
 
 import asyncio
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.gateway.completion.completion_text import CompletionText, LogprobEntry
 from services.gateway.http import cache_header
 from services.gateway.http.errors import ApiError
+from services.gateway.output.completion_parser import CompletionParser
+from services.gateway.output.events import CallEnded, OutputEvent, Reasoning, Text
 from services.gateway.tokenizing.prompt import Prompt
-from services.gateway.tokenizing.tool_calls import ParsedCall, ToolCallParser
+from services.gateway.tokenizing.replay.recorder import DecodeTokens, TurnRecorder
 from shared.messages import CachedPrefix, SubmitRequest, TokenLogprobs
 
 
-class TextSink(Protocol):
-    """Receiver of the text, tool calls and ends of a generation's choices.
+class OutputSink(Protocol):
+    """Receiver of the output and the ends of a generation's choices.
 
     `EventStream` sends them as server-sent events; `BodyCollector` keeps them for one body.
     """
@@ -28,8 +30,8 @@ class TextSink(Protocol):
         """
         ...
 
-    def add_call(self, choice: "Choice", call: ParsedCall) -> None:
-        """Add a complete tool call of one choice."""
+    def add_event(self, choice: "Choice", event: OutputEvent) -> None:
+        """Add an event of one choice that is no text."""
         ...
 
     def end_choice(self, choice: "Choice") -> None:
@@ -50,10 +52,18 @@ class Choice:
     submit_request: SubmitRequest
     """The request to the scheduler that generates this completion."""
     text: CompletionText
-    tool_calls: ToolCallParser | None = None
-    """Set when tools were offered."""
+    parser: CompletionParser | None = None
+    """Finds reasoning and tool calls in the text; None: all of it is the answer."""
+    ends_after_call: bool = False
+    """The first tool call ends the completion: the client wants no more in one answer."""
+    recorder: TurnRecorder | None = None
+    """Remembers the completion for the client's next request; None: it is no turn."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     """Every token received, in order."""
+    reasoning_tokens: int = 0
+    """Tokens whose text is reasoning; one that begins or ends it counts as its neighbour."""
+    silent_tokens: int = 0
+    """The last tokens, whose text has made no event yet."""
     finish_reason: str = ""
     """Empty while the choice runs."""
     is_accepted: bool = False
@@ -88,16 +98,16 @@ class Choice:
             logprobs: one entry per token; [] if none were requested.
 
         Returns:
-            Whether a stop string has ended the completion.
+            Whether a stop string or the first tool call has ended the completion.
         """
         self.tokens += tokens
+        self.silent_tokens += len(tokens)
         text, is_stopped = self.text.add(tokens, logprobs)
-        if text:
-            entries = self.text.take_logprobs()
-            if self.tool_calls is None:
-                self.generation.sink.add_text(self, text, entries)
-            else:
-                self._add_pieces(self.tool_calls.push(text))
+        if text and self.parser is None:
+            self._add_text(text, self.text.take_logprobs())
+        elif text and self.parser is not None and self._add_events(self.parser.push(text)):
+            self._end_after_call()
+            return True
         if is_stopped:
             past_end = self.text.tokens_after_stop
             del self.tokens[len(self.tokens) - past_end :]
@@ -135,25 +145,57 @@ class Choice:
                 held back makes it `stop`, and tool calls turn `stop` into `tool_calls`.
         """
         text, is_stopped = self.text.finish()
-        entries = self.text.take_logprobs(is_final=not is_stopped)
-        if self.tool_calls is not None:
-            self._add_pieces(self.tool_calls.push(text))
-        elif text or entries:
-            self.generation.sink.add_text(self, text, entries)
+        if self.parser is not None:
+            if self._add_events(self.parser.push(text)):
+                self._end_after_call()
+                return
+        elif (entries := self.text.take_logprobs(is_final=not is_stopped)) or text:
+            self._add_text(text, entries)
         self._end("stop" if is_stopped else finish_reason)
 
-    def _add_pieces(self, pieces: list[str | ParsedCall]) -> None:
-        for piece in pieces:
-            if isinstance(piece, str):
-                self.generation.sink.add_text(self, piece, [])
+    def _add_text(self, text: str, entries: list[LogprobEntry]) -> None:
+        if self.recorder is not None:
+            self.recorder.add(Text(text))
+        self.generation.sink.add_text(self, text, entries)
+
+    def _add_events(self, events: list[OutputEvent]) -> bool:
+        """Pass the parser's events to the sink; return whether a call has ended the completion.
+
+        Only tokens of the answer have log probabilities, not those of reasoning and calls.
+        """
+        assert self.parser is not None
+        places = iter(self.parser.take_text_places())
+        if events:
+            if isinstance(events[0], Reasoning):
+                self.reasoning_tokens += self.silent_tokens
+            self.silent_tokens = 0
+        for event in events:
+            if self.recorder is not None:
+                self.recorder.add(event)
+            if isinstance(event, Text):
+                entries = self.text.take_logprobs_of(next(places))
+                self.generation.sink.add_text(self, event.text, entries)
             else:
-                self.generation.sink.add_call(self, piece)
+                self.generation.sink.add_event(self, event)
+            if self.ends_after_call and isinstance(event, CallEnded):
+                return True
+        self.text.drop_logprobs(self.parser.final_chars)
+        return False
+
+    def _end_after_call(self) -> None:
+        # What the parser holds back came after the call.
+        self.parser = None
+        self._end("tool_calls")
 
     def _end(self, finish_reason: str) -> None:
-        if self.tool_calls is not None:
-            self._add_pieces(self.tool_calls.finish())
-            if self.tool_calls.count and finish_reason == "stop":
+        if self.parser is not None:
+            self._add_events(self.parser.finish())
+            if self.parser.call_count and finish_reason == "stop":
                 finish_reason = "tool_calls"
+        if self.recorder is not None:
+            # Before the client knows the end: it may send the turn back at once.
+            self.recorder.finish(self.tokens)
+            self.recorder = None
         self.finish_reason = finish_reason
         self.generation.sink.end_choice(self)
         self.generation.update_ended()
@@ -163,17 +205,21 @@ class Choice:
 class Generation:
     """All choices of one HTTP request, with events for their first token, their end and failure."""
 
-    name: str
+    response_id: str
     """Id of the response."""
     prompts: list[Prompt]
-    sink: TextSink
-    """Receives the choices' text."""
+    sink: OutputSink
+    """Receives the choices' output."""
     prompt_param: str = "prompt"
     """The request field with the prompt, for errors."""
     tenant: str = ""
     """Whom it counts for (`authentication.tenant`)."""
     weight: float = 1.0
     """The tenant's weight when tenants take turns."""
+    session: str = ""
+    """The client's name of its session (`request_options.session_key`)."""
+    decode: DecodeTokens | None = None
+    """Decodes tokens of its prompts; None: no text of them is reported."""
     choices: list[Choice] = dataclasses.field(default_factory=list)
     """Empty at first; the caller sets it."""
     error: ApiError | None = None
@@ -225,4 +271,23 @@ class Generation:
     def cache_header_value(self) -> str:
         """Return the value of `X-Lockstep-Cache`, which describes the first choice's prompt."""
         first = self.choices[0]
-        return cache_header.header_value(first.cached, first.submit_request.prompt_tokens)
+        return cache_header.header_value(
+            first.cached, first.submit_request.prompt_tokens, self._texts_at_divergence()
+        )
+
+    def cache_fields(self) -> dict[str, Any] | None:
+        """Return the same facts as fields of a JSON body; None before the scheduler reported."""
+        first = self.choices[0]
+        return cache_header.body_fields(
+            first.cached, first.submit_request.prompt_tokens, self._texts_at_divergence()
+        )
+
+    def _texts_at_divergence(self) -> tuple[str, str] | None:
+        """Return the first prompt's own text before and after the place where it diverged."""
+        cached = self.choices[0].cached
+        if self.decode is None or cached is None or cached.diverged_at is None:
+            return None
+        ids, place = self.prompts[0].ids, cached.diverged_at
+        before = self.decode(list(ids[max(0, place - cache_header.TEXT_TOKENS) : place]))
+        after = self.decode(list(ids[place : place + cache_header.TEXT_TOKENS]))
+        return before[-cache_header.TEXT_CHARS_MAX :], after[: cache_header.TEXT_CHARS_MAX]

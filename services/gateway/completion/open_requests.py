@@ -12,9 +12,9 @@ from services.gateway.completion.generation import Choice, Generation
 from services.gateway.completion.streaming import FlushList
 from services.gateway.http import errors
 from services.gateway.http.admission import FullQueue
+from services.gateway.links.scheduler_client import CallLater, Events, Link, Timer
+from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.scheduler_client.scheduler_client import CallLater, Events, Link, Timer
-from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from shared import messages
 from shared.clock import Clock
 from shared.errors import LinkError, LinkFull, PeerUnknown

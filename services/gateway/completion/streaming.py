@@ -10,20 +10,18 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
-import orjson
 from aiohttp import hdrs, web
 
 from services.gateway.completion.completion_text import LogprobEntry
 from services.gateway.completion.generation import Choice, Generation
-from services.gateway.completion.response_format import CollectedChoice, Pieces, ResponseFormat
+from services.gateway.completion.serializer import CollectedChoice, Pieces, Serializer
 from services.gateway.http import authentication, cache_header, connection_limits, server
 from services.gateway.http.connection import PROBE
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.tokenizing.tool_calls import ParsedCall
+from services.gateway.output.events import OutputEvent, Text
 from shared.configuration.settings import GatewayConfig
 from shared.log import Log
 
-DONE = b"data: [DONE]\n\n"
 PIECE_BYTES = 64 * 1024
 """Bytes of a body that are written at once."""
 READ_BYTES_PER_S_MIN = 128 * 1024
@@ -66,8 +64,7 @@ class EventStream:
 
     def __init__(
         self,
-        response_format: ResponseFormat,
-        choice_count: int,
+        serializer: Serializer,
         config: GatewayConfig,
         flush_list: FlushList,
         metrics: GatewayMetrics,
@@ -75,18 +72,16 @@ class EventStream:
         """Create the stream; nothing is sent before `run`.
 
         Args:
-            response_format: makes the events' bytes.
-            choice_count: number of choices in the response.
+            serializer: makes the events' bytes.
             config: the limit on bytes that a client leaves unread, and the keep-alive interval.
             flush_list: gets this stream whenever it has collected events.
             metrics: counts connections closed because the client was too slow.
         """
-        self._format = response_format
+        self._serializer = serializer
         self._flush_list = flush_list
         self._buffer_bytes_max = config.stream_buffer_bytes_max
         self._keepalive_s = config.keepalive_s
         self._metrics = metrics
-        self._frames = [response_format.text_frame(index) for index in range(choice_count)]
         self._pending: list[bytes] = []
         self._loop = asyncio.get_running_loop()
         self._is_chunked = True
@@ -99,19 +94,15 @@ class EventStream:
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
         """Buffer an event for the next `flush`: text with its log probabilities, if any."""
-        if logprobs:
-            self._add(self._format.logprobs_event(choice.index, text, logprobs))
-            return
-        before, after = self._frames[choice.index]
-        self._add(before, orjson.dumps(text), after)
+        self._add(*self._serializer.text(choice.index, text, logprobs))
 
-    def add_call(self, choice: Choice, call: ParsedCall) -> None:
-        """Buffer an event for the next `flush`: a complete tool call of a choice."""
-        self._add(self._format.call_event(choice.index, call))
+    def add_event(self, choice: Choice, event: OutputEvent) -> None:
+        """Buffer an event for the next `flush`: reasoning, or a part of a tool call."""
+        self._add(self._serializer.event(choice.index, event))
 
     def end_choice(self, choice: Choice) -> None:
         """Buffer the event for the next `flush` that ends a choice and states its finish reason."""
-        self._add(self._format.finish_event(choice.index, choice.finish_reason))
+        self._add(self._serializer.end_choice(choice.index, choice.finish_reason))
 
     def flush(self) -> None:
         """Write the buffered events to the connection; keep them before the headers were sent.
@@ -130,19 +121,29 @@ class EventStream:
         if self._is_chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self._written_bytes += len(data)
+        left_bytes = transport.get_write_buffer_size()
         transport.write(data)
         unsent_bytes = transport.get_write_buffer_size()
         if unsent_bytes:
-            self._close_if_stalled(transport, unsent_bytes)
+            self._close_if_stalled(transport, unsent_bytes, left_bytes)
 
-    def _close_if_stalled(self, transport: asyncio.Transport, unsent_bytes: int) -> None:
-        """Close the connection of a client that reads too slowly."""
+    def _close_if_stalled(
+        self, transport: asyncio.Transport, unsent_bytes: int, left_bytes: int
+    ) -> None:
+        """Close the connection of a client that reads too slowly.
+
+        Args:
+            transport: the connection.
+            unsent_bytes: its unsent bytes.
+            left_bytes: those of them that the client had left before the last write. Only they
+                count for the limit: an event that repeats a whole answer may be longer.
+        """
         read_bytes = self._written_bytes - unsent_bytes
         if read_bytes != self._read_bytes:
             self._read_bytes = read_bytes
             self._read_s = self._written_s
         stalled_s = self._written_s - self._read_s
-        if unsent_bytes > self._buffer_bytes_max or stalled_s > connection_limits.STALL_TIMEOUT_S:
+        if left_bytes > self._buffer_bytes_max or stalled_s > connection_limits.STALL_TIMEOUT_S:
             self._metrics.slow_clients_closed += 1
             _log.warning(
                 "slow_client_closed",
@@ -156,7 +157,8 @@ class EventStream:
     async def run(self, request: web.Request, generation: Generation) -> web.StreamResponse:
         """Send the headers and all events until the generation has ended; return the response.
 
-        After `gateway.keepalive_s` without an event, an event with empty text is sent.
+        After `gateway.keepalive_s` without an event, one without effect is sent: a ping, a comment,
+        or one with empty text, as the dialect has it.
 
         Args:
             request: the request that is answered.
@@ -176,18 +178,18 @@ class EventStream:
                 silent_s = 0.0
             await _within(generation.ended, self._keepalive_s - silent_s)
         if generation.error is not None:
-            self._add(b"data: %b\n\n" % generation.error.body())
+            self._add(self._serializer.fail(generation.error))
             _log.warning(
                 "stream_failed",
-                request_id=generation.name,
+                request_id=generation.response_id,
                 key=authentication.key_name(request),
+                session=generation.session,
                 cause=generation.error.message,
             )
         else:
-            if self._format.metadata.includes_usage:
+            if self._serializer.reports_usage:
                 await _within(generation.confirmed, CONFIRM_WAIT_S)
-                self._add(self._format.usage_event(generation))
-            self._add(DONE)
+            self._add(self._serializer.end(generation))
         self.flush()
         return response
 
@@ -201,7 +203,7 @@ class EventStream:
             # Without chunks and length only the end of the connection ends the response.
             response.force_close()
         await response.prepare(request)
-        first = [self._format.first_event(index) for index in range(len(self._frames))]
+        first = self._serializer.begin(generation)
         # Send only the headers: a larger write could wait for the client without a time limit.
         await response.write(b"")
         # From now on only this object writes to the connection, until the handler returns.
@@ -219,12 +221,12 @@ class EventStream:
         return response
 
     def _keep_alive(self, generation: Generation) -> None:
-        """Write an event with empty text for each choice that runs; none after the end."""
+        """Write an event without effect for each choice that runs; none after the end."""
         if generation.ended.is_set():
             return
         for choice in generation.choices:
             if not choice.finish_reason:
-                self._add(self._format.keepalive_event(choice.index))
+                self._add(self._serializer.keep_alive(choice.index))
         self.flush()
 
     def _add(self, *parts: bytes) -> None:
@@ -236,21 +238,19 @@ class EventStream:
 class BodyCollector:
     """Sink of a generation whose response is one body: keeps each choice's parts until the end."""
 
-    def __init__(
-        self, response_format: ResponseFormat, choice_count: int, *, has_logprobs: bool
-    ) -> None:
+    def __init__(self, serializer: Serializer, choice_count: int, *, has_logprobs: bool) -> None:
         """Begin without text.
 
         Args:
-            response_format: makes the body's bytes.
+            serializer: makes the body's bytes.
             choice_count: number of choices in the response.
             has_logprobs: log probabilities were requested.
         """
-        self._format = response_format
+        self._serializer = serializer
         self._choices = [
             CollectedChoice(
                 index,
-                [bytearray() for _ in response_format.logprob_lists] if has_logprobs else None,
+                [bytearray() for _ in range(serializer.logprob_lists)] if has_logprobs else None,
             )
             for index in range(choice_count)
         ]
@@ -258,15 +258,21 @@ class BodyCollector:
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
         """Append a piece of text and its tokens' log probabilities to those of the choice."""
         collected = self._choices[choice.index]
-        collected.texts.append(text)
+        continues_text = bool(collected.events) and isinstance(collected.events[-1], Text)
+        collected.events.append(Text(text))
         lists = collected.logprobs
-        for entry in logprobs if lists is not None else ():
-            for elements, element in zip(lists or (), entry.json, strict=True):
+        if lists is None:
+            return
+        if not continues_text:
+            collected.logprob_counts.append(0)
+        collected.logprob_counts[-1] += len(logprobs)
+        for entry in logprobs:
+            for elements, element in zip(lists, entry.json, strict=True):
                 elements.extend(b"," + element if elements and element else element)
 
-    def add_call(self, choice: Choice, call: ParsedCall) -> None:
-        """Append a tool call to those of the choice."""
-        self._choices[choice.index].calls.append(call)
+    def add_event(self, choice: Choice, event: OutputEvent) -> None:
+        """Append an event to those of the choice."""
+        self._choices[choice.index].events.append(event)
 
     def end_choice(self, choice: Choice) -> None:
         """Store why the choice ended; `run` makes the body when all choices have ended."""
@@ -288,7 +294,7 @@ class BodyCollector:
         await generation.ended.wait()
         generation.raise_if_failed()
         await _within(generation.confirmed, CONFIRM_WAIT_S)
-        body = self._format.body(self._choices, generation)
+        body = self._serializer.body(self._choices, generation)
         headers = {cache_header.HEADER: generation.cache_header_value()}
         length_bytes = sum(map(len, body))
         if length_bytes <= PIECE_BYTES:

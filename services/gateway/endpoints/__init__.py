@@ -1,1 +1,1 @@
-"""The HTTP endpoints that generate text."""
+"""What the endpoints of all APIs share: from a checked request to its answer."""

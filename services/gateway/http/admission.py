@@ -9,7 +9,7 @@ from aiohttp import web
 
 from services.gateway.http import authentication, errors
 from services.gateway.http.errors import ApiError
-from services.gateway.scheduler_client.scheduler_status import StatusBoard
+from services.gateway.links.scheduler_status import StatusBoard
 from shared.clock import Clock
 from shared.fair_share import FairShare
 from shared.messages import RequestRejected
@@ -68,13 +68,16 @@ class AdmittedRequest:
         self._admission.unanswered += 1
         self._admission.encoding += 1
 
-    def release_body(self) -> None:
+    def release_body(self, kept_bytes: int = 0) -> None:
         """Release the memory reserved for the request's body. Idempotent.
 
         Call it when the prompt has become token ids or the request has failed: the request then no
         longer counts as one whose prompt is being encoded.
+
+        Args:
+            kept_bytes: memory of the body, or of objects read from it, until the answer ends.
         """
-        self._admission.release_bytes(self)
+        self._admission.release_bytes(self, kept_bytes)
         self._admission.encoding -= self._is_encoding
         self._is_encoding = False
 
@@ -138,11 +141,16 @@ class AdmissionControl:
             raise _full(self._choices, count, "open completions", REQUESTS_RETRY_S)
         admitted.choices += count
 
-    def release_body(self, request: web.Request) -> None:
-        """Release the memory reserved for a request's body. Does nothing if it was not admitted."""
+    def release_body(self, request: web.Request, kept_bytes: int = 0) -> None:
+        """Release the memory reserved for a request's body. Does nothing if it was not admitted.
+
+        Args:
+            request: the request.
+            kept_bytes: as in `AdmittedRequest.release_body`.
+        """
         admitted = request.get(ADMITTED)
         if admitted is not None:
-            admitted.release_body()
+            admitted.release_body(kept_bytes)
 
     def remove(self, request: web.Request) -> None:
         """Stop counting an answered or failed request as open, and release the memory of its body.
@@ -181,10 +189,11 @@ class AdmissionControl:
             raise _full(self._bodies, more_bytes, "bytes in request bodies", BODIES_RETRY_S)
         admitted.reserved_bytes = body_bytes
 
-    def release_bytes(self, admitted: AdmittedRequest) -> None:
-        """Release the memory that is reserved for the body of an admitted request. Idempotent."""
-        self._bodies.release(admitted.tenant, admitted.reserved_bytes)
-        admitted.reserved_bytes = 0
+    def release_bytes(self, admitted: AdmittedRequest, kept_bytes: int) -> None:
+        """Release memory of an admitted request's body beyond `kept_bytes`. Idempotent."""
+        kept_bytes = min(kept_bytes, admitted.reserved_bytes)
+        self._bodies.release(admitted.tenant, admitted.reserved_bytes - kept_bytes)
+        admitted.reserved_bytes = kept_bytes
 
     def _refuse_when_draining(self) -> None:
         if self._status.is_draining:

@@ -83,6 +83,14 @@ def tenant(request: web.Request) -> str:
     return f"key {name}" if name else address_tenant(request.remote or "")
 
 
+def owner(request: web.Request) -> str:
+    """Return who owns what a request stores: its tenant or, without keys, all clients together.
+
+    A client without a key may have another address the next time.
+    """
+    return tenant(request) if key_name(request) else ""
+
+
 def weight(request: web.Request) -> float:
     """Return the weight of the tenant that a request counts for; 1 without an API key."""
     key = request.get(_KEY)

@@ -11,7 +11,7 @@ import urllib.parse
 
 from aiohttp import hdrs, web
 
-from services.gateway.http import cache_header
+from services.gateway.http import cache_header, ignored_fields
 from services.gateway.http.authentication import PROBES
 from services.gateway.http.errors import closing
 from shared.configuration.host_addresses import is_loopback
@@ -89,7 +89,7 @@ class OriginPolicy:
         if origin is not None and self._allows(origin):
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
             response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = (
-                f"{cache_header.HEADER}, {hdrs.RETRY_AFTER}"
+                f"{cache_header.HEADER}, {ignored_fields.HEADER}, {hdrs.RETRY_AFTER}"
             )
 
     def _allows(self, origin: str) -> bool:

@@ -1,4 +1,7 @@
-"""HTTP errors with OpenAI's JSON body. Owns which status and code each cause gets."""
+"""Errors of requests. Owns which status and code each cause gets, and OpenAI's JSON body of it.
+
+Other dialects make their own body from the same error.
+"""
 
 import math
 from typing import assert_never
@@ -18,7 +21,7 @@ two minutes."""
 
 
 class ApiError(Refusal):
-    """An error that ends a request: an HTTP status and the fields of OpenAI's error body."""
+    """An error that ends a request: an HTTP status, a sentence, and its cause for programs."""
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class ApiError(Refusal):
         """Close the connection afterwards: the rest of its bytes was not read or is not valid."""
 
     def body(self) -> bytes:
-        """Return the JSON body, `{"error": {...}}`."""
+        """Return OpenAI's JSON body, `{"error": {...}}`."""
         error = {
             "message": self.message,
             "type": _type_of(self.status),
@@ -59,8 +62,13 @@ class ApiError(Refusal):
         }
         return orjson.dumps({"error": error})
 
-    def response(self) -> web.Response:
-        """Return the HTTP response with the JSON body, Retry-After and `WWW-Authenticate`."""
+    def response(self, body: bytes | None = None, status: int = 0) -> web.Response:
+        """Return the HTTP response with Retry-After and `WWW-Authenticate`.
+
+        Args:
+            body: the dialect's JSON body; None: OpenAI's.
+            status: the dialect's HTTP status; 0: that of the error.
+        """
         headers = {}
         if self.retry_after_s is not None:
             seconds = max(math.ceil(self.retry_after_s), RETRY_AFTER_MIN_S)
@@ -68,11 +76,48 @@ class ApiError(Refusal):
         if self.status == 401:
             headers["WWW-Authenticate"] = 'Bearer realm="lockstep"'
         response = web.Response(
-            status=self.status, body=self.body(), content_type="application/json", headers=headers
+            status=status or self.status,
+            body=self.body() if body is None else body,
+            content_type="application/json",
+            headers=headers,
         )
         if self.close:
             response.force_close()
         return response
+
+
+class PromptTooLong(ApiError):
+    """The 400 for a prompt that leaves no room for a completion in the context."""
+
+    def __init__(self, length: str, context: int, param: str, prompt_tokens: int = 0) -> None:
+        """Store the lengths, which some clients read to shorten their conversation.
+
+        Args:
+            length: the prompt's length in words, for example "5000 tokens".
+            context: most tokens that prompt and completion may have together.
+            param: name of the request field that holds the prompt.
+            prompt_tokens: the prompt's length, estimated if it was not encoded; 0: only known to be
+                too long.
+        """
+        super().__init__(
+            400,
+            f"{context_sentence(context)} However, the prompt in {param} has {length}, and a "
+            "completion needs room too: shorten the prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens = prompt_tokens or context + 1
+        self.prompt_tokens_max = context - 1
+        """Longest prompt: one token of the completion must fit behind it."""
+
+
+def context_sentence(context: int) -> str:
+    """Return the sentence by which clients such as litellm know that a context is too short.
+
+    Args:
+        context: most tokens that prompt and completion may have together.
+    """
+    return f"This model's maximum context length is {context} tokens."
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -139,6 +184,10 @@ def ended(failure: RequestFailed) -> ApiError:
         case "queue_deadline":
             return ApiError(429, failure.detail, code="queue_deadline", retry_after_s=QUEUE_RETRY_S)
         case "stopping":
+            return unavailable(failure.detail, 5.0)
+        case "grammar":
+            return invalid(failure.detail, code="grammar_failed")
+        case "grammar_deadline":
             return unavailable(failure.detail, 5.0)
         case "failed":
             return failed(failure.detail)

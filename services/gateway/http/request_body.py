@@ -1,18 +1,19 @@
-"""Parsing of JSON request bodies into types. Every mistake is a 400 that names the field.
+"""Parsing of JSON request bodies into types, and JSON of their parts. Mistakes are a 400 by name.
 
 Decoding holds the interpreter lock, which a worker thread does not change. So bodies are counted
 in pieces before they are decoded, and what would take longer than about 50 ms is refused.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import orjson
 
 from services.gateway.http.errors import ApiError, invalid, invalid_field
 
-B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 SMALL_BODY_BYTES = 64 * 1024
@@ -26,6 +27,9 @@ NUMBERS_MAX = 1_000_000
 takes 30 ms, converting them 15 ms."""
 DEPTH_MAX = 64
 """Deepest nesting of a field of free structure, such as a tool's parameters."""
+
+UNKNOWN_FIELD = "unknown_parameter"
+"""Code of the error for a field that the type does not have."""
 
 _PIECE_BYTES = 512 * 1024
 """Text counted between two moments at which other threads may run. Measured: at most 15 ms."""
@@ -41,7 +45,7 @@ _NAME_CHARS_MAX = 100
 _ERROR_CHARS_MAX = 1_000
 
 
-def decode(decoder: msgspec.json.Decoder[B], body: bytes) -> B:
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Parse a JSON body and return it as the decoder's type.
 
     Raises:
@@ -93,29 +97,49 @@ def check_parts(texts: Iterable[bytes]) -> None:
                 )
 
 
-def convert(value: object, kind: type[T], field: str) -> T:
+def convert(value: object, kind: type[T], param: str) -> T:
     """Convert a parsed JSON value to a type without changing it, for example to a list of texts.
 
     Args:
         value: the value, as JSON was parsed without a type.
         kind: the type that it must have.
-        field: name of the request field with the value, for errors.
+        param: path of the request field with the value, for errors.
 
     Raises:
         ApiError: 400 when the value does not have the type.
     """
     try:
-        return msgspec.convert(value, kind, strict=True)
+        return msgspec.convert(value, kind, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), field) from None
+        raise _field_error(str(error), param) from None
 
 
-def check_depth(value: object, field: str) -> None:
+def to_json(value: object) -> bytes:
+    """Return JSON of a value that has parts of a body: its integers may have any size.
+
+    Args:
+        value: what becomes JSON.
+
+    Raises:
+        ApiError: 400 when it cannot, because it is nested too deeply.
+    """
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        # An integer of more than 64 bits, or more than 250 levels.
+        pass
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    except (RecursionError, ValueError):
+        raise invalid("A part of the request body is nested too deeply.") from None
+
+
+def check_depth(value: object, param: str) -> None:
     """Refuse a parsed JSON value whose lists and dicts are nested deeper than `DEPTH_MAX`.
 
     Args:
         value: the value.
-        field: name of the request field with the value, for errors.
+        param: path of the request field with the value, for errors.
 
     Raises:
         ApiError: 400 when it is nested deeper.
@@ -130,12 +154,12 @@ def check_depth(value: object, field: str) -> None:
         ]
         if not level:
             return
-    raise too_deep(field)
+    raise too_deep(param)
 
 
-def too_deep(field: str) -> ApiError:
+def too_deep(param: str) -> ApiError:
     """Return the 400 for a field whose value is nested deeper than `DEPTH_MAX`."""
-    return invalid(f"{field} is nested deeper than {DEPTH_MAX} levels.", field, "invalid_value")
+    return invalid(f"{param} is nested deeper than {DEPTH_MAX} levels.", param, "invalid_value")
 
 
 def _count_parts(body: bytes) -> Iterator[tuple[int, int]]:
@@ -173,18 +197,25 @@ def _count_parts(body: bytes) -> Iterator[tuple[int, int]]:
         yield parts, numbers + len(_LONG_DIGITS) * marks.count(_LONG_DIGITS)
 
 
-def _field_error(error: str, field: str = "") -> ApiError:
-    """Turn a msgspec error such as "Expected `int` >= 1 - at `$.n`" into a 400 with a `param`."""
+def _field_error(error: str, value_param: str = "") -> ApiError:
+    """Turn a msgspec error such as "Expected `int` >= 1 - at `$.n`" into a 400 with a `param`.
+
+    Args:
+        error: the error.
+        value_param: path of the value that has it; "": the whole body.
+    """
     if len(error) > 2 * _ERROR_CHARS_MAX:
         # It repeats a name or value of the client; the path stands at the end.
         error = error[:_ERROR_CHARS_MAX] + error[-_ERROR_CHARS_MAX:]
     text, found, at = error.partition(" - at ")
-    param = _field_path(at) if found else ""
-    param = field + param if param.startswith("[") or not param else param
+    param = _param(at) if found else ""
+    if value_param:
+        dot = "." if param and not param.startswith("[") else ""
+        param = f"{value_param}{dot}{param}"
     if unknown := _UNKNOWN.search(text):
         name = unknown[1][:_NAME_CHARS_MAX]
         full = f"{param}.{name}" if param else name
-        return invalid(f"The field {full} is not supported.", full, "unknown_parameter")
+        return invalid(f"The field {full} is not supported.", full, UNKNOWN_FIELD)
     if missing := _MISSING.search(text):
         full = f"{param}.{missing[1]}" if param else missing[1]
         return invalid(f"The field {full} is missing.", full, "missing_required_parameter")
@@ -195,11 +226,33 @@ def _field_error(error: str, field: str = "") -> ApiError:
     return invalid_field(param, f"{_clipped(text)}.", "invalid_value")
 
 
-def _field_path(at: str) -> str:
+def _param(at: str) -> str:
     """Return `messages[0].content` for "`$.messages[0].content`"."""
-    path = at.rpartition(" in ")[2].strip("`")
-    return path.removeprefix("$").removeprefix(".")[:_NAME_CHARS_MAX]
+    found = at.rpartition(" in ")[2].strip("`")
+    return found.removeprefix("$").removeprefix(".")[:_NAME_CHARS_MAX]
 
 
 def _clipped(text: str) -> str:
     return text if len(text) <= 300 else text[:300] + "..."
+
+
+def decode_arguments(text: str, param: str) -> Any:
+    """Return a tool call's arguments as an object, or unchanged when they are not a JSON object.
+
+    Args:
+        text: the arguments, mostly JSON. Some clients send no text for no arguments.
+        param: path of the request field, for errors.
+
+    Raises:
+        ApiError: 400 when they are nested too deeply; it names the field `param`.
+    """
+    try:
+        value = msgspec.json.decode((text.strip() or "{}").encode())
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return text
+    except RecursionError:
+        raise too_deep(param) from None
+    if not isinstance(value, dict):
+        return text
+    check_depth(value, param)
+    return value

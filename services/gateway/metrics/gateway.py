@@ -20,10 +20,12 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics import drafts, scheduler
-from services.gateway.scheduler_client.scheduler_status import StatusBoard
 
 PREFIX = "lockstep_"
+IGNORED_FIELDS_MAX = 200
+"""Names of ignored fields that are counted apart."""
 
 _FIRST_TOKEN_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -94,6 +96,8 @@ class GatewayMetrics(Collector):
         gateway rejects itself by repeating the scheduler's rejection."""
         self.responses: Counter[int] = Counter()
         """HTTP responses by status."""
+        self.ignored_fields: Counter[str] = Counter()
+        """Requests by ignored field; see `count_ignored`."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -111,6 +115,15 @@ class GatewayMetrics(Collector):
         """
         self._request.observe(seconds)
         self.ends[finish_reason] += 1
+
+    def count_ignored(self, field: str) -> None:
+        """Count a request with a field that has no effect.
+
+        Clients choose the names, so beyond `IGNORED_FIELDS_MAX` they count as `other`.
+        """
+        if field not in self.ignored_fields and len(self.ignored_fields) >= IGNORED_FIELDS_MAX:
+            field = "other"
+        self.ignored_fields[field] += 1
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the page /metrics; prometheus_client calls this method."""
@@ -141,6 +154,10 @@ class GatewayMetrics(Collector):
             self.rejections,
         )  # fmt: skip
         yield _by_label("http_responses", "HTTP responses by status.", "status", self.responses)
+        yield _by_label(
+            "gateway_ignored_fields", "Requests by field that was ignored.", "field",
+            self.ignored_fields,
+        )  # fmt: skip
         yield _counter(
             "slow_clients_closed",
             "Streams closed because the client did not read them.",

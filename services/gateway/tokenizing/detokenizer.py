@@ -5,7 +5,7 @@ all tokens at once.
 """
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from services.gateway.tokenizing.vocabulary import Vocabulary
@@ -113,19 +113,25 @@ class WindowDetokenizer:
     whether the next one begins with a space.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self, decode: Callable[[list[int]], str], written: Mapping[int, str] | None = None
+    ) -> None:
         """Begin without tokens.
 
         Args:
-            decode: returns the text of a list of token ids.
+            decode: returns the text of a list of token ids, without special tokens.
+            written: special tokens that are written out, with their texts; None: none are.
         """
         self._decode = decode
+        self._written = written or {}
         self._window: list[int] = []
         self._sent_tokens = 0
         self._sent_text = ""
 
     def add(self, token: int) -> str:
         """Add the next token id and return the new text, "" if it may end inside a character."""
+        if token in self._written:
+            return self.finish() + self._written[token]
         self._window.append(token)
         is_full = len(self._window) - self._sent_tokens >= WINDOW_TOKENS_MAX
         text = self._decode(self._window)

@@ -17,6 +17,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from services.gateway.http.errors import invalid
+from services.gateway.tokenizing.replay.splicing import Splice, find_splices
+from services.gateway.tokenizing.replay.turns import Turn
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Noncharacters of Unicode: normal text does not have them, and templates do not change them."""
@@ -64,13 +66,20 @@ class Encoder:
         return _ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     def encode_conversation(
-        self, fields: Any, render: Callable[[Any], str]
+        self,
+        fields: Any,
+        render: Callable[[Any], str],
+        turns: Sequence[Turn] = (),
+        stop_names: frozenset[str] = frozenset(),
     ) -> "EncodedConversation":
         """Render a conversation and encode it; special tokens in client text become plain text.
 
         Args:
             fields: all client data, as nested lists and dicts of strings.
             render: returns the text of the fields, with the chat template's special tokens.
+            turns: turns of the conversation that the model wrote. Where the rendered text is one of
+                them, its own tokens are used.
+            stop_names: the special tokens that end turns.
 
         Raises:
             ApiError: 400 when the client data contain every noncharacter from U+FDD0 to U+FDEF, so
@@ -79,6 +88,9 @@ class Encoder:
         has_special = any(self._has_special(text) for text in _strings(fields))
         mark = _unused_mark(fields) if has_special else ""
         text = render(self.mark_special(fields, mark))
+        splices = find_splices(text, mark, turns, stop_names & self._ids.keys(), self._find_special)
+        if splices:
+            return self._encode_spliced(text, mark, splices)
         if not mark:
             ids = _ids(self._backend, text)
             if not (self._is_normalized and self._counts_differ(text, ids)):
@@ -87,6 +99,33 @@ class Encoder:
         return EncodedConversation(
             self, text, self._encode_pieces(text, mark), mark, in_pieces=True
         )
+
+    def _encode_spliced(self, text: str, mark: str, splices: list[Splice]) -> "EncodedConversation":
+        """Encode a rendered text of which some parts have known tokens."""
+        in_pieces = bool(mark)
+        while True:
+            ids: list[int] = []
+            special: list[tuple[int, int, int]] = []
+            start, stop = 0, ""
+            for splice in [*splices, None]:
+                # With the special token before it, text is encoded as inside the conversation.
+                part = stop + text[start : len(text) if splice is None else splice.start]
+                part_ids = self.encode_rendered(part, mark, in_pieces=in_pieces)
+                if self._is_normalized and not in_pieces and self._counts_differ(part, part_ids):
+                    break
+                first, index = start - len(stop), len(ids) - bool(stop)
+                special += [
+                    (first + begin, first + end, index + number)
+                    for begin, end, number in self.find_special_tokens(part, part_ids)
+                ]
+                ids += part_ids[bool(stop) :]
+                if splice is None:
+                    return EncodedConversation(
+                        self, text, ids, mark, in_pieces=in_pieces, known_special_tokens=special
+                    )
+                ids += splice.ids
+                start, stop = splice.end, splice.stop
+            in_pieces = True
 
     def encode_rendered(self, text: str, mark: str, *, in_pieces: bool) -> list[int]:
         """Return the token ids of a part of a rendered conversation, encoded like the whole.
@@ -143,15 +182,26 @@ class Encoder:
             }
         return value
 
+    def has_special_token(self, value: Any) -> bool:
+        """Return whether client data contain the text of a special token.
+
+        Args:
+            value: a string, a list or a dict, nested in any way.
+        """
+        return any(self._has_special(text) for text in _strings(value))
+
     def _has_special(self, text: str) -> bool:
         return next(self._find_special(text), None) is not None
 
-    def _find_special(self, text: str) -> Iterator[re.Match[str]]:
+    def _find_special(self, text: str, start: int = 0) -> Iterator[re.Match[str]]:
         """Yield the special tokens in a text in order, searching a piece at a time.
 
         One search of all text would hold the interpreter lock to its end.
+
+        Args:
+            text: the text.
+            start: the first character that is searched.
         """
-        start = 0
         while start < len(text):
             end = start + SEARCH_CHARS
             found = self._special.search(text, start, end + self._special_chars_max)
@@ -202,6 +252,9 @@ class EncodedConversation:
     """The character inserted into special tokens of client text; "" for none."""
     in_pieces: bool
     """The text between special tokens was encoded separately from them."""
+    known_special_tokens: list[tuple[int, int, int]] | None = None
+    """First character, character after the last, and index in `ids` of each special token that
+    another conversation may share; None: they are searched for when they are needed."""
 
     def count_shared_tokens(self, fields: Any, render: Callable[[Any], str]) -> int:
         """Return how many first tokens another conversation has in common with this one.
@@ -241,6 +294,8 @@ class EncodedConversation:
 
     @functools.cached_property
     def _special_tokens(self) -> list[tuple[int, int, int]]:
+        if self.known_special_tokens is not None:
+            return self.known_special_tokens
         return self.encoder.find_special_tokens(self.text, self.ids)
 
 

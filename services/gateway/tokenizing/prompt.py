@@ -18,6 +18,7 @@ import msgspec
 
 from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.encoder import EncodedConversation
+from services.gateway.tokenizing.replay.turns import PromptPlace
 
 PREFIXES_MAX = 32
 """Different system prompts remembered. One of 20,000 tokens takes 80 KB."""
@@ -53,6 +54,12 @@ class Prompt:
     """Number of first tokens that are instructions and tools, shared with other conversations."""
     cache_boundaries: list[int] = dataclasses.field(default_factory=list)
     """Ascending lengths at which a later prompt may diverge from this one."""
+    place: PromptPlace | None = None
+    """End of the text of a conversation; None for raw prompts."""
+    conversation_key: bytes = b""
+    """Digest of the meaning of the conversation (`digest_messages`)."""
+    tail: str = ""
+    """Last characters of a conversation's text, in which its answer may have begun."""
 
 
 class InstructionPrefixes:

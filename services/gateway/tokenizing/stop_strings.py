@@ -19,6 +19,8 @@ class StopStrings:
         self._states = [0] * len(stops)
         self._first_chars = frozenset(stop[0] for stop in stops)
         self._held = ""
+        self.found = ""
+        """The stop string that was found; "": none yet."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Search the next piece of text for stop strings.
@@ -35,6 +37,7 @@ class StopStrings:
             longest_match = self._step(buffer[end])
             if longest_match:
                 self._held = ""
+                self.found = buffer[end + 1 - longest_match : end + 1]
                 return buffer[: end + 1 - longest_match], True
         safe = len(buffer) - max(states)
         self._held = buffer[safe:]

@@ -1,19 +1,17 @@
-"""The model's tokenizer. Owns loading it and its stop ids; needs no weights and no MLX.
-
-The files are in the model's folder or, for a Hugging Face id, are downloaded from the hub.
-"""
+"""The model's tokenizer. Owns its prompts, texts and stop ids; needs no weights and no MLX."""
 
 import array
-import json
-import os
-from collections.abc import Callable, Iterable
-from pathlib import Path
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jinja2
 
 from services.gateway.http.errors import invalid
-from services.gateway.tokenizing import tool_calls, vocabulary
+from services.gateway.output import families
+from services.gateway.output.families import OutputFormat
+from services.gateway.tokenizing import loading, vocabulary
 from services.gateway.tokenizing.detokenizer import (
     ByteFallbackDetokenizer,
     ByteLevelDetokenizer,
@@ -21,14 +19,21 @@ from services.gateway.tokenizing.detokenizer import (
     WindowDetokenizer,
 )
 from services.gateway.tokenizing.encoder import Encoder
-from services.gateway.tokenizing.prompt import InstructionPrefixes, Prompt, find_cache_boundaries
+from services.gateway.tokenizing.infill import Infill
+from services.gateway.tokenizing.prompt import (
+    InstructionPrefixes,
+    Messages,
+    Prompt,
+    find_cache_boundaries,
+)
+from services.gateway.tokenizing.replay.splicing import find_place
+from services.gateway.tokenizing.replay.turns import Turn
+from services.gateway.tokenizing.template_needs import TemplateNeeds, find_needs
 from shared import limits
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
-from shared.model import hub
-from shared.model.location import local_folder
+from shared.model import tokenizer_json
 
-_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -43,6 +48,8 @@ _TEMPLATE_ERRORS = (
 PROBE_CHARS_PER_TOKEN = 16
 """A text with more characters per token of the context is not encoded whole at first. Text has
 about 4 characters per token."""
+TAIL_CHARS = 256
+"""Last characters of a prompt that its completion's parser sees."""
 SHRINKING_MAX = 4
 """Most characters that a normalizer turns into one; limits the characters of a prompt."""
 
@@ -53,26 +60,30 @@ class Tokenizer:
     Encoding may run in several threads at once.
     """
 
-    def __init__(self, inner: Any, config: dict[str, Any], generation: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        config: dict[str, Any],
+        generation: dict[str, Any],
+        output_format: OutputFormat | None = None,
+        *,
+        ranks_can_read: bool = True,
+    ) -> None:
         """Prepare the tokenizer.
 
         Args:
             inner: the tokenizer of the library `transformers`.
             config: content of the model's config.json.
             generation: content of its generation_config.json; {} without the file.
+            output_format: formats of tool calls and reasoning; None: those of the chat template.
+            ranks_can_read: the folder has a file from which ranks can read the tokenizer.
 
         Raises:
             ConfigError: when the model has no usable tokenizer.
         """
-        backend = getattr(inner, "backend_tokenizer", None)
-        if backend is None:
-            raise ConfigError(
-                "The model's tokenizer has no tokenizer.json and cannot be converted to one. "
-                "Use a model with a tokenizer.json file."
-            )
-        if backend.get_vocab(with_added_tokens=False).keys() <= inner.get_added_vocab().keys():
-            # The library makes an empty tokenizer for a folder with only a config.json.
-            raise ConfigError("The model's folder has no tokenizer: tokenizer.json is missing.")
+        backend = _backend(inner)
+        self.ranks_can_read = ranks_can_read
+        """Whether ranks can match grammars, for which they need the tokenizer."""
         self._inner = inner
         self._backend = backend
         self._encoder = Encoder(backend)
@@ -88,13 +99,55 @@ class Tokenizer:
             inner.eos_token_id,
         )
         """Ids that end a completion."""
+        self._stop_names = frozenset(map(self.decode_whole, ([token] for token in self.stop_ids)))
         self._bos: str | None = inner.bos_token
         self._instruction_prefixes = InstructionPrefixes()
+        self.output_format = output_format or families.choose(
+            _template_text(inner), config, {}, backend.get_vocab()
+        )
+        """Formats of the model's tool calls and reasoning."""
+        self._vocabularies = {
+            has_tools: vocabulary.with_special_texts(
+                self._vocabulary, backend, self.output_format.special_texts(has_tools=has_tools)
+            )
+            for has_tools in (False, True)
+        }
+        """Vocabularies of completions in conversations, by whether the model may call tools."""
+        self._needs = TemplateNeeds()
+        if inner.chat_template is not None:
+            self._needs = find_needs(self._try_render)
+
+    @functools.cached_property
+    def infill(self) -> Infill | None:
+        """The model's markers for filling in the middle of a text; None: it has none."""
+        return Infill.find(self._backend)
+
+    def digest(self) -> bytes:
+        """Return a digest of the tokenizer; equal ids mean equal texts where it is equal."""
+        return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).digest()
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether the chat template uses the `<tool_call>` format of tool calls."""
-        return tool_calls.OPENING_TAG in str(self._inner.chat_template)
+        """Whether the format of the model's tool calls is known."""
+        return self.output_format.has_tool_calls
+
+    def added_tokens(self, *, is_flagged: bool = False) -> dict[str, int]:
+        """Return the ids of the tokens that were added to the vocabulary, by text.
+
+        Args:
+            is_flagged: only those that the tokenizer's file calls special, which text of clients
+                cannot become.
+        """
+        added = self._backend.get_added_tokens_decoder()
+        return {
+            token.content: number
+            for number, token in added.items()
+            if token.special or not is_flagged
+        }
+
+    def has_special_token(self, value: Any) -> bool:
+        """Return whether a text in nested lists and dicts has the text of a special token."""
+        return self._encoder.has_special_token(value)
 
     def chars_max(self, tokens_max: int) -> int:
         """Return an upper bound of the characters in a text of `tokens_max` tokens."""
@@ -131,6 +184,7 @@ class Tokenizer:
         arguments: dict[str, Any],
         block_tokens: int = 0,
         check: Callable[[], None] = lambda: None,
+        turns: Sequence[Turn] = (),
     ) -> Prompt:
         """Render a conversation with the model's chat template and encode it to token ids.
 
@@ -142,12 +196,15 @@ class Tokenizer:
             block_tokens: size of a cache block; shorter prompts get no cache boundaries. 0 means
                 that there is no cache.
             check: called between long steps; it may raise an exception to end the work.
+            turns: turns of the conversation that the model wrote, whose own tokens are used.
 
         Raises:
             ApiError: 400 when the template refuses the messages, or the model has no template.
         """
         if self._inner.chat_template is None:
             raise invalid("The model has no chat template: use /v1/completions.", "model")
+        if tools:
+            arguments = {**self._needs.agent_arguments, **arguments}
 
         def render(fields: Any, *, opens_answer: bool = True) -> str:
             check()
@@ -155,23 +212,28 @@ class Tokenizer:
             check()
             return text
 
-        conversation = self._encoder.encode_conversation([messages, tools], render)
+        conversation = self._encoder.encode_conversation(
+            [messages, tools], render, turns, self._stop_names
+        )
         ids = array.array("i", conversation.ids)
+        place = find_place(conversation.text)
         if not 0 < block_tokens <= len(ids):
-            return Prompt(ids)
+            return Prompt(ids, place=place, tail=conversation.text[-TAIL_CHARS:])
         return Prompt(
             ids,
             self._instruction_prefixes.count_tokens(
                 conversation, messages, tools, arguments, render
             ),
             find_cache_boundaries(conversation, messages, tools, render),
+            place,
+            tail=conversation.text[-TAIL_CHARS:],
         )
 
     def _render(self, arguments: dict[str, Any], fields: Any, *, opens_answer: bool) -> str:
         messages, tools = fields
         try:
             text: str = self._inner.apply_chat_template(
-                messages,
+                self._needs.adapt(messages),
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=opens_answer,
@@ -184,6 +246,17 @@ class Tokenizer:
             ) from None
         return text
 
+    def _try_render(
+        self, messages: Messages, tools: list[dict[str, Any]] | None, **arguments: Any
+    ) -> str | None:
+        try:
+            text: str = self._inner.apply_chat_template(
+                messages, tools=tools, tokenize=False, **arguments
+            )
+        except _TEMPLATE_ERRORS:
+            return None
+        return text
+
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a raw prompt.
 
@@ -193,9 +266,29 @@ class Tokenizer:
         begins = self._bos is not None and text.startswith(self._bos)
         return self._encoder.encode_raw(text, add_special_tokens=not begins)
 
+    def encode_part(self, text: str) -> list[int]:
+        """Return the token ids of a text inside a sequence.
+
+        They have nothing that the tokenizer puts at the beginning of a text, such as a space.
+        """
+        line, ids = (
+            self._encoder.encode_raw(one, add_special_tokens=False) for one in ("\n", f"\n{text}")
+        )
+        if ids[: len(line)] == line:
+            return ids[len(line) :]
+        # The line break is part of the first token, so the tokenizer adds nothing.
+        return self._encoder.encode_raw(text, add_special_tokens=False)
+
     def decode(self, tokens: list[int]) -> str:
         """Return the text of token ids without special tokens."""
         text: str = self._backend.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def decode_whole(self, tokens: list[int]) -> str:
+        """Return the text of token ids with special tokens written out."""
+        # Only the library's batch methods release the interpreter lock. Measured with 300,000 ids:
+        # `decode` blocked other threads for 127 ms, this for 6 ms.
+        text: str = self._backend.decode_batch([tokens], skip_special_tokens=False)[0]
         return text
 
     def token_bytes(self, token: int) -> bytes:
@@ -207,15 +300,21 @@ class Tokenizer:
         text: str = self._backend.decode([token], skip_special_tokens=False)
         return text.encode()
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a new incremental decoder for one completion."""
-        match self._vocabulary.kind:
+    def detokenizer(self, *, is_chat: bool = False, has_tools: bool = False) -> Detokenizer:
+        """Return a new incremental decoder for one completion.
+
+        Args:
+            is_chat: write the special tokens out that the parser of the completion needs.
+            has_tools: the model may call tools.
+        """
+        known = self._vocabularies[has_tools] if is_chat else self._vocabulary
+        match known.kind:
             case "byte_level":
-                return ByteLevelDetokenizer(self._vocabulary)
+                return ByteLevelDetokenizer(known)
             case "byte_fallback":
-                return ByteFallbackDetokenizer(self._vocabulary)
+                return ByteFallbackDetokenizer(known)
             case "other":
-                return WindowDetokenizer(self.decode)
+                return WindowDetokenizer(self.decode, known.written)
 
 
 def load(config: ModelConfig, progress: Callable[[str], None] | None = None) -> Tokenizer:
@@ -229,38 +328,46 @@ def load(config: ModelConfig, progress: Callable[[str], None] | None = None) -> 
         ConfigError: when the tokenizer's files are missing or not valid.
         UnavailableError: when the hub does not answer.
     """
-    folder = local_folder(config.path)
-    if folder is None:
-        if progress is not None:
-            progress(f"fetching the tokenizer of {config.path}")
-        folder = hub.fetch(config.path, _FILES)
-    # Without PyTorch the library warns on import that it has no models, which are not needed.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import transformers
+    folder = loading.find_folder(config, progress)
+    inner = loading.load_inner(folder, config)
+    content = loading.read_json(folder / "config.json")
+    output_format = families.choose(
+        _template_text(inner),
+        content,
+        loading.read_json(folder / "tokenizer_config.json"),
+        inner.get_vocab(),
+        config.tool_format,
+        config.reasoning_format,
+    )
+    return Tokenizer(
+        inner,
+        content,
+        loading.read_json(folder / "generation_config.json"),
+        output_format,
+        ranks_can_read=tokenizer_json.is_there(folder),
+    )
 
-    try:
-        inner = transformers.AutoTokenizer.from_pretrained(
-            str(folder),
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-        )
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-        cause = str(error).strip().splitlines()[:1]
+
+def _template_text(inner: Any) -> str:
+    """Return the text of a tokenizer's chat template, or of all if it has several; "" for none."""
+    template = inner.chat_template
+    if isinstance(template, dict):
+        return "\n".join(map(str, template.values()))
+    return template or ""
+
+
+def _backend(inner: Any) -> Any:
+    """Return the library's tokenizer that encodes. Raises ConfigError: it has no usable one."""
+    backend = getattr(inner, "backend_tokenizer", None)
+    if backend is None:
         raise ConfigError(
-            f"The tokenizer of {config.path} cannot be loaded: {' '.join(cause)}"
-        ) from None
-    return Tokenizer(inner, _json(folder / "config.json"), _json(folder / "generation_config.json"))
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot read {file}: {error}.") from None
-    return value if isinstance(value, dict) else {}
+            "The model's tokenizer cannot be converted to a tokenizer.json: use a conversion of "
+            "the model that has one."
+        )
+    if backend.get_vocab(with_added_tokens=False).keys() <= inner.get_added_vocab().keys():
+        # The library makes an empty tokenizer for a folder with only a config.json.
+        raise ConfigError("The model's folder has no tokenizer: tokenizer.json is missing.")
+    return backend
 
 
 def _stop_ids(*sources: Any) -> list[int]:

@@ -7,7 +7,7 @@ byte fallback (SentencePiece's BPE: Llama 2, Mistral, Gemma). All others are of 
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from tokenizers import Tokenizer as Backend
@@ -31,6 +31,8 @@ class Vocabulary:
     """The token as text, None when it is not complete characters. Makes most decoding a lookup."""
     strips_first_space: bool
     """The decoder removes one space at the start of a text."""
+    written: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Special tokens that are written out, with their texts; the others become no text."""
 
     @property
     def token_bytes_max(self) -> int:
@@ -58,6 +60,27 @@ def read(backend: Backend) -> Vocabulary:
         is_byte = kind == "byte_fallback" and _BYTE_TOKEN.fullmatch(piece)
         texts[number] = None if is_byte else _text(data)
     return Vocabulary(kind, token_bytes, texts, strips_first_space)
+
+
+def with_special_texts(known: Vocabulary, backend: Backend, texts: Iterable[str]) -> Vocabulary:
+    """Return a vocabulary in which some special tokens are text.
+
+    Args:
+        known: the vocabulary without them.
+        backend: its tokenizer.
+        texts: texts of tokens that are written out, if they are special tokens.
+    """
+    written: dict[int, str] = {}
+    for text in texts:
+        token = backend.token_to_id(text)
+        if token is not None and not known.token_bytes[token]:
+            written[token] = text
+    if not written:
+        return known
+    token_bytes, all_texts = list(known.token_bytes), list(known.texts)
+    for token, text in written.items():
+        token_bytes[token], all_texts[token] = text.encode(), text
+    return dataclasses.replace(known, token_bytes=token_bytes, texts=all_texts, written=written)
 
 
 def _kind(decoder: dict[str, Any] | None) -> tuple[Kind, bool]:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from services.rank_worker.sampling.draft_acceptance import DraftVerification
+from services.rank_worker.sampling.grammar.matcher import Matcher
 from shared.errors import InvariantBroken
 
 TokenReference = tuple[mx.array, int]
@@ -26,6 +27,8 @@ class RunningSequence:
     verification: DraftVerification | None = None
     """The drafts that a step verifies for it, until a plan says how many of them are accepted;
     None: there are no such drafts."""
+    matcher: Matcher | None = None
+    """Of its grammar; None: it has none."""
 
     def decoded_token(self) -> TokenReference:
         """Return the token that its next decode reads: its last one.

@@ -12,8 +12,10 @@ from services.rank_worker.kv_cache.blocks.block_executor import PendingSpill
 from services.rank_worker.kv_cache.blocks.items import SpillItem
 from services.rank_worker.sampling.draft_acceptance import DraftVerification
 from services.rank_worker.sampling.drafts import StepDrafts
+from services.rank_worker.sampling.grammar.masks import StepMasks
+from services.rank_worker.sampling.grammar.matcher import Matcher
 from services.rank_worker.sampling.sampler import SampledTokens
-from shared.messages import StepPlan, TokenLogprobs
+from shared.messages import GrammarFailure, StepPlan, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +32,10 @@ class StepSample:
     verifications: list[DraftVerification | None]
     """One per sampling sequence, prefill first, then decodes in plan order; None for a sequence
     without drafts."""
+    matchers: list[Matcher | None]
+    """Like `verifications`, of sequences with a grammar."""
+    masks: StepMasks | None
+    """None where no sequence has a grammar."""
 
     def arrays(self) -> list[mx.array]:
         """Return all lazy arrays of the sample: the sampled tokens' and the proposed drafts'."""
@@ -37,9 +43,13 @@ class StepSample:
         return self.sampled.arrays() + ([] if proposed is None else [proposed])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class LaunchedStep:
-    """A step whose graph is built and whose computation may have started."""
+    """A step whose graph is built and whose computation may have started.
+
+    Where a row has a grammar, its sampling is built last, when the tokens of all steps before are
+    known: `fill_masks` and `build_sample` are set until then.
+    """
 
     plan: StepPlan
     kept: list[mx.array]
@@ -48,7 +58,13 @@ class LaunchedStep:
     rows: list[tuple[int, int, int]]
     """(slot, sequence id, length) of every occupied row after the step, in slot order."""
     sample: StepSample | None
-    """None where no row samples."""
+    """None where no row samples, and while `build_sample` is set."""
+    fill_masks: Callable[[], StepMasks] | None
+    """Fills the masks on the host, where tokens are read."""
+    build_sample: Callable[[StepMasks], StepSample | None] | None
+    """Builds the sampling with these masks."""
+    logits: list[mx.array]
+    """Logits of the step's forwards; used only while `build_sample` is set."""
     markers: list[mx.array]
     """One small array per forward that does not sample; evaluating it runs the forward. See
     `ForwardOutputs`."""
@@ -56,6 +72,12 @@ class LaunchedStep:
     """Arrays of the state snapshots for checkpoints; their computation starts with the sampling."""
     spills: list[PendingSpill]
     """Blocks that the plan orders to write to files."""
+
+    @property
+    def ends_in_plain_decodes(self) -> bool:
+        """Whether the last forward of the step decodes rows without drafts."""
+        plan = self.plan
+        return bool(plan.decodes) and not (plan.drafts or plan.draft_counts or self.states)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +93,8 @@ class StepResult:
     """Receipt of the step: 16 bytes that are equal on all ranks with the same history."""
     spills: list[SpillItem]
     """Blocks to write to files, in plan order."""
+    grammar_failures: list[GrammarFailure] = dataclasses.field(default_factory=list)
+    """Sequences of the step whose grammars have failed."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -8,8 +8,8 @@ import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.canary import long_prompt, sums
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.execution.executor import Executor
+from services.rank_worker.peers.collectives import Collectives
 from shared.clock import Clock
 from shared.messages import CanaryFinding, JoinWorld
 

@@ -10,8 +10,8 @@ import itertools
 import struct
 
 from services.rank_worker.canary.sums import CHUNK_TOKENS, of_rank_0
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.execution.executor import Executor, StepResult
+from services.rank_worker.peers.collectives import Collectives
 from shared import limits
 from shared.canary_names import PROMPT_PREFIX
 from shared.clock import Clock

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from services.rank_worker.collectives import Collectives
+from services.rank_worker.peers.collectives import Collectives
 from shared.canary_names import SUM_PREFIX, decode_name
 from shared.clock import Clock
 from shared.errors import CanaryFailed

@@ -6,7 +6,9 @@ state that a plan depends on; a later plan says which drafts are accepted. A pla
 the state ends the world.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import mlx.core as mx
@@ -22,9 +24,10 @@ from services.rank_worker.execution.decode import DecodeExecutor
 from services.rank_worker.execution.prefill import PrefillExecutor
 from services.rank_worker.execution.receipt import ReceiptChain
 from services.rank_worker.execution.split_launcher import SplitLauncher
-from services.rank_worker.execution.step_sampling import build_sample, read_sample
+from services.rank_worker.execution.step_sampling import StepSampling, read_sample
 from services.rank_worker.kv_cache.blocks.block_executor import (
     BlockExecutor,
+    PendingSpill,
     TakeRestored,
     read_spills,
     refuse_restores,
@@ -33,6 +36,8 @@ from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.forward import Forward
 from services.rank_worker.model.unsharded_traits import UnshardedTraits
+from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
+from services.rank_worker.sampling.grammar.masks import StepMasks
 from services.rank_worker.sampling.sampler import Sampler, id_synchronizer
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter, open_proposer
 from shared.errors import InvariantBroken
@@ -67,6 +72,7 @@ class Executor:
         take_restored: TakeRestored = refuse_restores,
         drafter: LoadedDrafter | None = None,
         traits: UnshardedTraits | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Read the model's shape; nothing is computed and no collective runs.
 
@@ -83,6 +89,7 @@ class Executor:
             take_restored: returns the restored items that a plan adopts.
             drafter: draft model or head, for plans that have the ranks propose drafts.
             traits: read before the layers were divided; None: the model is whole.
+            grammars: compiles grammars; None: plans have none.
 
         Raises:
             ConfigError: the model's state cannot be batched or quantized, or the drafter does not
@@ -97,15 +104,16 @@ class Executor:
         self.vocab_size = shape.vocab_size
         synchronize = id_synchronizer(rank, world_size, synchronization, sum_ids)
         self._sampler = Sampler(shape.vocab_size, synchronize)
+        self._sampling = StepSampling(self._batch, self.store, self._sampler)
+        self._grammars = grammars
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._forward = Forward(model, can_select=traits.can_select if traits else None)
         self.proposer = open_proposer(
             drafter, self._forward, self.store, self._sampler, synchronize
         )
         parts = (self.store, self._forward, self._batch, self.proposer)
         self._prefill = PrefillExecutor(*parts, profile)
-        self._decode = DecodeExecutor(
-            *parts, vocab_size=shape.vocab_size, forward_cost_tokens=forward_cost_tokens
-        )
+        self._decode = DecodeExecutor(*parts, shape.vocab_size, forward_cost_tokens)
         self._receipt = ReceiptChain()
         self._receipt_logits = receipt_logits
         self._freed_buffers = FreedBuffers(profile.freed_bytes_max)
@@ -177,6 +185,44 @@ class Executor:
             InvariantBroken: the plan contradicts the state; the world must end.
         """
         self._launcher.begin(finish_before)
+        kept, spills = self._apply(plan)
+        forwards = ForwardOutputs(self._launcher.start_forward)
+        self._prefill.run(plan.prefill_chunks, forwards)
+        draft_readers = [
+            self._batch.find_verified(chunk.sequence_id) for chunk in plan.draft_chunks
+        ]
+        self.proposer.read(plan.draft_chunks, draft_readers, forwards)
+        drafts = self._decode.run(plan, forwards)
+        build = functools.partial(self._sampling.build, plan, forwards, drafts)
+        fill = functools.partial(self._sampling.fill_masks, plan, forwards, drafts)
+        builds_later = self._sampling.needs_tokens(plan)
+        sample = None if builds_later else build()
+        if sample is None and not builds_later and not forwards.markers:
+            forwards.start_marker(self.store.marker())
+        rows = [
+            (slot, sequence_id, self.store.length(slot))
+            for slot, sequence_id in self._batch.occupied_slots()
+        ]
+        states = self.blocks.snapshot_state(plan, lambda one: self._batch.find_verified(one).slot)
+        return LaunchedStep(
+            plan,
+            kept,
+            rows,
+            sample,
+            fill if builds_later else None,
+            build if builds_later else None,
+            forwards.logits,
+            forwards.markers,
+            states,
+            spills,
+        )
+
+    def _apply(self, plan: StepPlan) -> tuple[list[mx.array], list[PendingSpill]]:
+        """Apply the parts of a plan that come before its forwards, in the order of its fields.
+
+        Returns:
+            (payloads of the blocks that it keeps, blocks to write to files).
+        """
         self._roll_back(plan.rolled_back)
         self._check_kept(plan)
         kept = self.blocks.keep(plan, lambda one: self._batch.find(one).slot)
@@ -196,25 +242,8 @@ class Executor:
         self.store.resize(plan.row_count, plan.row_tokens)
         self.proposer.resize(plan.row_count, plan.row_tokens)
         for admitted in plan.admitted:
-            self._admit(admitted)
-        forwards = ForwardOutputs(self._launcher.start_forward)
-        self._prefill.run(plan.prefill_chunks, forwards)
-        draft_readers = [
-            self._batch.find_verified(chunk.sequence_id) for chunk in plan.draft_chunks
-        ]
-        self.proposer.read(plan.draft_chunks, draft_readers, forwards)
-        drafts = self._decode.run(plan, forwards)
-        sample = build_sample(
-            plan, forwards, drafts, batch=self._batch, store=self.store, sampler=self._sampler
-        )
-        if sample is None and not forwards.markers:
-            forwards.start_marker(self.store.marker())
-        rows = [
-            (slot, sequence_id, self.store.length(slot))
-            for slot, sequence_id in self._batch.occupied_slots()
-        ]
-        states = self.blocks.snapshot_state(plan, lambda one: self._batch.find_verified(one).slot)
-        return LaunchedStep(plan, kept, rows, sample, forwards.markers, states, spills)
+            self._admit(admitted, plan.step_id)
+        return kept, spills
 
     def start_first_layers(self, launched: LaunchedStep) -> bool:
         """Start the first layers of the step that `prepare` built, if it only decodes.
@@ -226,7 +255,7 @@ class Executor:
             Whether a part was started; `start` starts the rest.
         """
         has_other_work = launched.plan.prefill_chunks or launched.plan.draft_chunks or launched.kept
-        if has_other_work or not _ends_in_plain_decodes(launched):
+        if has_other_work or not launched.ends_in_plain_decodes:
             return False
         early_layer_keys = self.store.early_layer_keys(share=0.0)
         if early_layer_keys is not None:
@@ -236,9 +265,37 @@ class Executor:
     def start(self, launched: LaunchedStep) -> None:
         """Start the step that `prepare` built. Waits for earlier steps if this one keeps blocks."""
         mx.eval(launched.kept)
-        sampled = launched.sample.arrays() if launched.sample is not None else []
+        sample, fill, build = launched.sample, launched.fill_masks, launched.build_sample
+        if fill is None or build is None:
+            self._start_outputs(launched, sample.arrays() if sample is not None else [])
+            return
+        masks = self._start_and_fill(launched, fill)
+        launched.sample = build(masks)
+        launched.fill_masks = launched.build_sample = None
+        launched.logits = []
+        mx.async_eval(launched.sample.arrays() if launched.sample is not None else [])
+
+    def _start_and_fill(self, launched: LaunchedStep, fill: Callable[[], StepMasks]) -> StepMasks:
+        """Start a step's forwards and fill its masks, while the device computes."""
+        if launched.plan.draft_counts:
+            # Reads drafts from the device, which only this thread uses.
+            masks = None if self._launcher.in_parts else fill()
+            self._start_outputs(launched, launched.logits)
+            self._launcher.finish_previous_step()
+            return fill() if masks is None else masks
+        # Where the device has a queue, the masks are filled while the second part of the forward
+        # is started. On a CPU `async_eval` returns when the forwards are nearly computed.
+        filling: Future[Future[StepMasks]] = Future()
+        self._launcher.when_previous_step_is_finished(
+            lambda: filling.set_result(self._mask_thread.submit(fill))
+        )
+        self._start_outputs(launched, launched.logits)
+        self._launcher.finish_previous_step()
+        return filling.result().result()
+
+    def _start_outputs(self, launched: LaunchedStep, sampled: Sequence[mx.array]) -> None:
         outputs = [*sampled, *launched.markers, *launched.states]
-        if _ends_in_plain_decodes(launched):
+        if launched.ends_in_plain_decodes:
             self._launcher.start_forward(outputs)
         elif sampled or launched.states:
             mx.async_eval(outputs)
@@ -259,6 +316,7 @@ class Executor:
         logprobs: list[list[TokenLogprobs]] = []
         top_logits: list[float] = []
         proposed: list[int] = []
+        masks = launched.sample.masks if launched.sample is not None else None
         if launched.sample is not None:
             tokens, logprobs, top_logits = read_sample(launched, launched.sample)
             drafts = launched.sample.drafts
@@ -268,9 +326,11 @@ class Executor:
             launched.rows,
             [token for sequence_tokens in tokens for token in sequence_tokens] + proposed,
             top_logits if self._receipt_logits else None,
+            masks.digest() if masks is not None else b"",
         )
         self._freed_buffers.step_finished(launched.plan)
-        return StepResult(tokens, logprobs, digest, read_spills(launched.spills))
+        failures = masks.failures if masks is not None else []
+        return StepResult(tokens, logprobs, digest, read_spills(launched.spills), failures)
 
     def _roll_back(self, rolled_back: Sequence[RolledBack]) -> None:
         """Cut rows to their accepted tokens; the last accepted token is decoded next."""
@@ -310,8 +370,10 @@ class Executor:
         self.store.free(sequence.slot)
         self.proposer.free(sequence)
         self._sampler.drop(sequence_id)
+        if sequence.matcher is not None:
+            sequence.matcher.ready.cancel()
 
-    def _admit(self, admitted: AdmittedSequence) -> None:
+    def _admit(self, admitted: AdmittedSequence, step_id: int) -> None:
         sequence_id, slot = admitted.sequence_id, admitted.slot
         tokens = np.array(admitted.tokens, dtype=np.int32)
         prompt_tokens = admitted.prompt_tokens
@@ -320,14 +382,18 @@ class Executor:
                 f"sequence {sequence_id} has {len(tokens)} tokens, {prompt_tokens} in the prompt, "
                 f"with ids up to {int(tokens.max())}; the vocabulary size is {self.vocab_size}"
             )
-        self._batch.add(RunningSequence(sequence_id, slot, tokens), self.store.row_count)
+        sequence = RunningSequence(sequence_id, slot, tokens)
+        if admitted.grammar is not None:
+            if self._grammars is None:
+                raise InvariantBroken(
+                    f"sequence {sequence_id} has a grammar, but this rank compiles none"
+                )
+            generated = tokens[prompt_tokens:].tolist()
+            sequence.matcher = self._grammars.start(
+                admitted.grammar, generated, sequence_id, step_id, admitted.tenant
+            )
+        self._batch.add(sequence, self.store.row_count)
         self.blocks.begin_row(slot, admitted)
         self._sampler.admit(
             sequence_id, admitted.sampling, tokens[:prompt_tokens], tokens[prompt_tokens:]
         )
-
-
-def _ends_in_plain_decodes(launched: LaunchedStep) -> bool:
-    """Tell whether the last forward of the step decodes rows without drafts."""
-    plan = launched.plan
-    return bool(plan.decodes) and not (plan.drafts or plan.draft_counts or launched.states)

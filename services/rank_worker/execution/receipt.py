@@ -22,6 +22,7 @@ class ReceiptChain:
         rows: Sequence[tuple[int, int, int]],
         tokens: Sequence[int],
         top_logits: Sequence[float] | None,
+        masks: bytes = b"",
     ) -> bytes:
         """Add one step and return the digest of all steps so far.
 
@@ -31,6 +32,7 @@ class ReceiptChain:
                 slot order.
             tokens: sampled ids, in plan order, then drafts that the ranks proposed.
             top_logits: the highest logit of each sampling row, as float32; None to leave them out.
+            masks: digest of the masks of grammars; b"" in a step without any.
 
         Returns:
             16 bytes, BLAKE2b.
@@ -43,5 +45,6 @@ class ReceiptChain:
         digest.update(struct.pack(f"<{len(tokens)}i", *tokens))
         if top_logits is not None:
             digest.update(struct.pack(f"<{len(top_logits)}f", *top_logits))
+        digest.update(masks)
         self._last_digest = digest.digest()
         return self._last_digest

@@ -46,6 +46,10 @@ class SplitLauncher:
         reference to a row would prevent MLX from writing it in place."""
         self._wait: Callable[[], object] | None = None
         """Waits for all work that was started before."""
+        self._finish_before: Callable[[], object] | None = None
+        """Finishes the previous step; None once it was called."""
+        self._when_finished: Callable[[], object] | None = None
+        """Called once the previous step is finished."""
 
     def begin(self, finish_before: Callable[[], object] | None) -> None:
         """Begin a step, whose forwards `start_forward` then starts.
@@ -56,7 +60,30 @@ class SplitLauncher:
         """
         if finish_before is None:
             self._first_part = None
-        self._wait = finish_before
+        self._wait = self._finish_before = finish_before
+        self._when_finished = None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the device has a work queue, so that the host can work while it computes."""
+        return self._in_parts
+
+    def when_previous_step_is_finished(self, callback: Callable[[], object]) -> None:
+        """Call a function as soon as the previous step is finished, at once if it is already.
+
+        Args:
+            callback: what needs that step's tokens. It must not wait: the second part of a forward
+                is started after it.
+        """
+        if self._finish_before is None:
+            callback()
+        else:
+            self._when_finished = callback
+
+    def finish_previous_step(self) -> None:
+        """Finish the previous step now, unless a forward of this step has already done so."""
+        if self._finish_before is not None:
+            self._wait_for_all()
 
     def start_forward(self, outputs: Sequence[mx.array]) -> None:
         """Start the forward that was built last, in two parts if the device has a work queue.
@@ -100,5 +127,10 @@ class SplitLauncher:
 
     def _wait_for_all(self) -> None:
         wait, self._wait = self._wait, None
+        # It is called before anything else that `start_forward` waits for.
+        self._finish_before = None
         if wait is not None:
             wait()
+        callback, self._when_finished = self._when_finished, None
+        if callback is not None:
+            callback()

@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from services.rank_worker.execution.executor import Executor, LaunchedStep
 from services.rank_worker.kv_cache.stored.tier import StoredTier
+from services.rank_worker.peers.watchdog import Watchdog
 from services.rank_worker.scheduler_link import SchedulerLink
-from services.rank_worker.watchdog import Watchdog
 from shared import limits
 from shared.clock import Clock
 from shared.errors import InvariantBroken
@@ -188,6 +188,7 @@ class StepLoop:
                 digest=result.digest,
                 tokens=result.tokens if is_primary else [],
                 logprobs=result.logprobs if is_primary else [],
+                grammar_failures=result.grammar_failures if is_primary else [],
                 busy_ms=busy_s * 1e3,
                 idle_ms=idle_s * 1e3,
                 memory_bytes=mx.get_active_memory(),

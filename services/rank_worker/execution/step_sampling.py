@@ -3,75 +3,130 @@
 Does not compute tokens from logits; `Sampler` does.
 """
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import mlx.core as mx
 
-from services.rank_worker.batch.running_batch import SequenceBatch
+from services.rank_worker.batch.running_batch import RunningSequence, SequenceBatch
 from services.rank_worker.batch.step_outputs import ForwardOutputs, LaunchedStep, StepSample
 from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.sampling.draft_acceptance import DraftVerification, count_accepted
 from services.rank_worker.sampling.drafts import StepDrafts
+from services.rank_worker.sampling.grammar.masks import MaskedSequence, MaskFiller, StepMasks
 from services.rank_worker.sampling.sampler import Sampler
 from shared.errors import InvariantBroken
 from shared.messages import StepPlan, TokenLogprobs
 
 
-def build_sample(
-    plan: StepPlan,
-    forwards: ForwardOutputs,
-    drafts: StepDrafts,
-    *,
-    batch: SequenceBatch,
-    store: KVStore,
-    sampler: Sampler,
-) -> StepSample | None:
-    """Build the sampling of a step; set each sequence's last token, or the drafts it verifies.
+@dataclasses.dataclass(slots=True)
+class StepSampling:
+    """Builds the sampling of each step from the logits of its forwards."""
 
-    Args:
-        plan: the step.
-        forwards: outputs of its forwards.
-        drafts: the drafts that its decodes verify.
-        batch: the running sequences, which are updated. Their new tokens stay on the device.
-        store: the rows, as the step leaves them.
-        sampler: samples tokens from the logits.
+    batch: SequenceBatch
+    """The running sequences, which are updated. Their new tokens stay on the device."""
+    store: KVStore
+    """The rows, as the step leaves them."""
+    sampler: Sampler
+    """Samples tokens from the logits."""
+    mask_filler: MaskFiller = dataclasses.field(init=False)
+    """Fills the masks where a sequence has a grammar."""
 
-    Returns:
-        The sample, whose arrays are not computed yet; None if no row samples.
-    """
-    sampling = [one.sequence_id for one in plan.prefill_chunks if one.samples]
-    sequences = [batch.find(one) for one in sampling + plan.decodes]
-    if not sequences:
-        return None
-    sequence_ids: list[int] = []
-    positions: list[int] = []
-    for sequence in sequences:
-        rows = drafts.count(sequence.sequence_id) + 1
-        # The position of a new token is the number of tokens before it, which the row holds.
-        length = store.length(sequence.slot)
-        sequence_ids += [sequence.sequence_id] * rows
-        positions += range(length - rows + 1, length + 1)
-    sampled = sampler.sample(forwards.logits_of(sequence_ids), sequence_ids, positions, drafts)
-    verifications: list[DraftVerification | None] = []
-    first_index = 0
-    for sequence in sequences:
-        draft_count = drafts.count(sequence.sequence_id)
-        if draft_count:
-            base_length = store.length(sequence.slot) - draft_count - 1
-            sequence.verification = DraftVerification(
-                base_length, draft_count, sampled.tokens, first_index
-            )
-        else:
-            sequence.last_token = (sampled.tokens, first_index)
-        verifications.append(sequence.verification)
-        first_index += draft_count + 1
-    return StepSample(sampled, drafts, sequence_ids, verifications)
+    def __post_init__(self) -> None:
+        """Start the threads that fill masks."""
+        self.mask_filler = MaskFiller(self.sampler.vocab_size)
+
+    def sequences(self, plan: StepPlan) -> list[RunningSequence]:
+        """Return the sequences that a plan samples: those of prefill chunks, then the decodes."""
+        sampling = [one.sequence_id for one in plan.prefill_chunks if one.samples]
+        return [self.batch.find(one) for one in sampling + plan.decodes]
+
+    def needs_tokens(self, plan: StepPlan) -> bool:
+        """Tell whether sampling needs the tokens of all earlier steps: a sequence has a grammar."""
+        return any(sequence.matcher is not None for sequence in self.sequences(plan))
+
+    def build(
+        self,
+        plan: StepPlan,
+        forwards: ForwardOutputs,
+        drafts: StepDrafts,
+        masks: StepMasks | None = None,
+    ) -> StepSample | None:
+        """Build the sampling; set each sequence's last token, or the drafts it verifies.
+
+        Args:
+            plan: the step.
+            forwards: outputs of its forwards.
+            drafts: the drafts that its decodes verify.
+            masks: of its rows; None: no sequence has a grammar.
+
+        Returns:
+            The sample, whose arrays are not computed yet; None if no row samples.
+        """
+        sequences = self.sequences(plan)
+        if not sequences:
+            return None
+        sequence_ids: list[int] = []
+        positions: list[int] = []
+        for sequence in sequences:
+            rows = drafts.count(sequence.sequence_id) + 1
+            # The position of a new token is the number of tokens before it, which the row holds.
+            length = self.store.length(sequence.slot)
+            sequence_ids += [sequence.sequence_id] * rows
+            positions += range(length - rows + 1, length + 1)
+        sampled = self.sampler.sample(
+            forwards.logits_of(sequence_ids),
+            sequence_ids,
+            positions,
+            drafts,
+            None if masks is None else masks.exclusions,
+        )
+        verifications = self._note_sampled(sequences, drafts, sampled.tokens)
+        matchers = [sequence.matcher for sequence in sequences]
+        return StepSample(sampled, drafts, sequence_ids, verifications, matchers, masks)
+
+    def fill_masks(self, plan: StepPlan, forwards: ForwardOutputs, drafts: StepDrafts) -> StepMasks:
+        """Fill the masks of a step in which a sequence has a grammar.
+
+        The tokens of all earlier steps must be known. Uses the device only where the ranks propose
+        drafts.
+        """
+        # Drafts that the ranks propose are computed before the forward that verifies them.
+        draft_ids = drafts.read_ids() if drafts.counts else []
+        masked = []
+        for sequence in self.sequences(plan):
+            indices = drafts.index_range(sequence.sequence_id, drafts.count(sequence.sequence_id))
+            ids = [draft_ids[index] for index in indices]
+            masked.append(MaskedSequence(sequence.sequence_id, sequence.matcher, ids))
+        return self.mask_filler.fill(masked, forwards.logits[0].dtype)
+
+    def _note_sampled(
+        self, sequences: Sequence[RunningSequence], drafts: StepDrafts, tokens: mx.array
+    ) -> list[DraftVerification | None]:
+        """Set each sequence's last token, or the drafts it verifies, and return the latter."""
+        verifications: list[DraftVerification | None] = []
+        first_index = 0
+        for sequence in sequences:
+            draft_count = drafts.count(sequence.sequence_id)
+            if draft_count:
+                base_length = self.store.length(sequence.slot) - draft_count - 1
+                sequence.verification = DraftVerification(
+                    base_length, draft_count, tokens, first_index
+                )
+            else:
+                sequence.last_token = (tokens, first_index)
+            verifications.append(sequence.verification)
+            first_index += draft_count + 1
+        return verifications
 
 
 def read_sample(
     launched: LaunchedStep, sample: StepSample
 ) -> tuple[list[list[int]], list[list[TokenLogprobs]], list[float]]:
     """Wait for the sampled tokens; return each sequence's accepted drafts and the token after them.
+
+    Matchers of grammars take these tokens.
 
     Args:
         launched: the step, named in errors.
@@ -100,7 +155,7 @@ def read_sample(
     logprobs: list[list[TokenLogprobs]] = []
     top_logits: list[float] = []
     start = 0
-    for verification in sample.verifications:
+    for verification, matcher in zip(sample.verifications, sample.matchers, strict=True):
         draft_count, accepted = 0, 0
         if verification is not None:
             draft_count = verification.draft_count
@@ -110,6 +165,8 @@ def read_sample(
             verification.accepted = accepted
         stop = start + accepted + 1
         tokens.append(all_tokens[start:stop])
+        if matcher is not None:
+            matcher.take(tokens[-1])
         top_logits += all_top_logits[start:stop]
         if row_logprobs is not None:
             logprobs.append([entry for row in row_logprobs[start:stop] for entry in row])

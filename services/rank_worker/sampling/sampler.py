@@ -49,7 +49,8 @@ class Sampler:
             vocab_size: V, logits per row.
             synchronize: makes sampled ids, int32 [R], equal on all ranks, as part of the graph.
         """
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        """V."""
         self._synchronize = synchronize
         self._counts = TokenCounts(vocab_size)
         self._settings: dict[int, RowSettings] = {}
@@ -65,7 +66,7 @@ class Sampler:
             prompt: token ids, int32 [prompt tokens].
             completion: token ids known so far, int32 [completion tokens].
         """
-        settings = RowSettings(sampling, self._vocab_size)
+        settings = RowSettings(sampling, self.vocab_size)
         self._settings[sequence_id] = settings
         if settings.is_penalized:
             self._counts.admit(sequence_id, prompt, completion)
@@ -81,6 +82,7 @@ class Sampler:
         sequence_ids: Sequence[int],
         positions: Sequence[int],
         drafts: StepDrafts | None = None,
+        exclusions: mx.array | None = None,
     ) -> SampledTokens:
         """Build the sampling of one token per row.
 
@@ -94,13 +96,15 @@ class Sampler:
             positions: number of tokens before each row's new token in its sequence, prompt
                 included.
             drafts: the drafts of these sequences. A row's penalties count the drafts before it.
+            exclusions: [R, V], minus infinity for tokens that a row may not get, else 0; None: all
+                are allowed. Highest logits and log probabilities are of all tokens in any case.
 
         Returns:
             Token ids, highest logits and log probabilities, not computed yet.
         """
         rows = [self._settings[sequence_id] for sequence_id in sequence_ids]
         if all(row.is_greedy_only for row in rows):
-            tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+            tokens = mx.argmax(_mask(logits, exclusions), axis=-1).astype(mx.int32)
             top = logits.max(axis=-1).astype(mx.float32)
             return SampledTokens(self._synchronize(tokens), top, None)
         raw = logits.astype(mx.float32)
@@ -109,7 +113,7 @@ class Sampler:
         if drafts is not None and any(row.is_penalized for row in rows):
             uncounted = _preceding_drafts(sequence_ids, drafts)
         tokens = self._synchronize(
-            self._select_tokens(raw, rows, sequence_ids, positions, uncounted)
+            self._select_tokens(raw, rows, sequence_ids, positions, uncounted, exclusions)
         )
         counted = RowSelection.where(
             [
@@ -145,7 +149,7 @@ class Sampler:
             int32 [R].
         """
         rows = [self._settings[sequence_id] for sequence_id in sequence_ids]
-        logits = _fit_vocabulary(logits, self._vocab_size)
+        logits = _fit_vocabulary(logits, self.vocab_size)
         if not any(row.is_random or row.is_penalized or row.bias for row in rows):
             return mx.argmax(logits, axis=-1).astype(mx.int32)
         return self._select_tokens(
@@ -179,6 +183,7 @@ class Sampler:
         sequence_ids: Sequence[int],
         positions: Sequence[int],
         uncounted: UncountedTokens | None,
+        exclusions: mx.array | None = None,
     ) -> mx.array:
         """Return the token of each row, int32 [R].
 
@@ -188,6 +193,7 @@ class Sampler:
             sequence_ids: the sequence of each row.
             positions: of the new token of each row in its sequence.
             uncounted: drafts that penalties count beside the table.
+            exclusions: [R, V], as for `sample`.
         """
         biased = RowSelection.where([bool(row.bias) for row in rows])
         if len(biased):
@@ -202,6 +208,7 @@ class Sampler:
             )
             penalized_logits = penalize(penalized.take(logits), settings, counts, seen)
             logits = penalized.put(logits, penalized_logits)
+        logits = _mask(logits, exclusions)
         random = RowSelection.where([row.is_random for row in rows])
         if len(random) == len(rows):
             return sample_gumbel_max(logits, rows, positions)
@@ -212,6 +219,11 @@ class Sampler:
             random_tokens = sample_gumbel_max(random.take(logits), settings, some_positions)
             tokens = random.put(tokens, random_tokens)
         return tokens
+
+
+def _mask(logits: mx.array, exclusions: mx.array | None) -> mx.array:
+    """Return logits plus exclusions, both [R, V], in the dtype of the logits."""
+    return logits if exclusions is None else logits + exclusions.astype(logits.dtype)
 
 
 def _preceding_drafts(sequence_ids: Sequence[int], drafts: StepDrafts) -> UncountedTokens:

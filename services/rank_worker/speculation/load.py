@@ -9,11 +9,11 @@ import mlx.core as mx
 import msgspec
 from mlx.utils import tree_flatten
 
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.model.download import download
 from services.rank_worker.model.loading.loader import open_model
 from services.rank_worker.model.loading.memory_fit import MemoryNeeds
 from services.rank_worker.model.loading.source import find_source
+from services.rank_worker.peers.collectives import Collectives
 from services.rank_worker.speculation.eagle import ROW_PADDING_TOKENS
 from services.rank_worker.speculation.eagle_head import load_head
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter

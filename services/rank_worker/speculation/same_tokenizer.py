@@ -10,6 +10,7 @@ TOKENIZER_FILE = "tokenizer.json"
 OTHER_TOKENIZER_FILES = (
     "tokenizer.model",
     "tiktoken.model",
+    "tekken.json",
     "spiece.model",
     "vocab.json",
     "merges.txt",

@@ -110,6 +110,8 @@ NO_DRAFTS = ChosenDrafts()
 class PlanBuilder:
     """Collects the moves, admissions, prefill chunks, decodes and drafts of the next step plan."""
 
+    step_id: int
+    """Number of the step in its epoch."""
     now_s: float
     """When the plan is made, in seconds."""
     chosen: ChosenDrafts

@@ -8,6 +8,7 @@ later ones.
 import math
 from collections.abc import Container
 
+from services.scheduler.batch.grammar_waits import GrammarWaits
 from services.scheduler.batch.plan_builder import PlanBuilder
 from services.scheduler.batch.prompt_budget import PromptBudget
 from services.scheduler.batch.running_sequences import RunningSequences
@@ -17,6 +18,7 @@ from services.scheduler.cache.manager import BlockCache
 from services.scheduler.requests.sequence import Sequence, SequenceState
 from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.requests.waiting_queue import WaitingQueue
+from shared import limits
 from shared.configuration.settings import SchedulerConfig
 from shared.messages import AdmittedSequence, PrefillChunk
 
@@ -39,6 +41,7 @@ class PrefillPlanner:
         cache: BlockCache,
         timing: StepTiming,
         turns: TenantTurns,
+        grammars: GrammarWaits,
     ) -> None:
         self._config = config
         self._rows = rows
@@ -47,6 +50,7 @@ class PrefillPlanner:
         self._cache = cache
         self._timing = timing
         self._turns = turns
+        self._grammars = grammars
         self._refused: Sequence | None = None
         """The waiting sequence that the last plan had no KV memory for."""
 
@@ -111,6 +115,8 @@ class PrefillPlanner:
             if sequence.state is SequenceState.WAITING:
                 admits = admits and self._admit_next(plan, sequence, budget, joint_tokens_max)
                 continue
+            if self._waits_for_grammar(sequence, budget):
+                continue
             if budget.would_cut_scrap(rest, position):
                 return
             others = any(one.tenant != sequence.tenant for one in plan.samples)
@@ -123,7 +129,7 @@ class PrefillPlanner:
         self, plan: PlanBuilder, sequence: Sequence, budget: PromptBudget, joint_tokens_max: float
     ) -> bool:
         """Admit a sequence unless it waits for blocks; return False if none may follow it."""
-        if not self._rows.has_free_slot:
+        if not self._rows.has_free_slot or _exceeds_grammars(plan, sequence):
             return False
         if not self._cache.admission.prepare(sequence.blocks, plan.now_s, may_evict=True):
             return True
@@ -140,15 +146,21 @@ class PrefillPlanner:
         if budget.would_cut_scrap(_unplanned_tokens(sequence), sequence.planned_tokens):
             # Blocks that it would have reused were evicted to make room for its row.
             return False
-        self._plan_chunk(plan, sequence, budget)
+        if not self._waits_for_grammar(sequence, budget):
+            self._plan_chunk(plan, sequence, budget)
         return True
+
+    def _waits_for_grammar(self, sequence: Sequence, budget: PromptBudget) -> bool:
+        """Tell whether the next chunk would sample, and a rank has not compiled the grammar."""
+        if not self._grammars.is_waiting(sequence):
+            return False
+        rest = _unplanned_tokens(sequence)
+        chunk_max = budget.tokens_max(sequence.planned_tokens)
+        return rest <= min(chunk_max, _tokens_to_snapshot(sequence))
 
     def _plan_chunk(self, plan: PlanBuilder, sequence: Sequence, budget: PromptBudget) -> None:
         rest = _unplanned_tokens(sequence)
-        cuts = sequence.blocks.snapshot_stops
-        position = sequence.planned_tokens
-        length_max = cuts[0] - position if cuts and cuts[0] > position else rest
-        length = budget.take(rest, position, length_max)
+        length = budget.take(rest, sequence.planned_tokens, _tokens_to_snapshot(sequence))
         samples = sequence.planned_tokens + length == len(sequence.tokens)
         plan.chunks.append(
             PrefillChunk(
@@ -177,6 +189,7 @@ class PrefillPlanner:
             plan.first_admitted.append(sequence)
         reuse = self._cache.admission.admit(sequence.blocks)
         sequence.planned_tokens = reuse.tokens
+        self._grammars.begin(sequence, plan.step_id, plan.now_s)
         plan.admitted.append(
             AdmittedSequence(
                 sequence_id=sequence.sequence_id,
@@ -184,6 +197,8 @@ class PrefillPlanner:
                 tokens=list(sequence.tokens),
                 prompt_tokens=sequence.prompt_tokens,
                 sampling=sequence.request.sampling,
+                grammar=sequence.request.grammar,
+                tenant=sequence.tenant,
                 reused_tokens=reuse.tokens,
                 reused_blocks=reuse.block_hashes,
                 checkpoint=reuse.checkpoint,
@@ -207,6 +222,15 @@ class PrefillPlanner:
         return False
 
 
+def _exceeds_grammars(plan: PlanBuilder, sequence: Sequence) -> bool:
+    """Return whether a plan with a sequence would be too long a message; one grammar never is."""
+    texts = [one.grammar.text for one in plan.admitted if one.grammar is not None]
+    grammar = sequence.request.grammar
+    if grammar is None or not texts:
+        return False
+    return sum(map(len, texts)) + len(grammar.text) > limits.PLAN_GRAMMAR_CHARS_MAX
+
+
 def _position_of(sequence: Sequence | None) -> int:
     """Return the position of the first token of a sequence that its next chunk prefills."""
     if sequence is None:
@@ -218,3 +242,9 @@ def _position_of(sequence: Sequence | None) -> int:
 def _unplanned_tokens(sequence: Sequence) -> int:
     """Return the known tokens of a sequence that no plan has prefilled."""
     return len(sequence.tokens) - sequence.planned_tokens
+
+
+def _tokens_to_snapshot(sequence: Sequence) -> int:
+    """Return how many tokens the next chunk may have before the row's state must be saved."""
+    cuts, position = sequence.blocks.snapshot_stops, sequence.planned_tokens
+    return cuts[0] - position if cuts and cuts[0] > position else _unplanned_tokens(sequence)

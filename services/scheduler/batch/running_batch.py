@@ -1,6 +1,7 @@
 """Running batch. Owns planning decodes, growing rows, preemption and assembling step plans."""
 
 from services.scheduler.batch import preemption
+from services.scheduler.batch.grammar_waits import GrammarWaits
 from services.scheduler.batch.plan_builder import (
     NO_DRAFTS,
     ChosenDrafts,
@@ -45,8 +46,16 @@ class RunningBatch:
         self._turns = turns
         self._running = RunningSequences(self.rows)
         self.speculation = SpeculationPlanner(config, self.timing.prefill_token_ms)
+        self.grammars = GrammarWaits()
         self._prefill = PrefillPlanner(
-            scheduler, self.rows, self._running, waiting, self.cache, self.timing, turns
+            scheduler,
+            self.rows,
+            self._running,
+            waiting,
+            self.cache,
+            self.timing,
+            turns,
+            self.grammars,
         )
 
     def __len__(self) -> int:
@@ -150,7 +159,7 @@ class RunningBatch:
         chosen = self._choose_drafts()
         if chosen is None:
             return None
-        plan_builder = PlanBuilder(now_s, chosen)
+        plan_builder = PlanBuilder(step_id, now_s, chosen)
         self.cache.begin_plan(now_s)
         self._keep_blocks()
         self._make_room_for_locked_out(plan_builder)
@@ -313,6 +322,7 @@ class RunningBatch:
 
     def _remove(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self.grammars.end(sequence)
         self.cache.stop_running(sequence.blocks)
 
     def _requeue(self, sequence: Sequence) -> None:

@@ -27,7 +27,7 @@ from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import InvariantBroken
 from shared.identifiers import SequenceId
-from shared.messages import DraftChunk, RolledBack
+from shared.messages import DraftChunk, RolledBack, token_ids
 
 
 class SpeculationPlanner:
@@ -206,7 +206,10 @@ class SpeculationPlanner:
         if not sequence.is_draft_state_chosen:
             sequence.is_draft_state_chosen = True
             sequence.draft_state = self._speculator.new_draft_state(
-                sequence.tokens, sequence.request.speculation
+                sequence.tokens,
+                sequence.request.speculation,
+                sequence.prompt_tokens,
+                token_ids.unpack(sequence.request.prediction),
             )
         return sequence.draft_state if self.can_roll_back else None
 

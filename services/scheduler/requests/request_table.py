@@ -289,7 +289,8 @@ def _find_rejection(
     message: SubmitRequest, tokens: "array[int]", bounds: RequestLimits
 ) -> tuple[str, str] | None:
     """Return the cause and detail of a rejection if this world cannot serve a request, or None."""
-    if not token_ids.all_below(tokens, bounds.vocabulary_size):
+    drafts = token_ids.unpack(message.prediction)
+    if not token_ids.all_below(tokens + drafts if drafts else tokens, bounds.vocabulary_size):
         # The embedding lookup of such an id would fail on every rank and end the epoch.
         size = bounds.vocabulary_size
         return "invalid", f"A token id is negative or not below the vocabulary's size, {size}."
@@ -314,7 +315,8 @@ def _explain_length(message: SubmitRequest, tokens_max: int) -> str:
         )
     if message.prompt_tokens >= tokens_max:
         return (
-            f"The prompt has {message.prompt_tokens} tokens; the longest that leaves room for "
-            f"a completion has {max(0, tokens_max - 1)}."
+            # Clients such as litellm know the first sentence.
+            f"This model's maximum context length is {tokens_max} tokens. However, the prompt has "
+            f"{message.prompt_tokens} tokens, and a completion needs room too: shorten the prompt."
         )
     return ""

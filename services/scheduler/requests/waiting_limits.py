@@ -13,6 +13,9 @@ _REQUEST_BYTES = 4_096
 _BIAS_BYTES = 128
 """Memory of one entry of a logit bias."""
 
+_CHAR_BYTES = 4
+"""Most memory of one character of a grammar."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Counted:
@@ -108,7 +111,9 @@ class WaitingLimits:
 
 
 def _own_bytes(sequence: Sequence) -> int:
-    return _REQUEST_BYTES + _BIAS_BYTES * len(sequence.request.sampling.logit_bias)
+    grammar = sequence.request.grammar
+    grammar_bytes = _CHAR_BYTES * len(grammar.text) if grammar is not None else 0
+    return _REQUEST_BYTES + _BIAS_BYTES * len(sequence.request.sampling.logit_bias) + grammar_bytes
 
 
 def _text_bytes(sequence: Sequence) -> int:

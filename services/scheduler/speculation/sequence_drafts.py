@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from services.scheduler.speculation.costs import DecodeWork
 from services.scheduler.speculation.methods import Method, Model
 from services.scheduler.speculation.ngram.acceptance import AcceptanceRates, SequenceAcceptance
+from services.scheduler.speculation.ngram.predicted_text import PredictedText
 from services.scheduler.speculation.ngram.proposer import NgramProposer
 from services.scheduler.speculation.position_rates import PositionAcceptance, PositionRates
 
@@ -25,21 +26,36 @@ class DraftState:
 
 
 class NgramDraftState(DraftState):
-    """State of a sequence whose drafts the scheduler copies from the sequence's own tokens."""
+    """State of a sequence whose drafts the scheduler copies from its tokens or its prediction."""
 
-    __slots__ = ("acceptance", "proposer")
+    __slots__ = ("_predicted", "acceptance", "proposer")
 
-    def __init__(self, tokens: Sequence[int], drafts_max: int, common: AcceptanceRates) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        drafts_max: int,
+        common: AcceptanceRates,
+        predicted: PredictedText | None = None,
+    ) -> None:
         """Start with an empty n-gram index.
 
         Args:
             tokens: all tokens of the sequence, which only grow.
             drafts_max: most drafts per step.
             common: rates of all sequences with this method.
+            predicted: the same tokens with a prediction; None: the client made none.
         """
         super().__init__("ngram", drafts_max)
         self.acceptance = SequenceAcceptance(common)
-        self.proposer = NgramProposer(tokens, self.acceptance.record)
+        self._predicted = predicted
+        text = tokens if predicted is None else predicted.text
+        self.proposer = NgramProposer(text, self.acceptance.record)
+
+    def extend(self, budget: int) -> int:
+        """Take in new tokens, as `NgramProposer.extend`; return how many were indexed."""
+        if self._predicted is not None:
+            self._predicted.update()
+        return self.proposer.extend(budget)
 
 
 class ModelDraftState(DraftState):

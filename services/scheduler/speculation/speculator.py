@@ -16,6 +16,7 @@ from services.scheduler.speculation.counters import DraftCounters
 from services.scheduler.speculation.methods import is_model
 from services.scheduler.speculation.model.model_drafts import UNREAD_SMALL, ModelDrafts
 from services.scheduler.speculation.ngram.acceptance import AcceptanceRates
+from services.scheduler.speculation.ngram.predicted_text import PredictedText
 from services.scheduler.speculation.policy import (
     PLAIN_STEP,
     Candidate,
@@ -69,17 +70,29 @@ class Speculator:
         if self.model_drafts is not None:
             self.model_drafts.begin_epoch()
 
-    def new_draft_state(self, tokens: Sequence[int], request: Speculation) -> DraftState | None:
+    def new_draft_state(
+        self,
+        tokens: Sequence[int],
+        request: Speculation,
+        prompt_tokens: int = 0,
+        prediction: Sequence[int] = (),
+    ) -> DraftState | None:
         """Return the draft state of a new sequence; None: it takes no drafts.
 
         Args:
             tokens: all tokens of the sequence, which only grow.
             request: the client's speculation parameters; "ngram" is possible with any settings.
+            prompt_tokens: length of its prompt, needed with a prediction.
+            prediction: token ids that the client expects in the completion. With them the server's
+                method is n-grams, unless it is off: a model does not know them.
         """
         method = self._config.method if request.method == "default" else request.method
+        if prediction and request.method == "default" and method != "off":
+            method = "ngram"
         drafts_max = min(request.tokens or self._config.tokens_max, self._config.tokens_max)
         if method == "ngram":
-            return NgramDraftState(tokens, drafts_max, self._common_rates)
+            predicted = PredictedText(tokens, prompt_tokens, prediction) if prediction else None
+            return NgramDraftState(tokens, drafts_max, self._common_rates, predicted)
         if self.model_drafts is not None and method == self.model_drafts.method:
             return ModelDraftState(
                 self.model_drafts.method, drafts_max, self.model_drafts.common_rates
@@ -99,7 +112,7 @@ class Speculator:
             if budget <= 0:
                 return
             if isinstance(one, NgramDraftState):
-                budget -= one.proposer.extend(budget)
+                budget -= one.extend(budget)
 
     def should_read_prompt(self, prompt: PromptRow, rows: int) -> bool:
         """Tell whether the draft model should read a prompt while the model prefills it.
@@ -220,7 +233,7 @@ class Speculator:
             return PLAIN_STEP
         budget = _INDEX_TOKENS
         for one in draft_states:
-            budget -= one.proposer.extend(max(budget, _STEP_TOKENS))
+            budget -= one.extend(max(budget, _STEP_TOKENS))
         return self._choose_from_matches(rows)
 
     def _can_pay(self, draft_states: list[NgramDraftState], rows: int) -> bool:

@@ -6,6 +6,7 @@ Owns the links and deadlines; does not format answers.
 import contextlib
 import dataclasses
 import http.client
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -168,6 +169,19 @@ def gateway_readiness(config: Config) -> int | None:
         connection.request("GET", "/readyz")
         return connection.getresponse().status
     return None
+
+
+def gateway_formats(config: Config) -> str:
+    """Return the formats that the local gateway reads, as text; "" without an answer."""
+    address = base_url(config).removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=GATEWAY_DEADLINE_S)
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", "/readyz")
+            answer = json.loads(connection.getresponse().read())
+            return f"{answer['tool_format']} tool calls, {answer['reasoning_format']} reasoning"
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            return ""
 
 
 def ask_status(config: Config, deadline_s: float = ANSWER_DEADLINE_S) -> StatusReported:

@@ -18,11 +18,12 @@ _POSITIONS_SHOWN = 8
 """Draft positions with a share of their own; later ones are seldom reached."""
 
 
-def render(status: StatusReported, *, stored: str = "") -> str:
+def render(status: StatusReported, *, formats: str = "", stored: str = "") -> str:
     """Return the text of `lockstep status`: summary lines, then a table with a row per rank.
 
     Args:
         status: the scheduler's report.
+        formats: formats of tool calls and reasoning that the gateway reads; "" if it is unknown.
         stored: what of this host's stored blocks does not serve; "": nothing, or unknown.
     """
     state = "ready" if status.ready else f"not ready ({status.reason or 'no reason given'})"
@@ -42,6 +43,8 @@ def render(status: StatusReported, *, stored: str = "") -> str:
         lines.insert(1, f"  {_FAILURES[status.failure]}")
     elif status.draining:
         lines.insert(1, "  New requests are refused until `lockstep drain --off`.")
+    if formats:
+        lines.append(f"  formats      {formats}")
     if status.world_change:
         lines.append(f"  change       {status.world_change}")
     if stored:

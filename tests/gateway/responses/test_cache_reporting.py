@@ -1,5 +1,6 @@
 """Prefix cache over HTTP: facts in responses, salts and cache boundaries in requests."""
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -54,7 +55,11 @@ def test_response_reports_cached_tokens_by_tier_in_header_and_body(
     else:
         body, line = _post(gateway, path)
     prompt = gateway.scheduler.submitted[0].prompt_tokens
-    assert line == f"memory=12; ssd=6; computed={prompt - 18}; diverged-at=19; miss=diverged"
+    ids = token_ids.unpack(gateway.scheduler.submitted[0].prompt).tolist()
+    before = _TOKENIZER.decode(ids[3:19], skip_special_tokens=False)[-48:]
+    after = _TOKENIZER.decode(ids[19:35], skip_special_tokens=False)[:48]
+    facts = f"memory=12; ssd=6; computed={prompt - 18}; diverged-at=19; miss=diverged"
+    assert line == f"{facts}; before={json.dumps(before)}; after={json.dumps(after)}"
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 18}
     assert body["lockstep"]["cache"] == {
         "memory_tokens": 12,
@@ -62,7 +67,21 @@ def test_response_reports_cached_tokens_by_tier_in_header_and_body(
         "computed_tokens": prompt - 18,
         "diverged_at": 19,
         "miss": "diverged",
+        "text_before": before,
+        "text_after": after,
     }
+
+
+def test_text_around_divergence_is_one_line_of_ascii_without_semicolons(
+    gateway: RunningGateway,
+) -> None:
+    """Line ends, characters outside ASCII and the separator of fields are escaped."""
+    gateway.scheduler.reply = reply_with(_ids("Hello"), cached=CachedPrefix(diverged_at=4))
+    text = 'ü; "\n漢'
+    _, line = _post(gateway, _CHAT, messages=[{"role": "user", "content": text}])
+    assert line.isascii()
+    fields = dict(field.split("=", 1) for field in line.split("; "))
+    assert text in json.loads(fields["before"]) + json.loads(fields["after"])
 
 
 @pytest.mark.parametrize("path", [_CHAT, _TEXT])

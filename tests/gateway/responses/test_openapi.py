@@ -5,6 +5,10 @@
 
 import collections
 import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from services.gateway.openai.response_types import (
+from services.gateway.dialects.openai.response_types import (
     ChatCompletion,
     ChatCompletionChunk,
     GatewayStatus,
@@ -28,10 +32,12 @@ from services.gateway.openai.response_types import (
     TextCompletionChunk,
 )
 from shared import limits
+from tests.cache_store.running_store import RunningStore
 from tests.gateway import tiny_tokenizer
-from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.running_gateway import FORGET_FULL_QUEUE, RunningGateway
 from tests.gateway.scripted_scheduler import reply_with
 from tests.support.effort import cases
+from tests.support.waiting import wait_until
 
 _CHAT = "/v1/chat/completions"
 _TEXT = "/v1/completions"
@@ -43,10 +49,35 @@ _CHECKS = [
     response_schema_conformance,
     status_code_conformance,
 ]
-_PATHS = [
-    _CHAT, _TEXT, "/v1/models", "/v1/models/{name}", "/v1/lockstep/status", "/health", "/livez",
-    "/readyz", "/metrics", "/openapi.json",
+_COUNT = "/v1/messages/count_tokens"
+_STORED = "/v1/responses/{response_id}"
+_RESPONSES = "/v1/responses"
+_POSTS = [
+    _CHAT, _TEXT, _RESPONSES, "/v1/responses/input_tokens", "/v1/messages", _COUNT,
+    "/tokenize", "/detokenize",
 ]  # fmt: skip
+_GETS = [
+    _STORED, f"{_STORED}/input_items", "/v1/models", "/v1/models/{name}",
+    "/v1/lockstep/status", "/health", "/livez", "/readyz", "/metrics", "/openapi.json",
+]  # fmt: skip
+_OPERATIONS = [*(("POST", path) for path in _POSTS), *(("GET", path) for path in _GETS)]
+_OPERATIONS += [("DELETE", _STORED)]
+
+
+@pytest.fixture(scope="module")
+def shared_gateway(model_folder: Path) -> Iterator[RunningGateway]:
+    """A gateway beside a cache store, which keeps responses."""
+    home = Path(tempfile.mkdtemp(prefix="ls-"))
+    store = RunningStore(home)
+    store.start()
+    wait_until((store.run_dir / "store.sock").exists, 30.0, failure="the store does not listen")
+    started = RunningGateway.start(
+        model_folder, store.run_dir, prelude=FORGET_FULL_QUEUE, has_store=True, keepalive_s=0.3
+    )
+    with started as running:
+        yield running
+    store.close()
+    shutil.rmtree(home, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +86,36 @@ def document(shared_gateway: RunningGateway) -> Any:
     return schemathesis.openapi.from_url(f"{shared_gateway.url}/openapi.json")
 
 
+def _with_integers(value: Any) -> Any:
+    """Return JSON with 1 in place of 1.0, which JSON Schema calls an integer and servers refuse."""
+    if isinstance(value, dict):
+        return {name: _with_integers(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 @pytest.mark.hypothesis
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize(
-    ("path", "mode"),
+    ("method", "path", "mode"),
     [
-        *((path, GenerationMode.POSITIVE) for path in _PATHS),
-        (_CHAT, GenerationMode.NEGATIVE),
-        (_TEXT, GenerationMode.NEGATIVE),
+        *((*operation, GenerationMode.POSITIVE) for operation in _OPERATIONS),
+        *(("POST", path, GenerationMode.NEGATIVE) for path in _POSTS),
     ],
 )
 def test_every_generated_request_gets_response_documented_in_openapi(
-    gateway: RunningGateway, document: Any, path: str, mode: GenerationMode
+    gateway: RunningGateway, document: Any, method: str, path: str, mode: GenerationMode
 ) -> None:
     """No generated request gets a 5xx, every response is documented, invalid ones are refused."""
     gateway.scheduler.reply = reply_with([40, 41, 42])
-    method = "POST" if path in (_CHAT, _TEXT) else "GET"
     operation = document[path][method]
     statuses: collections.Counter[int] = collections.Counter()
 
     @settings(max_examples=_CASES, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: schemathesis.Case[Any]) -> None:
+        case.body = _with_integers(case.body)
         response = case.call(timeout=20)
         statuses[response.status_code] += 1
         gateway.scheduler.submitted.clear()
@@ -85,6 +124,33 @@ def test_every_generated_request_gets_response_documented_in_openapi(
     send()
     print(f"{method} {path} {mode.value}: {dict(statuses)}")
     assert gateway.get("/health")[0] == 200
+
+
+def test_stored_response_has_the_documented_form_until_it_is_deleted(
+    gateway: RunningGateway, document: Any
+) -> None:
+    """A response, its copy in the store, its input and its deletion match their schemas."""
+    gateway.scheduler.reply = reply_with([40, 41, 42])
+
+    def keeps() -> bool:
+        return gateway.post(_RESPONSES, {"model": "tiny", "input": "Hi"})[1]["store"] is True
+
+    wait_until(keeps, 20.0, poll_s=0.2, failure="the gateway keeps no responses")
+    body = {"model": "tiny", "input": "Hello", "store": True}
+    made = document[_RESPONSES]["POST"].Case(body=body).call_and_validate(checks=_CHECKS).json()
+    name = {"response_id": made["id"]}
+    for method, path, status in [
+        ("GET", _STORED, 200),
+        ("GET", f"{_STORED}/input_items", 200),
+        ("DELETE", _STORED, 200),
+        ("GET", _STORED, 404),
+        ("DELETE", _STORED, 404),
+    ]:
+        case = document[path][method].Case(path_parameters=name)
+        response = case.call_and_validate(checks=_CHECKS)
+        assert response.status_code == status
+        if path == _STORED and method == "GET" and status == 200:
+            assert response.json() == made
 
 
 _MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -156,7 +222,7 @@ def test_openapi_document_has_model_name_and_limits_of_configuration(
     document = json.loads(gateway.get("/openapi.json")[1])
     fields = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert document["openapi"].startswith("3.1.")
-    assert fields["model"]["const"] == "tiny"
+    assert fields["model"]["enum"] == ["tiny"]
     assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 8}
     assert fields["stop"]["anyOf"][1]["maxItems"] == 16
     speculation = document["components"]["schemas"]["SpeculationOptions"]["properties"]
@@ -164,6 +230,12 @@ def test_openapi_document_has_model_name_and_limits_of_configuration(
     bounds = speculation["tokens"]["anyOf"][0]
     assert (bounds["minimum"], bounds["maximum"]) == (0, limits.DRAFT_TOKENS_MAX)
     assert document["security"] == []
+    assert not [
+        operation
+        for path in document["paths"].values()
+        for method, operation in path.items()
+        if method in ("get", "post", "delete") and "401" in operation["responses"]
+    ]
     ids = document["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"][2]
     vocab_size = ids["items"]["maximum"] + 1
     body = {"model": "tiny", "prompt": [vocab_size - 1]}

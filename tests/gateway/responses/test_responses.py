@@ -60,6 +60,7 @@ def test_chat_response_has_text_finish_reason_and_usage_in_openai_format(
         "total_tokens": prompt + len(_ids(_TEXT)) + 1,
         "prompt_tokens_details": {"cached_tokens": 4},
         "completion_tokens_details": {
+            "reasoning_tokens": 0,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
         },

@@ -7,7 +7,14 @@ import msgspec
 import openai
 import pytest
 
-from shared.messages import CachedPrefix, RequestAccepted, RequestAdmitted, SubmitRequest
+from shared import limits
+from shared.messages import (
+    CachedPrefix,
+    RequestAccepted,
+    RequestAdmitted,
+    SubmitRequest,
+    token_ids,
+)
 from shared.messages.gateway_link import Speculation
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
@@ -29,7 +36,11 @@ def _ids(text: str) -> list[int]:
 
 
 def _details(accepted: int, rejected: int) -> dict[str, int]:
-    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    return {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": rejected,
+    }
 
 
 def _reply_in_steps(steps: list[list[int]], rejected: int, reason: str = "stop") -> Reply:
@@ -174,3 +185,77 @@ def test_openai_client_reads_draft_counts_from_usage(gateway: RunningGateway) ->
         assert details.accepted_prediction_tokens == len(tokens) - 1
         assert details.rejected_prediction_tokens == 2
         assert usage.completion_tokens == len(tokens)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "The scheduler decides",
+        [{"type": "text", "text": "The sche"}, {"type": "text", "text": "duler decides"}],
+    ],
+)
+def test_prediction_reaches_scheduler_as_tokens_of_every_choice(
+    gateway: RunningGateway, content: object
+) -> None:
+    """A predicted text, whole or in parts, is a source of drafts and no ignored field."""
+    body = {
+        "model": "tiny",
+        "n": 2,
+        **_BODIES[_CHAT],
+        "prediction": {"type": "content", "content": content},
+        "speculation": {"method": "ngram"},
+    }
+    status, _, headers = gateway.post(_CHAT, body)
+
+    assert status == 200
+    assert "x-lockstep-ignored" not in headers
+    sent = [token_ids.unpack(one.prediction).tolist() for one in gateway.scheduler.submitted]
+    assert sent == [_ids("The scheduler decides")] * 2
+
+
+@pytest.mark.parametrize("wish", [{}, {"speculation": "off"}])
+def test_prediction_is_ignored_where_speculation_is_off(
+    gateway: RunningGateway, wish: dict[str, Any]
+) -> None:
+    """Without drafts a prediction has no effect, which the response says."""
+    prediction = {"type": "content", "content": "The scheduler decides"}
+    body = {"model": "tiny", **_BODIES[_CHAT], "prediction": prediction, **wish}
+    status, _, headers = gateway.post(_CHAT, body)
+
+    assert status == 200
+    assert headers["x-lockstep-ignored"] == "prediction"
+    assert [one.prediction for one in gateway.scheduler.submitted] == [b""]
+
+
+def test_prediction_is_cut_to_longest_that_a_message_may_have(gateway: RunningGateway) -> None:
+    """The end of a longer prediction is left out, and the request is served."""
+    prediction = {"type": "content", "content": "0123456789" * limits.PREDICTION_TOKENS_MAX}
+    body = {
+        "model": "tiny",
+        **_BODIES[_CHAT],
+        "prediction": prediction,
+        "speculation": {"method": "ngram"},
+    }
+    assert gateway.post(_CHAT, body)[0] == 200
+    [submitted] = gateway.scheduler.submitted
+    assert len(submitted.prediction) == limits.PREDICTION_TOKENS_MAX * token_ids.TOKEN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("text", "prediction"),
+        ({"type": "file", "content": "x"}, "prediction.type"),
+        ({"type": "content", "content": 1}, "prediction.content"),
+        ({"content": "x"}, "prediction.type"),
+    ],
+)
+def test_malformed_prediction_is_refused_by_name(
+    gateway: RunningGateway, prediction: object, param: str
+) -> None:
+    """Status 400 names the field."""
+    body = {"model": "tiny", **_BODIES[_CHAT], "prediction": prediction}
+    status, response, _ = gateway.post(_CHAT, body)
+
+    assert status == 400
+    assert response["error"]["param"] == param

@@ -111,6 +111,8 @@ def test_rejection_by_scheduler_becomes_http_error_with_its_status(
         ("failed", 500, "request_failed"),
         ("deadline", 504, "deadline_exceeded"),
         ("stopping", 503, "unavailable"),
+        ("grammar", 400, "grammar_failed"),
+        ("grammar_deadline", 503, "unavailable"),
     ],
 )
 def test_request_that_fails_before_first_token_gets_http_error(
@@ -125,7 +127,8 @@ def test_request_that_fails_before_first_token_gets_http_error(
     gateway.scheduler.reply = reply
     for is_streamed in (False, True):
         status_code, body, _ = _post(gateway, stream=is_streamed, n=2)
-        assert (status_code, body["error"]["type"]) == (status, "server_error")
+        kind = "invalid_request_error" if status == 400 else "server_error"
+        assert (status_code, body["error"]["type"]) == (status, kind)
         assert (body["error"]["code"], body["error"]["message"]) == (code, "The world broke.")
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from services.rank_worker import collectives
 from services.rank_worker.joining import join
+from services.rank_worker.peers import collectives
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankMessageReceived, SendToRanks
 from shared.configuration.loading import load_config, read_world_files

@@ -6,11 +6,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.device.description import Device
 from services.rank_worker.model.loading import memory_fit
 from services.rank_worker.model.loading.loader import open_model
 from services.rank_worker.model.loading.source import find_source
+from services.rank_worker.peers.collectives import Collectives
 from services.rank_worker.speculation.load import open_drafter
 from services.rank_worker.worker import Worker
 from shared.clock import SystemClock

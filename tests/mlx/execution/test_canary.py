@@ -12,7 +12,7 @@ from mlx import nn
 
 from services.rank_worker.canary import long_prompt, sums
 from services.rank_worker.canary.canary import Canary, activations
-from services.rank_worker.collectives import Collectives
+from services.rank_worker.peers.collectives import Collectives
 from shared import limits
 from shared.clock import ManualClock, SystemClock
 from shared.errors import CanaryFailed

@@ -18,8 +18,8 @@ from services.rank_worker.kv_cache.stored import arrays
 from services.rank_worker.kv_cache.stored.context import TierSettings
 from services.rank_worker.kv_cache.stored.tier import StoredTier
 from services.rank_worker.model.sharding import local_experts
+from services.rank_worker.peers.watchdog import Watchdog
 from services.rank_worker.scheduler_link import SchedulerLink
-from services.rank_worker.watchdog import Watchdog
 from shared.clock import SystemClock
 from shared.errors import InvariantBroken
 from shared.messages import (

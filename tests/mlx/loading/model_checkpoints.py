@@ -9,12 +9,12 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.model.loading.build import build_model, cast_dtype, cast_parameters
 from services.rank_worker.model.loading.loader import LoadedModel, open_model
 from services.rank_worker.model.loading.memory_fit import check_fits
 from services.rank_worker.model.loading.source import ModelSource, find_source
 from services.rank_worker.model.sharding.apply import apply_split
+from services.rank_worker.peers.collectives import Collectives
 from shared.configuration.settings import ModelConfig
 from shared.messages.rank_link import Sharding
 from shared.model.sharding.shares import Split

@@ -12,11 +12,11 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
-from services.rank_worker import collectives
 from services.rank_worker.device import hardware
 from services.rank_worker.model.loading import loader, origins
 from services.rank_worker.model.loading.loader import LoadedModel, open_model
 from services.rank_worker.model.loading.source import find_source
+from services.rank_worker.peers import collectives
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.model.sharding.shares import Split

@@ -17,10 +17,10 @@ from services.commands.planning.model.kv import KVBytes, model_kv
 from services.commands.planning.model.recurrent import UNPLANNED
 from services.commands.planning.splits import MemoryDemand, PlannedModel, plan_split
 from services.rank_worker import worker
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.sharding.apply import apply_split
+from services.rank_worker.peers.collectives import Collectives
 from shared.messages.rank_link import Sharding
 from shared.model import checkpoint_files
 from shared.model.sharding.feasibility import sharding_obstacle

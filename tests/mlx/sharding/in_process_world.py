@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from services.rank_worker.collectives import Collectives
+from services.rank_worker.peers.collectives import Collectives
 
 
 class FakeGroup:

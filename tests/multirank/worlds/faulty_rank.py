@@ -21,8 +21,8 @@ def patch_results(kind: str) -> None:
     """Replace the function that computes this kind of result."""
     import mlx.core as mx
 
-    from services.rank_worker.collectives import Collectives
     from services.rank_worker.model.forward import Forward
+    from services.rank_worker.peers.collectives import Collectives
 
     sum_ids, last_logits = Collectives.sum_ids, Forward.last_logits
 

@@ -20,13 +20,13 @@ import mlx.core as mx  # noqa: E402
 from mlx import nn  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
-from services.rank_worker import collectives  # noqa: E402
-from services.rank_worker.collectives import Collectives  # noqa: E402
 from services.rank_worker.device import ring_sockets  # noqa: E402
 from services.rank_worker.execution.warmup import warm_up  # noqa: E402
 from services.rank_worker.model.sharding import local_experts  # noqa: E402
 from services.rank_worker.model.sharding.apply import apply_split  # noqa: E402
 from services.rank_worker.model.unsharded_traits import read_traits  # noqa: E402
+from services.rank_worker.peers import collectives  # noqa: E402
+from services.rank_worker.peers.collectives import Collectives  # noqa: E402
 from shared.model.sharding.shares import Split  # noqa: E402
 from tests.mlx.executor_driver import (  # noqa: E402
     ExecutorDriver,

@@ -9,8 +9,8 @@ import msgspec
 
 from services.gateway.completion import open_requests as gateway_requests
 from services.gateway.completion.open_requests import OpenRequests
+from services.rank_worker.peers.watchdog import Watchdog
 from services.rank_worker.scheduler_link import SchedulerLink
-from services.rank_worker.watchdog import Watchdog
 from services.scheduler import step_pipeline
 from services.scheduler.batch import speculation_planner
 from services.scheduler.batch.in_flight_steps import InFlightSteps

@@ -7,8 +7,8 @@ from services.gateway.completion.completion_text import CompletionText, LogprobE
 from services.gateway.completion.generation import Choice, Generation
 from services.gateway.completion.open_requests import CONNECT_WAIT_S
 from services.gateway.http.errors import ApiError
+from services.gateway.output.events import OutputEvent
 from services.gateway.tokenizing.prompt import Prompt
-from services.gateway.tokenizing.tool_calls import ParsedCall
 from shared.messages import Sampling, SubmitRequest, token_ids
 from tests.simulation.environment.event_heap import EventHeap, Violation
 from tests.simulation.processes.gateway_process import GatewayProcess
@@ -126,7 +126,7 @@ class Client:
         if not self.planned.text.startswith(self.text):
             raise Violation(f"{self.name} reads {self.text!r} instead of {self.planned.text!r}")
 
-    def add_call(self, choice: Choice, call: ParsedCall) -> None:
+    def add_event(self, choice: Choice, event: OutputEvent) -> None:
         """Fail: no request offers tools."""
         raise AssertionError
 

@@ -6,8 +6,8 @@ import msgspec
 
 from services.gateway.completion.open_requests import OpenRequests
 from services.gateway.completion.streaming import FlushList
+from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.scheduler_client.scheduler_status import StatusBoard
 from shared.configuration.settings import Config
 from shared.messages import ToGateway
 from shared.transport.links import Dialer

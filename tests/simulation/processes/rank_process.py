@@ -5,8 +5,8 @@ import queue
 
 import msgspec
 
+from services.rank_worker.peers.watchdog import CHECK_EVERY_S, Watchdog
 from services.rank_worker.scheduler_link import SchedulerLink
-from services.rank_worker.watchdog import CHECK_EVERY_S, Watchdog
 from shared import limits
 from shared.configuration.settings import Config
 from shared.messages import (

@@ -18,6 +18,7 @@ from services.cache_store.events import (
 from services.cache_store.file_names import FolderKey
 from services.cache_store.files.directory import Directory
 from services.cache_store.files.disk import Disk
+from services.cache_store.records.documents import DocumentLimits
 from services.cache_store.switch import PROBE_EVERY_S
 from shared.block_record import (
     HEADER_BYTES,
@@ -193,10 +194,16 @@ class Rank:
 class Store:
     """The store's core with its disk and a manual clock."""
 
-    def __init__(self, path: Path, bytes_max: int = NO_LIMIT, ttl_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        bytes_max: int = NO_LIMIT,
+        ttl_s: float = 0.0,
+        document_limits: DocumentLimits = DocumentLimits(),  # noqa: B008 - it never changes
+    ) -> None:
         self.clock = ManualClock(1_000.0)
         self.directory = Directory(path, bytes_max, "")
-        self.core = StoreCore(str(self.directory.path), ttl_s)
+        self.core = StoreCore(str(self.directory.path), ttl_s, document_limits)
         self.disk = Disk(self.directory)
         self.log_lines: list[WriteLog] = []
         self.sent: list[Send] = []

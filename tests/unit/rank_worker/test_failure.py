@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rank_worker.failure import failure_cause, name_model_code_line
 from services.rank_worker.joining import join
+from services.rank_worker.peers.failure import failure_cause, name_model_code_line
 from shared.errors import ConfigError, LockstepError, PeerEnded, UnavailableError
 
 Call = Callable[[Callable[[], object]], object]

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from services.rank_worker.watchdog import Watchdog, hard_deadline
+from services.rank_worker.peers.watchdog import Watchdog, hard_deadline
 from shared import limits
 from shared.clock import ManualClock
 from tests.support.waiting import wait_until
@@ -43,7 +43,7 @@ def test_watchdog_ends_process_when_step_passes_plan_deadline() -> None:
 def test_hard_deadline_ends_process_stuck_with_gil_held() -> None:
     """The hard deadline ends a process inside a C call that holds the GIL, and prints the stack."""
     code = (
-        "from services.rank_worker.watchdog import hard_deadline\n"
+        "from services.rank_worker.peers.watchdog import hard_deadline\n"
         "with hard_deadline(0.2):\n"
         "    pow(7, 10**7)\n"
         "    sum(pow(7, 10**7) for _ in range(10**6))\n"
@@ -71,7 +71,7 @@ def test_hard_deadline_has_no_effect_after_its_with_statement() -> None:
     """A hard deadline has no effect after its `with` statement."""
     code = (
         "import time\n"
-        "from services.rank_worker.watchdog import hard_deadline\n"
+        "from services.rank_worker.peers.watchdog import hard_deadline\n"
         "with hard_deadline(0.1):\n"
         "    pass\n"
         "time.sleep(0.3)\n"

@@ -25,11 +25,11 @@ from services.commands.bench.fake_ranks import standalone_rank
 import mlx.core as mx
 
 from services.commands.bench.measuring.orders import answer_orders, write_answer
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.device.hardware import device_kind
 from services.rank_worker.execution.executor import Executor, LaunchedStep
 from services.rank_worker.execution.warmup import warm_up
+from services.rank_worker.peers.collectives import Collectives
 from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
 from shared.messages.rank_link import Backend, Sharding
 from shared.os import lifeline

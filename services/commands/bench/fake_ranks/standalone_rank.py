@@ -13,11 +13,11 @@ from services.rank_worker.device import blas
 BLAS = blas.preload()
 """Name of the library for matrix products on a CPU; "" for MLX's own."""
 
-from services.rank_worker import collectives  # noqa: E402
-from services.rank_worker.collectives import Collectives  # noqa: E402
 from services.rank_worker.device import ring_sockets  # noqa: E402
 from services.rank_worker.model.loading.loader import LoadedModel, open_model  # noqa: E402
 from services.rank_worker.model.loading.source import find_source  # noqa: E402
+from services.rank_worker.peers import collectives  # noqa: E402
+from services.rank_worker.peers.collectives import Collectives  # noqa: E402
 from shared.configuration.settings import ModelConfig  # noqa: E402
 from shared.messages.rank_link import Backend, Sharding  # noqa: E402
 from shared.model.sharding.shares import Split  # noqa: E402

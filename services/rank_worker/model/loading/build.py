@@ -11,8 +11,8 @@ import mlx_lm.utils
 from mlx import nn
 from mlx.utils import tree_map_with_path
 
-from services.rank_worker.failure import first_line
 from services.rank_worker.model.loading.source import ModelSource
+from services.rank_worker.peers.failure import first_line
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log

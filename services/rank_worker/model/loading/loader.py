@@ -7,11 +7,11 @@ are read. Tensors that cannot be traced are read whole by MLX, layer by layer.
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from mlx import nn
 
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.model.download import download
 from services.rank_worker.model.loading.build import (
     ReadFile,
@@ -25,6 +25,7 @@ from services.rank_worker.model.loading.source import ModelSource, inspect_sourc
 from services.rank_worker.model.loading.weights import ModelWeights, load_weights, plan_weights
 from services.rank_worker.model.sharding.apply import apply_split
 from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_traits
+from services.rank_worker.peers.collectives import Collectives
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log
@@ -71,6 +72,8 @@ class OpenedModel:
     files: list[WeightFile]
     traits: UnshardedTraits | None
     """See `LoadedModel.traits`."""
+    folder: Path
+    """The folder with its files."""
 
     def read(self, report: Report) -> LoadedModel:
         """Read the weights into the model. To be called once.
@@ -155,6 +158,7 @@ def open_model(
         weights,
         source.files,
         traits,
+        source.folder,
     )
 
 

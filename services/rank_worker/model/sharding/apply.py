@@ -4,9 +4,9 @@ from typing import Any
 
 from mlx import nn
 
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.model.sharding.expert_split import split_experts
 from services.rank_worker.model.sharding.layer_split import split_layers
+from services.rank_worker.peers.collectives import Collectives
 from shared.errors import ConfigError
 from shared.model.sharding.feasibility import check_sharding
 from shared.model.sharding.shares import Split, rank_weights

@@ -22,9 +22,9 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from services.rank_worker.collectives import Collectives
 from services.rank_worker.model.sharding.local_experts import is_switch, keep_local
 from services.rank_worker.model.sharding.mlp_split import can_divide, divide_mlp, is_linear, is_mlp
+from services.rank_worker.peers.collectives import Collectives
 from shared.errors import ConfigError
 from shared.model.sharding.shares import divide, item_range
 

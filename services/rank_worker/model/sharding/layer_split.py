@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from services.rank_worker.collectives import Collectives
+from services.rank_worker.peers.collectives import Collectives
 from shared.errors import ConfigError
 from shared.model.sharding.shares import divide_layers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.commands.logs import parse_since
+from services.commands.lifecycle.logs import parse_since
 from services.commands.main import main
 from shared.errors import UsageError
 from shared.log import lines
@@ -122,7 +122,7 @@ def test_logs_without_files_say_where_the_log_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without log.directory the log is on standard output, which systemd's journal keeps."""
-    monkeypatch.setattr("services.commands.logs.LOG_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr("services.commands.lifecycle.logs.LOG_DIR", str(tmp_path / "nowhere"))
     monkeypatch.setenv("LOCKSTEP_PATHS_RUN_DIR", str(tmp_path))
 
     assert main(["logs"]) == 69

@@ -11,12 +11,12 @@ from services.gateway.completion.completion_text import CompletionText, LogprobE
 from services.gateway.completion.generation import Choice, Generation
 from services.gateway.completion.open_requests import OpenRequests
 from services.gateway.completion.streaming import FlushList
+from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.scheduler_client.scheduler_status import StatusBoard
+from services.gateway.output.events import OutputEvent
 from services.gateway.tokenizing import vocabulary
 from services.gateway.tokenizing.detokenizer import ByteLevelDetokenizer
 from services.gateway.tokenizing.prompt import Prompt
-from services.gateway.tokenizing.tool_calls import ParsedCall
 from shared.clock import ManualClock
 from shared.errors import LinkFull, PeerUnknown
 from shared.identifiers import PeerId
@@ -101,9 +101,9 @@ class RecordingSink:
         """Record a piece of text."""
         self.texts[choice.index] += text
 
-    def add_call(self, choice: Choice, call: ParsedCall) -> None:
+    def add_event(self, choice: Choice, event: OutputEvent) -> None:
         """Fail: these requests have no tools."""
-        raise AssertionError((choice, call))
+        raise AssertionError((choice, event))
 
     def end_choice(self, choice: Choice) -> None:
         """Do nothing; `choice.finish_reason` has the result."""
@@ -146,7 +146,7 @@ class OpenRequestsHarness:
         prompt = [10, 11, 12]
         generation = Generation(f"r{next(self._names)}", [Prompt(prompt)], RecordingSink(1))
         request = SubmitRequest(
-            request_id=f"{generation.name}:0",
+            request_id=f"{generation.response_id}:0",
             prompt=token_ids.pack(prompt),
             sampling=Sampling(seed=1),
             max_tokens=max_tokens,

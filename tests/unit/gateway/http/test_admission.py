@@ -10,7 +10,7 @@ from services.gateway.http import admission
 from services.gateway.http.admission import AdmissionControl, AdmittedRequest
 from services.gateway.http.connection_limits import DESCRIPTORS_RESERVED, connections_max
 from services.gateway.http.errors import ApiError
-from services.gateway.scheduler_client.scheduler_status import StatusBoard
+from services.gateway.links.scheduler_status import StatusBoard
 from shared.clock import ManualClock
 
 
@@ -54,6 +54,22 @@ def test_gateway_refuses_request_when_body_bytes_of_all_requests_exceed_limit() 
     control.remove(first)
     control.remove(second)
     control.admit(make_mocked_request("POST", "/")).reserve_body(admission.BODIES_BYTES_MAX)
+
+
+def test_what_a_large_request_keeps_until_its_end_stays_reserved() -> None:
+    """Items to store and tools live as long as the answer, so they count as long."""
+    control, _ = _admission(100)
+    first, second = make_mocked_request("POST", "/"), make_mocked_request("POST", "/")
+    large, other = control.admit(first), control.admit(second)
+    large.reserve_body(admission.BODIES_BYTES_MAX)
+    large.release_body(100)
+    with pytest.raises(ApiError):
+        other.reserve_body(admission.BODIES_BYTES_MAX - 99)
+    other.reserve_body(admission.BODIES_BYTES_MAX - 100)
+    large.release_body(1_000)
+    assert large.reserved_bytes == 100
+    control.remove(first)
+    other.reserve_body(admission.BODIES_BYTES_MAX)
 
 
 def test_tenant_that_uses_up_its_share_is_refused_and_another_is_admitted() -> None:

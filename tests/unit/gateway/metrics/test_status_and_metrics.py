@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.gateway.links.scheduler_status import FRESH_S, StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.scheduler_client.scheduler_status import FRESH_S, StatusBoard
 from shared.clock import ManualClock
 from shared.messages import StatusReported
 from tests.gateway.scripted_scheduler import ready_status

@@ -1,5 +1,7 @@
 """Detokenizing token by token: no text is lost, and no character is split."""
 
+import itertools
+import threading
 import time
 
 import pytest
@@ -15,7 +17,7 @@ from services.gateway.tokenizing.detokenizer import (
     WindowDetokenizer,
 )
 from tests.support.effort import cases
-from tests.unit.gateway.tokenizing import small_tokenizers
+from tests.unit.gateway.tokenizing import chat_templates, small_tokenizers
 
 _KINDS = ["byte_level", "byte_fallback", "byte_fallback_unstripped", "other"]
 
@@ -132,3 +134,57 @@ def test_detokenizing_100000_tokens_takes_less_than_2_cpu_seconds() -> None:
         for token in tokens:
             detokenizer.add(token)
     assert time.process_time() - start < 2.0
+
+
+def test_other_threads_run_while_many_tokens_are_decoded() -> None:
+    """Decoding as many tokens as a request may have does not stop the event loop."""
+    tokenizer = chat_templates.tokenizer(chat_templates.PLAIN_TURNS)
+    tokens = tokenizer.encode_text("The scheduler decides. ") * 30_000
+    times_s: list[float] = []
+    is_decoded = threading.Event()
+
+    def record_times() -> None:
+        while not is_decoded.wait(0.001):
+            times_s.append(time.monotonic())
+
+    thread = threading.Thread(target=record_times)
+    thread.start()
+    start_s = time.monotonic()
+    text = tokenizer.decode_whole(tokens)
+    end_s = time.monotonic()
+    is_decoded.set()
+    thread.join()
+    assert text == "The scheduler decides. " * 30_000
+    within_s = [start_s, *(time_s for time_s in times_s if start_s < time_s < end_s), end_s]
+    longest_s = max(later - earlier for earlier, later in itertools.pairwise(within_s))
+    assert longest_s < 0.6 * (end_s - start_s)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_special_tokens_that_a_parser_needs_are_written_out_and_the_others_are_not(
+    kind: str,
+) -> None:
+    """A marker between two texts is text, also after half a character; other special tokens not."""
+    backend = _backend(kind)
+    backend.add_special_tokens(["<|call|>", "<|other|>"])
+    table = vocabulary.with_special_texts(
+        vocabulary.read(backend), backend, ["<|call|>", "a", "<unknown>"]
+    )
+    tokens = backend.encode("one two", add_special_tokens=False).ids
+    ids = backend.get_vocab()
+    marker, other = ids["<|call|>"], ids["<|other|>"]
+    detokenizer: Detokenizer
+    match table.kind:
+        case "byte_level":
+            detokenizer = ByteLevelDetokenizer(table)
+        case "byte_fallback":
+            detokenizer = ByteFallbackDetokenizer(table)
+        case "other":
+            detokenizer = WindowDetokenizer(backend.decode, table.written)
+
+    text = "".join(map(detokenizer.add, [*tokens, marker, other, *tokens, marker]))
+
+    assert (text + detokenizer.finish()).split("<|call|>")[0].strip() == "one two"
+    assert text.split("<|call|>")[1].strip() == "one two"
+    assert text.endswith("<|call|>")
+    assert table.written == {marker: "<|call|>"}

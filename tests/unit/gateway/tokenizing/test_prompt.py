@@ -1,4 +1,4 @@
-"""Cache boundaries of prompts: where later prompts diverge, for templates that rewrite turns."""
+"""Prompts: cache boundaries for templates that rewrite turns, and a middle to fill in."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from services.gateway.http.errors import ApiError
 from services.gateway.tokenizing.encoder import SECTION_CHARS_MAX, Encoder
+from services.gateway.tokenizing.infill import Infill
 from services.gateway.tokenizing.prompt import PREFIXES_MAX, InstructionPrefixes, Prompt
+from tests.gateway import tiny_tokenizer
 from tests.support.effort import cases
 from tests.unit.gateway.tokenizing import chat_templates, small_tokenizers
 
@@ -145,10 +148,13 @@ def test_prompt_without_system_prompt_or_tools_has_no_system_tokens() -> None:
 
 def test_other_cache_boundaries_remain_when_template_refuses_next_turn() -> None:
     """The template refuses the probe for the next turn; the other boundaries remain."""
-    template = chat_templates.TAKES_TURNS
+    template = (
+        "{%- if messages | length > 3 %}{{- raise_exception('too many messages') }}{%- endif %}"
+        + chat_templates.PLAIN_TURNS
+    )
     with pytest.raises(ApiError):
-        _encode(template, [{"role": "system", "content": "x"}, _user("y")])
-    prompt = _encode(template, [_user("a"), _assistant("b")])
+        _encode(template, [_user("a"), _assistant("b")] * 2)
+    prompt = _encode(template, [_user("a"), _assistant("b"), _user("c")])
     assert prompt.cache_boundaries
     assert prompt.cache_boundaries[-1] <= len(prompt.ids)
 
@@ -221,3 +227,52 @@ def test_instructions_are_rendered_once_for_prompts_that_begin_with_them() -> No
     for number in range(PREFIXES_MAX):
         count({"role": "system", "content": f"{number}"}, _user("Alpha"))
     assert (count(_user("Omega")), len(rendered)) == (first, 1)
+
+
+FAMILIES = {
+    "qwen": ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "{0}PRE{1}SUF{2}"),
+    "starcoder": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "{0}PRE{1}SUF{2}"),
+    "santacoder": ("<fim-prefix>", "<fim-suffix>", "<fim-middle>", "{0}PRE{1}SUF{2}"),
+    "deepseek": ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "{0}PRE{1}SUF{2}"),  # noqa: RUF001
+    "codellama": ("▁<PRE>", "▁<SUF>", "▁<MID>", "{0}PRE{1}SUF{2}"),
+    "seed-coder": ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", "{1}SUF{0}PRE{2}"),
+    "codestral": ("[PREFIX]", "[SUFFIX]", "", "{1}SUF{0}PRE"),
+}
+"""Markers as the families' own documents write them, and the layout of a whole prompt."""
+
+
+def backend_with(*names: str) -> Tokenizer:
+    """Return a small tokenizer with these added tokens."""
+    return tiny_tokenizer.train_byte_level(["a b c"] * 3, 300, [name for name in names if name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_has_layout_of_family(family: str) -> None:
+    """Prefix and suffix stand behind their markers, in the order that the family was trained on."""
+    *markers, layout = FAMILIES[family]
+    backend = backend_with(*markers)
+    infill = Infill.find(backend)
+    assert infill is not None
+
+    ids = infill.arrange([1], backend.encode("PRE").ids, backend.encode("SUF").ids)
+
+    assert ids[0] == 1
+    written = backend.decode(ids[1:], skip_special_tokens=False)
+    assert written == layout.format(*markers)
+    assert {backend.token_to_id(one) for one in markers if one} <= set(infill.stop_ids)
+
+
+def test_completion_ends_with_text_and_padding_tokens_of_code_models() -> None:
+    """The tokens that end a middle in code models are stop tokens."""
+    backend = backend_with(*FAMILIES["qwen"][:3], "<|fim_pad|>", "<|file_sep|>")
+    infill = Infill.find(backend)
+    assert infill is not None
+
+    ends = {backend.token_to_id(one) for one in ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>")}
+    assert ends <= set(infill.stop_ids)
+
+
+@pytest.mark.parametrize("names", [(), ("<|fim_prefix|>", "<|fim_suffix|>"), ("[PREFIX]",)])
+def test_tokenizer_without_all_markers_cannot_fill_in(names: tuple[str, ...]) -> None:
+    """Part of a family's markers is not enough."""
+    assert Infill.find(backend_with(*names)) is None

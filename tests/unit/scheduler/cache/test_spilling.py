@@ -57,7 +57,7 @@ def test_blocks_being_written_to_ssd_stay_within_spill_bytes_max(make_world: Mak
     world.submit("a", [7 * n % 1_000 for n in range(150_000)], 2)
     peer = next(iter(world.ranks))
     while world.rank_step(peer) or world._answers:
-        world.deliver_restores()
+        world.deliver_answers()
         world.now_s += 0.01
         world.tell(TimePassed())
         rank = world.ranks[peer]
@@ -117,11 +117,11 @@ def test_hanging_store_delays_scheduler_stop_5_s_at_most(make_world: MakeWorld) 
     """After 5 s without requests the scheduler stops, written or not."""
     world = restart_world(make_world, {})
     world.submit("a", PROMPT, 5)
-    world.deliver_restores()
+    world.deliver_answers()
     world.tell(DrainRequested())
     peer = next(iter(world.ranks))
     while world.rank_step(peer) or "a" not in world.ends:
-        world.deliver_restores()
+        world.deliver_answers()
     world.tell(TimePassed())
     assert world.exit_code is None
     world.now_s += 5.1

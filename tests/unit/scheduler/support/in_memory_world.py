@@ -30,6 +30,7 @@ from shared.messages import (
     BlocksRestored,
     BlocksSpilled,
     CachedPrefix,
+    GrammarCompiled,
     JoinWorld,
     LeaveWorld,
     RankReady,
@@ -117,9 +118,12 @@ class InMemoryWorld:
         self.restore_answer: Callable[[ReferenceRank, RestoreBlocks], tuple[float, BlocksRestored]]
         self.restore_answer = lambda rank, order: (0.0, rank.restore(order))
         """Returns the seconds of a rank's restore, and its answer."""
+        self.compile_answer: Callable[[GrammarCompiled], tuple[float, GrammarCompiled]]
+        self.compile_answer = lambda report: (0.0, report)
+        """Returns the seconds in which a rank compiles a grammar, and its report."""
         self.accepts_spill: Callable[[ReferenceRank, bytes], bool] = lambda rank, name: True
         """Whether a rank's store accepts a block."""
-        self._answers: list[tuple[float, PeerId, BlocksRestored]] = []
+        self._answers: list[tuple[float, PeerId, BlocksRestored | GrammarCompiled]] = []
         self._processes = 0
 
     def boot(self) -> None:
@@ -187,7 +191,9 @@ class InMemoryWorld:
         """Let one rank execute its next plan; return False when it has none."""
         if peer not in self.ranks or not self.pending_plans[peer]:
             return False
-        receipt = self.ranks[peer].execute(self.pending_plans[peer].popleft())
+        plan = self.pending_plans[peer].popleft()
+        receipt = self.ranks[peer].execute(plan)
+        self._compile(peer, plan)
         self.tell(RankMessageReceived(peer, self.change_receipt(receipt)))
         return True
 
@@ -197,7 +203,7 @@ class InMemoryWorld:
         moved = [self.rank_step(peer) for peer in list(self.ranks)]
         moved += [self.write_spills(peer) for peer in list(self.ranks)]
         moved.append(bool(self._answers))
-        self.deliver_restores()
+        self.deliver_answers()
         return any(moved)
 
     def write_spills(self, peer: PeerId) -> bool:
@@ -228,13 +234,26 @@ class InMemoryWorld:
         )
         return True
 
-    def deliver_restores(self) -> None:
-        """Deliver the restore answers whose time has come."""
+    def deliver_answers(self) -> None:
+        """Deliver the answers to restores and the reports of grammars whose time has come."""
         due = [one for one in self._answers if one[0] <= self.now_s]
         self._answers = [one for one in self._answers if one[0] > self.now_s]
         for _, peer, message in due:
             if peer in self.ranks:
                 self.tell(RankMessageReceived(peer, message))
+
+    def _compile(self, peer: PeerId, plan: StepPlan) -> None:
+        """Compile the grammars of admitted sequences beside the next steps."""
+        for one in plan.admitted:
+            if one.grammar is not None:
+                report = GrammarCompiled(
+                    epoch=plan.epoch,
+                    rank=self.ranks[peer].rank,
+                    step_id=plan.step_id,
+                    sequence_id=one.sequence_id,
+                )
+                takes_s, report = self.compile_answer(report)
+                self._answers.append((self.now_s + takes_s, peer, report))
 
     def settle(self, steps_max: int = 100_000) -> None:
         """Step until all ranks are idle.

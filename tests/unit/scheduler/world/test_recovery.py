@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from services.rank_worker.failure import failure_cause
+from services.rank_worker.peers.failure import failure_cause
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import RankLost, RankMessageReceived, TimePassed
 from shared.configuration.loading import config_from_tree

@@ -267,3 +267,10 @@ def test_every_setting_can_be_set_by_its_environment_variable() -> None:
     }
 
     assert load_config(environment=environment) == Config()
+
+
+def test_environment_variable_of_a_list_is_separated_by_commas() -> None:
+    """Aliases of the model are such a list, which has a limit of its length."""
+    environment = {"LOCKSTEP_MODEL_ALIASES": "claude-*,gpt-5"}
+
+    assert load_config(environment=environment).model.aliases == ["claude-*", "gpt-5"]

@@ -19,6 +19,7 @@ def instances(struct: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
     if struct is SubmitRequest:
         required["prompt"] = _packed_ids(1)
         optional["generated"] = _packed_ids(0)
+        optional["prediction"] = _packed_ids(0)
     return st.fixed_dictionaries(required, optional=optional).map(lambda kwargs: struct(**kwargs))
 
 

@@ -44,8 +44,8 @@ def test_every_message_has_exactly_one_section_in_protocol_document() -> None:
     [
         (ToGateway, ("Scheduler to gateway",)),
         (ToRank, ("Scheduler to rank",)),
-        (ToStore, ("Rank to store", "Any peer on the store link")),
-        (FromStore, ("Store to rank", "Store to any peer")),
+        (ToStore, ("Rank to store", "Gateway to store", "Any peer on the store link")),
+        (FromStore, ("Store to rank", "Store to gateway", "Store to any peer")),
         (
             ToScheduler,
             (

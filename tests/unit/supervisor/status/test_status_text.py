@@ -121,6 +121,14 @@ def test_status_table_shows_world_queue_kv_and_ranks() -> None:
         assert "  ".join(words) in _squeezed(text)
 
 
+def test_status_text_names_formats_of_the_gateway_if_it_answers() -> None:
+    """Operators see which tool calls and which reasoning are read."""
+    text = render(status_report(), formats="glm tool calls, think reasoning")
+
+    assert "  formats      glm tool calls, think reasoning\n" in text
+    assert "formats" not in render(status_report())
+
+
 def test_status_text_begins_with_reason_when_lockstep_is_not_ready() -> None:
     """The first line gives the reason."""
     text = render(status_report(ready=False, reason="rank 1 is missing", draining=True))

@@ -13,7 +13,7 @@ from shared.errors import UsageError
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    silent = random_model._write_tokenizer(folder)
+    silent = random_model._write_tokenizer(folder, random_model.PRESETS["tiny"])
     (folder / "silent.json").write_text(json.dumps(silent))
     return folder
 

@@ -1,0 +1,1 @@
+"""Command `lockstep launch`: clients with the configuration for a running Lockstep."""

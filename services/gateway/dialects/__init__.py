@@ -1,0 +1,1 @@
+"""APIs, one folder each, and the OpenAPI document of all."""

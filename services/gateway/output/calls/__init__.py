@@ -1,0 +1,1 @@
+"""Formats of tool calls in a model's text, one module per kind of grammar."""

@@ -1,0 +1,1 @@
+"""Structured output: grammars of answers, from what clients ask for and what models write."""

@@ -1,0 +1,1 @@
+"""Grammars of running sequences: matchers, and the masks of tokens that they allow."""

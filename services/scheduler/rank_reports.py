@@ -1,0 +1,49 @@
+"""Reports of ranks about work beside the steps: restores, spills and grammars. Pure."""
+
+from services.scheduler.batch.running_batch import RunningBatch
+from services.scheduler.requests.request_table import RequestTable
+from services.scheduler.world.world import World
+from shared.identifiers import PeerId
+from shared.messages import BlocksRestored, BlocksSpilled, GrammarCompiled
+
+
+class RankReports:
+    """Hands each report to the part of the batch that it concerns; ends requests that it fails."""
+
+    def __init__(self, world: World, batch: RunningBatch, requests: RequestTable) -> None:
+        self._world = world
+        self._batch = batch
+        self._requests = requests
+
+    def handle(
+        self, peer: PeerId, message: BlocksRestored | BlocksSpilled | GrammarCompiled, now_s: float
+    ) -> None:
+        """Handle a report. One of another epoch or of an unknown peer is only counted.
+
+        Args:
+            peer: the rank process that sent it.
+            message: the report.
+            now_s: the monotonic time in seconds.
+        """
+        rank, cache = self._world.rank_of(peer), self._batch.cache
+        if rank is None or message.epoch != self._world.epoch:
+            self._requests.counters["stale_receipts_total"] += 1
+        elif isinstance(message, GrammarCompiled):
+            failed = self._batch.grammars.record(rank, message, self._world.size)
+            if failed is not None:
+                self._batch.remove(failed)
+                self._requests.fail(failed, "grammar", message.failure)
+        elif cache.state.is_on and isinstance(message, BlocksRestored):
+            cache.restorer.handle_restored(rank, message)
+        elif cache.state.is_on and isinstance(message, BlocksSpilled):
+            cache.spiller.handle_spilled(rank, self._world.host_of(peer), message, now_s)
+
+    def end_late_grammars(self, now_s: float) -> None:
+        """End the requests whose grammars some ranks have not compiled in time.
+
+        Args:
+            now_s: the monotonic time in seconds.
+        """
+        for sequence, detail in self._batch.grammars.expired(now_s):
+            self._batch.remove(sequence)
+            self._requests.fail(sequence, "grammar_deadline", detail)

@@ -1,0 +1,69 @@
+"""Settings of the ranks: how they form a world, and how each uses its device."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from shared import limits
+
+
+class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ranks and their collectives."""
+
+    size: Annotated[int, Meta(ge=1, le=limits.RANKS_MAX)] = 1
+    """Number of ranks."""
+    backend: Literal["auto", "off", "ring", "nccl", "jaccl"] = "auto"
+    """MLX's backend for collectives. "auto": "off" for one rank, else "ring"."""
+    sharding: Literal["auto", "tensor", "expert", "pipeline"] = "auto"
+    """How the model is split: within every matrix ("tensor"), by experts or by layers. "auto":
+    "tensor"."""
+    enable_pipeline: bool = False
+    """Allow `sharding = "pipeline"`. Its ranks compute one after another, which saves memory but no
+    time."""
+    hostfile: Annotated[str, Meta(max_length=4_096)] = ""
+    """MLX's hostfile, or output of `mlx.distributed_config`: the addresses (ring) or RDMA devices
+    (jaccl) of all ranks. "": ranks report their addresses, which suffices on one machine."""
+    canary: bool = True
+    """Check sums and a long prompt with known results on all ranks before serving."""
+    canary_prompt_s: Annotated[float, Meta(ge=0.0, le=3_600.0)] = 0.0
+    """Longest predicted time of a canary prompt. Its prompts have 64, 256, 1,024 and 4,500 tokens,
+    and one that is predicted to take longer is left out. 0: 0.5 s on CPUs, so that a start stays
+    short, else 120 s."""
+    metal_fast_synch: Literal["auto", "on", "off"] = "auto"
+    """Metal's fast synchronization with jaccl. "auto": on where the canary has passed with it on
+    this build of macOS; `lockstep verify --fast-synch` tests that."""
+    synchronization: Literal["broadcast", "independent"] = "broadcast"
+    """How ranks agree on sampled tokens. "broadcast": all use rank 0's tokens. "independent": every
+    rank samples, and receipts are compared."""
+    receipt_logits: Literal["auto", "on", "off"] = "auto"
+    """Include the bits of each row's highest logit in receipts, to detect different results on
+    different ranks. "auto": on if all ranks have the same device."""
+    data_host: Annotated[str, Meta(max_length=255)] = "127.0.0.1"
+    """Address on which other ranks reach this machine's ranks for collectives (ring, nccl)."""
+    jaccl_devices: str = ""
+    """File with MLX's RDMA device matrix (`MLX_IBV_DEVICES`). "": the devices in `hostfile`."""
+    jaccl_fallback: Literal["none", "ring"] = "none"
+    """Backend after three failed starts of jaccl in a row. "ring" is slower but needs no RDMA."""
+    jaccl_coordinator: str = ""
+    """host:port on which rank 0 waits for the other ranks (`MLX_JACCL_COORDINATOR`). "": from
+    `hostfile`."""
+
+
+class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank's use of its device: memory and precision of KV, CPU cores, matrix library."""
+
+    kv_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    """Memory for KV rows. 0: 60 % of the memory that is free after loading, on the device or, on
+    CPUs, on the machine and within the limits of its container."""
+    memory_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Part of the machine's memory for this rank. Set it where ranks do not see that they share a
+    machine, as in containers of their own. 0: equal parts for the ranks known to run on it. With
+    CUDA each rank has its own GPU, and this has no effect."""
+    kv_bits: Literal[0, 4, 8] = 0
+    """Bits per KV number, in rows and blocks. 8 and 4 hold twice and almost four times as many
+    tokens of a 16-bit model, at some loss of quality and speed. 0: as computed."""
+    pin_cores: Literal["auto", "on", "off"] = "auto"
+    """Give each rank its own CPU cores (Linux). "auto": on if several ranks run on this machine."""
+    blas: Literal["auto", "off"] = "auto"
+    """Matrix library on Linux CPUs. "auto": OpenBLAS, about 5 times faster. "off": the one in MLX's
+    wheel."""

@@ -1,0 +1,135 @@
+"""Grammars on real ranks: the same constrained text on any number of ranks, with any drafts."""
+
+import json
+import re
+from collections.abc import Mapping
+
+import pytest
+from transformers import AutoTokenizer
+
+from shared.messages import Grammar, RequestFailed, RequestFinished, Sampling
+from shared.model.location import demo_folder
+from tests.multirank.worlds.cluster import Client, cluster
+
+END = 2041
+LIST = r"\[[a-z]{2,9}(, [a-z]{2,9}){6,9}\]"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2},
+        "count": {"type": "integer", "minimum": 1, "maximum": 500},
+    },
+    "required": ["name", "tags", "count"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+_RULES = "".join(f"a{number}: a{number + 1}\n" for number in range(15_000))
+"""More levels than a stack has room for."""
+GRAMMARS: dict[str, Grammar | None] = {
+    "list": Grammar(text=f"start: /{LIST}/", end_ids=[END]),
+    "json": Grammar(text=json.dumps({"grammars": [{"json_schema": SCHEMA}]}), end_ids=[END]),
+    "free": None,
+    "broken": Grammar(text="start: [", end_ids=[END]),
+    "broken by depth": Grammar(text=f'start: a0\n{_RULES}a15000: "x"', end_ids=[END]),
+}
+SAMPLINGS = [Sampling(seed=5, temperature=0.0), Sampling(seed=7, temperature=0.9, top_p=0.95)]
+NAMES = [f"{kind} {seed}" for kind in GRAMMARS for seed in range(len(SAMPLINGS))]
+SPECULATION: dict[str, Mapping[str, str]] = {
+    "off": {"SPECULATION_METHOD": "off"},
+    "ngram": {"SPECULATION_METHOD": "ngram"},
+    "draft model": {
+        "SPECULATION_METHOD": "draft_model",
+        "SPECULATION_DRAFT_MODEL": str(demo_folder().parent / "demo-draft"),
+    },
+    "eagle": {
+        "SPECULATION_METHOD": "eagle",
+        "SPECULATION_DRAFT_MODEL": str(demo_folder().parent / "demo-eagle"),
+    },
+}
+SLOW_SCHEMA = {
+    "type": "object",
+    "properties": {f"property_{number}": {"type": "string"} for number in range(4_000)},
+    "required": ["property_0"],
+    "additionalProperties": False,
+}
+"""Takes about 2 s to compile."""
+_PROMPT = "Write a list of words, a list of words, and a list of words as JSON: "
+
+
+def _generate(client: Client) -> dict[str, list[int]]:
+    """Send all requests at once and return the tokens of each; the broken ones must fail."""
+    tokenizer = AutoTokenizer.from_pretrained(str(demo_folder()))
+    prompt = tokenizer.encode(_PROMPT)
+    for kind, grammar in GRAMMARS.items():
+        for number, sampling in enumerate(SAMPLINGS):
+            client.submit(
+                f"{kind} {number}",
+                prompt,
+                max_tokens=120,
+                stop_ids=[END],
+                sampling=sampling,
+                grammar=grammar,
+            )
+    client.wait_for_ends(NAMES, 120.0)
+    for name in NAMES:
+        end = client.ends[name]
+        if name.startswith("broken"):
+            assert isinstance(end, RequestFailed)
+            assert end.cause == "grammar"
+            assert not client.tokens[name]
+        else:
+            assert isinstance(end, RequestFinished), end
+    for number in range(len(SAMPLINGS)):
+        words = client.tokens[f"list {number}"]
+        assert words[-1] == END
+        assert re.fullmatch(LIST, tokenizer.decode(words[:-1])), tokenizer.decode(words)
+        text = tokenizer.decode(client.tokens[f"json {number}"][:-1])
+        if client.tokens[f"json {number}"][-1] == END:
+            assert set(json.loads(text)) == {"name", "tags", "count"}, text
+    status = client.query_status()
+    assert status.counters.get("receipts_mismatched_total", 0.0) == 0.0
+    assert status.counters["epochs_total"] == 1.0
+    return {name: client.tokens[name] for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    """The tokens of one rank without drafts."""
+    with cluster(1, **SPECULATION["off"]) as client:
+        return _generate(client)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "method"),
+    [
+        (ranks, method)
+        for ranks in (1, 2, 4)
+        for method in SPECULATION
+        if (ranks, method) != (1, "off")
+    ],
+)
+@pytest.mark.proof
+def test_constrained_text_is_the_same_on_any_number_of_ranks_with_any_drafts(
+    expected: dict[str, list[int]], ranks: int, method: str
+) -> None:
+    """Tokens equal those of one rank without drafts, for rows with and without grammars."""
+    with cluster(ranks, **SPECULATION[method]) as client:
+        found = _generate(client)
+        assert found == expected
+        if method not in ("off", "ngram"):
+            assert sum(one.accepted for one in client.query_status().drafts) > 0
+
+
+def test_slow_grammar_delays_its_own_request_and_not_the_stream_beside_it() -> None:
+    """Ranks compile in threads, and the plan that samples waits until all of them have."""
+    grammar = Grammar(text=json.dumps({"grammars": [{"json_schema": SLOW_SCHEMA}]}), end_ids=[END])
+    with cluster(2) as client:
+        client.submit("plain", [5, 6, 7], max_tokens=6_000)
+        client.poll_until(lambda: len(client.tokens["plain"]) > 20, 20.0, "no tokens")
+        client.submit("slow", [5, 6, 7, 8], max_tokens=20, grammar=grammar)
+        before = len(client.tokens["plain"])
+        client.poll_until(lambda: client.tokens["slow"], 60.0, "the slow request has no token")
+        assert "plain" not in client.ends
+        # Steps that wait for a grammar would bring none.
+        assert len(client.tokens["plain"]) - before > 50
