@@ -7,7 +7,7 @@
 # RANKS: 1 (default) or the number of GPUs that share the model (backend nccl).
 # `python3` must find MLX with CUDA and Lockstep's other dependencies.
 # Variables: REPEATS (5), CLIENTS (1,4,8,16), PROMPT_TOKENS (64,1024), NEW_TOKENS (64),
-# BENCHES ("overhead steps gateway"; also peers), PYTHON (python3).
+# BENCHES ("overhead steps gateway"; also peers and structured), PYTHON (python3).
 set -euo pipefail
 
 output=${1:?usage: tools/gpu_bench.sh OUTPUT_FOLDER [PRESET] [RANKS]}
@@ -56,6 +56,7 @@ run() { # name, arguments...
 for bench in ${BENCHES:-overhead steps gateway}; do
   case $bench in
     overhead | peers) run "$bench-$preset-x$ranks" "$bench" "${overhead_flags[@]}" ;;
+    structured) run "structured-$preset" structured --preset "$preset" --repeats "${REPEATS:-5}" ;;
     steps) run steps steps --repeats "${REPEATS:-5}" ;;
     gateway) run gateway gateway --repeats "${REPEATS:-5}" ;;
     *) echo "no benchmark named $bench" >&2; exit 64 ;;

@@ -122,6 +122,9 @@ def test_memory_does_not_grow_over_thousands_of_requests_with_grammars_and_tools
     """Grammars, tools and dialects of all kinds cost no memory once the caches are full."""
     monkeypatch.setenv("LOCKSTEP_RANK_WORKER_KV_BYTES_MAX", str(_KV_BYTES))
     monkeypatch.setenv("LOCKSTEP_CACHE_RESIDENT_BYTES_MAX", str(_KV_BYTES // 4))
+    # The index of stored blocks and the turns in memory grow until these are full.
+    monkeypatch.setenv("LOCKSTEP_CACHE_SSD_BYTES_MAX", str(_KV_BYTES // 4))
+    monkeypatch.setenv("LOCKSTEP_GATEWAY_REPLAY_BYTES_MAX", str(_MIB))
     running = RunningLockstep(tmp_path, _RANKS)
     try:
         running.wait_until_ready()

@@ -129,7 +129,9 @@ def test_slow_grammar_delays_its_own_request_and_not_the_stream_beside_it() -> N
         client.poll_until(lambda: len(client.tokens["plain"]) > 20, 20.0, "no tokens")
         client.submit("slow", [5, 6, 7, 8], max_tokens=20, grammar=grammar)
         before = len(client.tokens["plain"])
-        client.poll_until(lambda: client.tokens["slow"], 60.0, "the slow request has no token")
+        client.poll_until(
+            lambda: bool(client.tokens["slow"]), 60.0, "the slow request has no token"
+        )
         assert "plain" not in client.ends
         # Steps that wait for a grammar would bring none.
         assert len(client.tokens["plain"]) - before > 50
