@@ -89,22 +89,36 @@ def run(make: Callable[[Path], ClientSetup]) -> int:
         environment = {**os.environ, **setup.variables}
         command = [program, *setup.arguments]
         with (
+            _passed_signals() as pass_to,
             subprocess.Popen(command, env=environment) as client,  # noqa: S603 - the user's client
-            _signals_passed_to(client),
         ):
+            pass_to(client)
             code = client.wait()
     return code if code >= 0 else 128 - code
 
 
 @contextlib.contextmanager
-def _signals_passed_to(client: "subprocess.Popen[bytes]") -> Iterator[None]:
+def _passed_signals() -> Iterator[Callable[["subprocess.Popen[bytes]"], None]]:
     """End with the client, not before it: this process only passes signals on.
 
     Ctrl-C reaches the client from the terminal already, and many clients go on after it.
+
+    Yields:
+        A function that names the client; it gets the signals that came before, too.
     """
+    clients: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        client.send_signal(number)
+        if not clients:
+            early.append(number)
+        for client in clients:
+            client.send_signal(number)
+
+    def pass_to(client: "subprocess.Popen[bytes]") -> None:
+        clients.append(client)
+        for number in early:
+            client.send_signal(number)
 
     def ignore(_number: int, _frame: FrameType | None) -> None:
         """Stay; a handler, unlike SIG_IGN, is not inherited by processes."""
@@ -112,7 +126,7 @@ def _signals_passed_to(client: "subprocess.Popen[bytes]") -> Iterator[None]:
     handlers = {signal.SIGINT: ignore, signal.SIGTERM: forward, signal.SIGHUP: forward}
     earlier = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield
+        yield pass_to
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
