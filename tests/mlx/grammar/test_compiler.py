@@ -12,7 +12,7 @@ from tests.mlx.grammar.tiny_tokenizer import (
     regex,
     write_tokenizer,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import PROCESS_DEADLINE_S, wait_until
 
 SLOW = json_schema(
     {
@@ -42,7 +42,7 @@ def test_each_grammar_is_reported_once_with_its_step_and_sequence(
     compiler.start(regex("[0-9]+"), [], sequence_id=1, step_id=7)
     compiler.start(regex("("), [], sequence_id=2, step_id=7)
     compiler.start(regex("[0-9]+"), [5, 5], sequence_id=3, step_id=8)
-    wait_until(lambda: len(reports) == 3, failure=lambda: reports)
+    wait_until(lambda: len(reports) == 3, PROCESS_DEADLINE_S, failure=lambda: reports)
     outcomes = {(step_id, sequence_id): bool(error) for step_id, sequence_id, error in reports}
     assert outcomes == {(7, 1): False, (7, 2): True, (8, 3): True}
 
@@ -54,10 +54,10 @@ def test_slow_grammar_delays_no_other_even_if_many_sequences_wait_for_it(
     compiler, reports = reporting
     slow = [compiler.start(SLOW, [], sequence_id=n, step_id=1) for n in range(1, 9)]
     compiler.start(regex("[a-z]+"), [], sequence_id=9, step_id=1)
-    wait_until(lambda: reports, failure="the quick grammar was not compiled")
+    wait_until(lambda: reports, PROCESS_DEADLINE_S, failure="the quick grammar was not compiled")
     assert reports == [(1, 9, "")]
     assert not any(one.ready.done() for one in slow)
-    wait_until(lambda: len(reports) == 9, failure=lambda: reports)
+    wait_until(lambda: len(reports) == 9, PROCESS_DEADLINE_S, failure=lambda: reports)
     assert {error for _, _, error in reports} == {""}
 
 
@@ -76,7 +76,7 @@ def test_grammar_of_another_tenant_does_not_wait_for_the_queue_of_one_with_many(
     for number in range(1, 13):
         compiler.start(_slow(number), [], sequence_id=number, step_id=1, tenant="many")
     compiler.start(regex("[a-z]+"), [], sequence_id=99, step_id=1, tenant="one")
-    wait_until(lambda: (1, 99, "") in reports, failure=lambda: reports)
+    wait_until(lambda: (1, 99, "") in reports, PROCESS_DEADLINE_S, failure=lambda: reports)
     assert len(reports) <= 4
 
 
@@ -95,7 +95,11 @@ def test_grammar_that_no_sequence_waits_for_any_more_is_not_begun(
         matcher.ready.cancel()
     assert compiler.queued == 0
     compiler.start(_slow(11), [], sequence_id=99, step_id=2, tenant="t0")
-    wait_until(lambda: reports, failure="a grammar that was dropped is not compiled when wanted")
+    wait_until(
+        lambda: reports,
+        PROCESS_DEADLINE_S,
+        failure="a grammar that was dropped is not compiled when wanted",
+    )
     assert reports == [(2, 99, "")]
 
 
@@ -110,7 +114,7 @@ def test_grammar_that_two_tenants_wait_for_is_compiled_once_when_the_first_has_i
     shared = regex("[a-z]{2}")
     compiler.start(shared, [], sequence_id=20, step_id=1, tenant="many")
     compiler.start(shared, [], sequence_id=21, step_id=1, tenant="one")
-    wait_until(lambda: (1, 21, "") in reports, failure=lambda: reports)
+    wait_until(lambda: (1, 21, "") in reports, PROCESS_DEADLINE_S, failure=lambda: reports)
     assert len(reports) <= 5
 
 
@@ -122,7 +126,7 @@ def test_sequence_dropped_before_its_grammar_is_compiled_is_not_reported(
     dropped = compiler.start(SLOW, [], sequence_id=1, step_id=1)
     compiler.start(SLOW, [], sequence_id=2, step_id=1)
     assert dropped.ready.cancel()
-    wait_until(lambda: reports, failure="the other was not compiled")
+    wait_until(lambda: reports, PROCESS_DEADLINE_S, failure="the other was not compiled")
     assert reports == [(1, 2, "")]
 
 
@@ -146,6 +150,6 @@ def test_rules_that_name_each_other_deeply_end_one_request_at_most(
     rules = "".join(f"a{n}: a{n + 1}\n" for n in range(count))
     grammar = Grammar(text=f'start: a0\n{rules}a{count}: "x"\n', end_ids=[2])
     matcher = compiler.start(grammar, [], sequence_id=1, step_id=1)
-    wait_until(lambda: reports, failure="there is no report")
+    wait_until(lambda: reports, PROCESS_DEADLINE_S, failure="there is no report")
     assert bool(matcher.error) == fails
     assert ("levels" in matcher.error) == fails
