@@ -52,8 +52,8 @@ class Tool:
     is_strict: bool = False
     """The arguments must match the schema."""
     text_form: Constraint | None = None
-    """What the tool's only argument, a text, must match; None: any text. It is enforced in answers
-    that have a grammar, in formats of calls that write texts without escapes."""
+    """What the tool's only argument, a text, must match; None: any text. It is enforced in formats
+    of calls that write texts without escapes."""
     param: str = "tools"
     """The request field with the schema, for errors."""
 

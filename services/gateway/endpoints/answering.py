@@ -24,7 +24,7 @@ from services.gateway.endpoints.fair_threads import Ticket
 from services.gateway.endpoints.request_options import RequestOptions, session_key
 from services.gateway.http import authentication, errors, request_body
 from services.gateway.http.admission import ADMITTED
-from services.gateway.http.errors import PromptTooLong
+from services.gateway.http.errors import ApiError, PromptTooLong
 from services.gateway.structured.answer_grammar import wishes_of
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.replay.meaning import (
@@ -116,13 +116,19 @@ async def _answer_grammar(
 ) -> Grammar | None:
     """Return the checked grammar of a conversation's answer; None: any text."""
     wishes = wishes_of(conversation)
-    if not wishes.has_grammar:
+    if not service.grammars.may_constrain(wishes):
         return None
     works: list[Callable[[Ticket], Grammar | None]] = [
         functools.partial(_check, one) for one in service.grammars.checks(wishes)
     ]
     works.append(lambda _: service.grammars.answer(wishes, prompt.tail))
-    return (await service.check_grammars(request, works, wishes.param))[-1]
+    try:
+        return (await service.check_grammars(request, works, wishes.param))[-1]
+    except ApiError:
+        # There was no time to check a grammar that the request does not demand.
+        if wishes.must_match:
+            raise
+        return None
 
 
 async def _encode_prediction(

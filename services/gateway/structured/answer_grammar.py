@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from services.gateway.conversation.constraint import Constraint
 from services.gateway.conversation.conversation import Conversation, Tool, ToolChoice
-from services.gateway.http.errors import unsupported
+from services.gateway.http.errors import ApiError, unsupported
 from services.gateway.output.completion_parser import ReasoningFormat
 from services.gateway.output.families import (
     HARMONY,
@@ -15,9 +15,13 @@ from services.gateway.output.families import (
     TOOL_FORMATS,
     OutputFormat,
 )
-from services.gateway.structured.call_grammars import CallRules, write_calls
+from services.gateway.structured.call_grammars import (
+    CallRules,
+    has_raw_texts,
+    write_calls,
+)
 from services.gateway.structured.grammar_validator import GrammarValidator
-from services.gateway.structured.grammar_writer import GrammarWriter
+from services.gateway.structured.grammar_writer import GrammarWriter, quote
 from services.gateway.structured.schema_choices import Unwritable
 from shared.messages import Grammar
 from shared.model import tokenizer_json
@@ -40,8 +44,12 @@ class AnswerWishes:
         return self.tool_choice.mode in ("required", "named")
 
     @property
-    def has_grammar(self) -> bool:
-        """Whether answers must match a grammar at all."""
+    def must_match(self) -> bool:
+        """Whether a request is refused if its answers cannot be held to a grammar.
+
+        The form of a custom tool's text does not count: the tool's description has it too, so a
+        model without a grammar knows what to write.
+        """
         strict = any(tool.is_strict for tool in self.tools)
         return self.constraint is not None or self.must_call or strict
 
@@ -100,6 +108,8 @@ class AnswerGrammars:
         }
         self._added = added_tokens
         self._format = output_format
+        form = TOOL_FORMATS.get(output_format.tool_format)
+        self._has_raw_texts = form is not None and has_raw_texts(form)
         self._end_ids = list(end_ids)
         self._validator = GrammarValidator(self._special.values())
 
@@ -115,6 +125,11 @@ class AnswerGrammars:
         self._validator.check(text, constraint.param)
         return self._grammar(text, constraint.param)
 
+    def may_constrain(self, wishes: AnswerWishes) -> bool:
+        """Return whether answers may have a grammar: for a demand, or for a custom tool's text."""
+        has_text_form = any(tool.text_form is not None for tool in wishes.tools)
+        return wishes.must_match or (has_text_form and self._has_raw_texts)
+
     def answer(self, wishes: AnswerWishes, prompt_tail: str) -> Grammar | None:
         """Return the grammar of an answer in a conversation; None: any text will do.
 
@@ -123,13 +138,21 @@ class AnswerGrammars:
             prompt_tail: the end of the rendered prompt, in which reasoning may have begun.
 
         Raises:
-            ApiError: 400 that names the field which cannot be honoured.
+            ApiError: 400 that names the field which cannot be honoured; never if the wishes do not
+                have to be met (`AnswerWishes.must_match`).
         """
-        if not wishes.has_grammar:
+        try:
+            for check in self.checks(wishes):
+                check()
+            tools = [self._usable(tool) for tool in wishes.tools]
+            usable = dataclasses.replace(wishes, tools=tools)
+            return self._answer(usable, prompt_tail) if self.may_constrain(usable) else None
+        except ApiError:
+            if wishes.must_match:
+                raise
             return None
-        for check in self.checks(wishes):
-            check()
-        wishes = dataclasses.replace(wishes, tools=[self._usable(tool) for tool in wishes.tools])
+
+    def _answer(self, wishes: AnswerWishes, prompt_tail: str) -> Grammar:
         writer = GrammarWriter(self._special)
         if self._format.reasoning_format == HARMONY:
             found = _Answer(self._harmony(writer, wishes))
@@ -200,6 +223,11 @@ class AnswerGrammars:
                 return writer.rule(f"{only} | {other}")
             # A call at any other place than behind this marker would have no grammar.
             plain = _text_without(writer, self._openings(wishes))
+            if not wishes.must_match:
+                # Nothing else was asked for: text may follow a call, and a quoted marker is text.
+                quoted = quote("`")
+                one = f"{writer.up_to(calls.opening, plain)} ({calls.rest} | {quoted})"
+                return f"{writer.rule(one)}* {plain}"
             first = f"{writer.up_to(calls.opening, plain)} {calls.rest}"
             return writer.rule(f"{plain} | {first} {self._more(writer, calls, wishes)}")
         if wishes.tools and self._format.has_tool_calls:

@@ -1,6 +1,7 @@
 """Grammars of tool calls in the form that each family of models writes. Owns no reasoning.
 
-A strict tool's arguments follow its schema; others are well-formed. The parsers in
+A strict tool's arguments follow its schema, and the text of a custom tool its form where the format
+writes texts without escapes; others are well-formed. The parsers in
 `services.gateway.output.calls` read all of it back.
 """
 
@@ -37,6 +38,11 @@ class CallRules:
     """What follows the marker, up to the end of a call or of a section of calls."""
     first: str = "{"
     """Without a marker: the character with which an answer begins that is a call."""
+
+
+def has_raw_texts(call_format: CallFormat | Harmony) -> bool:
+    """Return whether calls have texts without escapes, so that a grammar of a text holds there."""
+    return isinstance(call_format, TaggedCalls | GemmaCalls)
 
 
 def write_calls(
@@ -77,6 +83,16 @@ def write_calls(
     return None
 
 
+def _alike(tools: Sequence[Tool]) -> list[list[Tool]]:
+    """Return tools in groups that have the same arguments: those with any are one group.
+
+    An agent has a hundred of them, and one rule for each takes 200 ms to compile.
+    """
+    alone = [[tool] for tool in tools if tool.is_strict or tool.text_form is not None]
+    free = [tool for tool in tools if not tool.is_strict and tool.text_form is None]
+    return [*alone, free] if free else alone
+
+
 def _literal_calls(
     writer: GrammarWriter,
     form: GemmaCalls | PythonCalls,
@@ -85,7 +101,7 @@ def _literal_calls(
     several: bool,
 ) -> CallRules:
     if isinstance(form, GemmaCalls):
-        call = _one_of(writer, [gemma_call(writer, form, tool) for tool in tools])
+        call = _one_of(writer, [gemma_call(writer, form, group) for group in _alike(tools)])
         return CallRules(form.opening, f"{call} {writer.literal(form.closing)}")
     call = _one_of(writer, [python_call(writer, tool) for tool in tools])
     if form.has_lines:
@@ -170,10 +186,11 @@ def _tagged_calls(
     space = writer.space
     closing = form.call_closing or form.section.closing
     calls = []
-    for tool in tools:
-        head = writer.literal(form.name.opening + tool.name + form.name.closing)
-        arguments = tagged_arguments(writer, form, tool)
-        calls.append(writer.rule(f"{head} {space} {arguments} {writer.literal(closing)}"))
+    for group in _alike(tools):
+        heads = (form.name.opening + tool.name + form.name.closing for tool in group)
+        head = " | ".join(map(writer.literal, heads))
+        arguments = tagged_arguments(writer, form, group[0])
+        calls.append(writer.rule(f"({head}) {space} {arguments} {writer.literal(closing)}"))
     call = _one_of(writer, calls)
     if not form.call_closing:
         # The section's markers stand around each call.

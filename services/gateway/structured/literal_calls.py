@@ -199,7 +199,7 @@ class _GemmaLiterals(_Literals):
         return f'{self.text(name)} ":"'
 
     def any_key(self) -> str:
-        return f'{_NAME} ":"'
+        return f'({_NAME} | {self.free_text()}) ":"'
 
     def ordered(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return sorted(properties.items())
@@ -228,12 +228,18 @@ class _PythonLiterals(_Literals):
         return f"{self.free_text()} {quote(': ')}"
 
 
-def gemma_call(writer: GrammarWriter, form: GemmaCalls, tool: Tool) -> str:
+def gemma_call(writer: GrammarWriter, form: GemmaCalls, tools: Sequence[Tool]) -> str:
     """Return the expression of one of Gemma's calls, without its markers.
+
+    Args:
+        writer: gets the rules.
+        form: the model's format.
+        tools: a tool, or several whose arguments may be any.
 
     Raises:
         Unwritable: when the schema of a strict tool cannot be enforced.
     """
+    tool = tools[0]
     schema = tool.parameters or {}
     literals = _GemmaLiterals(writer, schema, form.quote)
     if tool.text_form is not None:
@@ -244,8 +250,9 @@ def gemma_call(writer: GrammarWriter, form: GemmaCalls, tool: Tool) -> str:
     elif tool.is_strict:
         arguments = literals.value({**schema, "type": "object"})
     else:
-        arguments = f'"{{" {_free_members(literals, schema, literals.key)} "}}"'
-    return writer.rule(f"{quote(f'call:{tool.name}')} {arguments}")
+        arguments = literals.value({"type": "object"})
+    heads = " | ".join(quote(f"call:{one.name}") for one in tools)
+    return writer.rule(f"({heads}) {arguments}")
 
 
 def python_call(writer: GrammarWriter, tool: Tool) -> str:
@@ -270,19 +277,10 @@ def python_call(writer: GrammarWriter, tool: Tool) -> str:
         ]
         arguments = in_order(writer, pairs, literals.comma)
     else:
-        arguments = _free_members(literals, schema, lambda name: quote(f"{name}="), f'{_NAME} "="')
+        keys = " | ".join(quote(f"{name}=") for name in properties) or f'{_NAME} "="'
+        pair = writer.rule(f"({keys}) {literals.any_value()}")
+        arguments = f"({pair} ({quote(literals.comma)} {pair})*)?"
     return writer.rule(f'{quote(f"{tool.name}(")} {arguments} ")"')
-
-
-def _free_members(
-    literals: _Literals, schema: Mapping[str, Any], key: Any, any_key: str = ""
-) -> str:
-    """Return the expression of members with the schema's names, or with any without names."""
-    properties = schema.get("properties")
-    names = list(properties) if isinstance(properties, dict) else []
-    keys = " | ".join(key(name) for name in names) or any_key or literals.any_key()
-    pair = literals.writer.rule(f"({keys}) {literals.any_value()}")
-    return f"({pair} ({quote(literals.comma)} {pair})*)?"
 
 
 def in_order(writer: GrammarWriter, items: Sequence[tuple[str, bool]], separator: str) -> str:
