@@ -10,7 +10,8 @@ from services.gateway.http.errors import ApiError
 from services.gateway.output.completion_parser import CompletionParser
 from services.gateway.output.events import CallEnded, OutputEvent, Reasoning, Text
 from services.gateway.tokenizing.prompt import Prompt
-from services.gateway.tokenizing.replay.recorder import DecodeTokens, TurnRecorder
+from services.gateway.tokenizing.replay.recorder import TurnRecorder
+from services.gateway.tokenizing.replay.turns import DecodeTokens
 from shared.messages import CachedPrefix, SubmitRequest, TokenLogprobs
 
 

@@ -1,7 +1,6 @@
 """Recorder of one completion of a conversation, which makes a turn of it at its end."""
 
 import array
-from collections.abc import Callable
 
 from services.gateway.conversation.conversation import ConversationMessage
 from services.gateway.http.errors import ApiError
@@ -18,10 +17,13 @@ from services.gateway.tokenizing.replay.meaning import (
     digest_message,
     written_calls,
 )
-from services.gateway.tokenizing.replay.turns import TURN_TOKENS_MAX, PromptPlace, Turn, TurnMemory
-
-DecodeTokens = Callable[[list[int]], str]
-"""Returns the text of token ids with special tokens written out."""
+from services.gateway.tokenizing.replay.turns import (
+    TURN_TOKENS_MAX,
+    DecodeTokens,
+    PromptPlace,
+    Turn,
+    TurnMemory,
+)
 
 
 class TurnRecorder:
@@ -44,7 +46,7 @@ class TurnRecorder:
             tenant: whose turn it is.
             key: digest of the conversation that it answers.
             place: where its prompt's text ends.
-            decode: decodes token ids.
+            decode: decodes the token that ended the turn.
             stop_ids: token ids that end a turn.
             defaults: those of the tools that it may call; clients add them to calls.
         """
@@ -74,7 +76,7 @@ class TurnRecorder:
                 pass
 
     def finish(self, tokens: list[int]) -> None:
-        """Remember the turn.
+        """Remember the turn. Its text is decoded when it comes back, in a thread, and not here.
 
         Args:
             tokens: all token ids of the completion.
@@ -86,7 +88,6 @@ class TurnRecorder:
         turn = Turn(
             place=self._place,
             ids=array.array("i", tokens),
-            written=self._decode(tokens[:-1] if is_stopped else tokens),
             stop=self._decode(tokens[-1:]) if is_stopped else "",
             text="".join(self._texts),
             reasoning="".join(self._reasoning),

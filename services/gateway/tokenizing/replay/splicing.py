@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from re import Match
 
-from services.gateway.tokenizing.replay.turns import PromptPlace, Turn
+from services.gateway.tokenizing.replay.turns import DecodeTokens, PromptPlace, Turn
 
 FindSpecial = Callable[[str, int], Iterator[Match[str]]]
 """Yields the special tokens in a text from a position on, in order."""
@@ -40,6 +40,7 @@ def find_splices(
     turns: Sequence[Turn],
     stop_names: frozenset[str],
     find_special: FindSpecial,
+    decode: DecodeTokens,
 ) -> list[Splice]:
     """Return the parts of a rendered conversation that are turns which the model wrote.
 
@@ -49,6 +50,7 @@ def find_splices(
         turns: the turns of the conversation, in order.
         stop_names: the special tokens that end turns.
         find_special: finds special tokens.
+        decode: decodes token ids of turns.
     """
     found: list[Splice] = []
     digest = _hasher("")
@@ -65,7 +67,8 @@ def find_splices(
         if end is None or turn.stop not in ("", end[0]):
             continue
         rendered = text[start : end.start()]
-        if _squeezed(rendered.replace(mark, "") if mark else rendered) != _squeezed(turn.written):
+        own = _squeezed(turn.written(decode))
+        if _squeezed(rendered.replace(mark, "") if mark else rendered) != own:
             continue
         free = end.end() if turn.stop else end.start()
         found.append(Splice(start, free, turn.ids, turn.stop))

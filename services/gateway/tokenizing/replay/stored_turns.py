@@ -28,7 +28,6 @@ class _Document(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     chars: int
     digest: bytes
     ids: bytes
-    written: str
     stop: str
     text: str
     reasoning: str
@@ -92,7 +91,6 @@ class StoredTurns:
             turn.place.chars,
             turn.place.digest,
             turn.ids.tobytes(),
-            turn.written,
             turn.stop,
             turn.text,
             turn.reasoning,
@@ -116,7 +114,6 @@ def _read(data: bytes) -> Turn | None:
     return Turn(
         PromptPlace(found.chars, found.digest),
         ids,
-        found.written,
         found.stop,
         found.text,
         found.reasoning,

@@ -12,11 +12,15 @@ from services.gateway.tokenizing.replay.meaning import (
 )
 
 TURN_TOKENS_MAX = 65_536
-"""Longest turn that is remembered; a longer one takes too long to decode between two events."""
+"""Longest turn that is remembered; each later request of its conversation decodes it."""
 ABSENT_TURNS_MAX = 65_536
 """Most turns that are known to be stored nowhere, such as those of another server."""
 _FIXED_BYTES = 1_024
 """Memory of a turn besides its texts and ids."""
+
+
+DecodeTokens = Callable[[list[int]], str]
+"""Returns the text of token ids with special tokens written out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,8 +40,6 @@ class Turn:
     place: PromptPlace
     ids: "array.array[int]"
     """The token ids, with the one that ended the turn, if one did."""
-    written: str
-    """Text of `ids` with special tokens, without the one that ended the turn."""
     stop: str
     """Text of the special token that ended the turn; "" if none did."""
     text: str
@@ -50,8 +52,16 @@ class Turn:
     def size_bytes(self) -> int:
         """Memory that the turn takes, about."""
         arguments = sum(len(text) for _, _, text in self.calls)
-        chars = len(self.written) + len(self.text) + len(self.reasoning) + arguments
+        chars = len(self.text) + len(self.reasoning) + arguments
         return _FIXED_BYTES + chars + self.ids.itemsize * len(self.ids)
+
+    def written(self, decode: DecodeTokens) -> str:
+        """Return the text of `ids` with special tokens, without the one that ended the turn.
+
+        Args:
+            decode: decodes token ids.
+        """
+        return decode(self.ids[:-1].tolist() if self.stop else self.ids.tolist())
 
     def restore(self, message: ConversationMessage) -> ConversationMessage | None:
         """Return a client's message of this turn as the model wrote it, None if it differs.

@@ -309,6 +309,28 @@ def test_spliced_prompt_has_the_text_and_the_boundaries_of_the_template(
     assert len(prompt.ids) - prompt.cache_boundaries[-1] <= _OPENING_TOKENS_MAX
 
 
+def test_end_of_a_turn_decodes_no_more_than_its_last_token() -> None:
+    """It is the event loop's work; the text is decoded when the turn comes back, in a thread."""
+    session = _Session()
+    place = session.encode().place
+    assert place is not None
+    decoded: list[int] = []
+
+    def decode(tokens: list[int]) -> str:
+        decoded.append(len(tokens))
+        return session.tokenizer.decode_whole(tokens)
+
+    stop_ids = frozenset(session.tokenizer.stop_ids)
+    recorder = TurnRecorder(session.memory, "one", session.digests[-1], place, decode, stop_ids, {})
+    recorder.add(Text(_TEXT))
+    text_ids = session.tokenizer.encode_text(_TEXT)
+    recorder.finish([*text_ids, *session.tokenizer.stop_ids])
+    assert decoded == [1]
+    [turn] = session.memory._turns["one"].values()
+    assert turn.written(decode) == _TEXT
+    assert decoded == [1, len(text_ids)]
+
+
 def test_memory_of_turns_is_bounded_in_bytes_and_the_largest_tenant_loses_first() -> None:
     """A tenant with many turns does not push out those of another."""
     session = _Session()
