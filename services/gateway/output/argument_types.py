@@ -129,15 +129,19 @@ def literal_as_json(text: str, types: Types) -> str:
 
 def _parsed(text: str, types: Types) -> str | None:
     """Return the JSON of an object or a list that is JSON or nearly so; None for any other text."""
-    # Where a string is allowed, quotes are part of it: it is written without them otherwise.
-    firsts = '{["' if not types else "{[("
-    if not text or text[0] not in firsts:
+    if not text or text[0] not in _json_firsts(types) + ("(" if types else ""):
         return None
     try:
         orjson.loads(text)
     except orjson.JSONDecodeError:
         return _mended(text) if types else None
     return text
+
+
+def _json_firsts(types: Types) -> str:
+    """Return the first characters of JSON that is no word."""
+    # Where a string is allowed, quotes are part of it: it is written without them otherwise.
+    return "{[" if types else '{["'
 
 
 def _mended(text: str) -> str | None:
@@ -201,6 +205,12 @@ class ArgumentValue:
         self._is_string = types == STRING
         if self._is_string:
             write('"')
+
+    @property
+    def json_firsts(self) -> str:
+        """First characters of a value that may be JSON; "" if it is always a string or null."""
+        is_text = "string" in self._types and self._types <= _OPTIONAL_STRING
+        return "" if is_text else _json_firsts(self._types)
 
     def add(self, text: str) -> None:
         """Add a piece of the value."""

@@ -120,7 +120,13 @@ TOOL_FORMATS: dict[str, CallFormat | Harmony] = {
     ),
     "nemotron": JsonCalls("<TOOLCALL>", "</TOOLCALL>", has_list=True),
     "phi4": JsonCalls("<|tool_call|>", "<|/tool_call|>", has_list=True),
-    "granite3": JsonCalls("<|tool_call|>", "</tool_call>", others=("<tool_call>",), has_list=True),
+    "granite3": JsonCalls(
+        "<|tool_call|>",
+        "</tool_call>",
+        writes_closing=False,
+        others=("<tool_call>",),
+        has_list=True,
+    ),
     "jamba": JsonCalls("<tool_calls>", "</tool_calls>", has_list=True),
     "hermes": JsonCalls("<tool_call>", "</tool_call>"),
     "llama4": JsonCalls(
@@ -233,6 +239,15 @@ class OutputFormat:
             return None
         offered = tools if self.has_tool_calls else []
         return CompletionParser(calls, reasoning, offered, prompt_tail, self.tool_format)
+
+    def simplify(self, text: str) -> str:
+        """Return the text of a turn in one spelling, where template and model have different ones.
+
+        Args:
+            text: the text, from the end of the prompt on.
+        """
+        is_harmony = HARMONY in (self.tool_format, self.reasoning_format)
+        return Harmony.simplify(text) if is_harmony else text
 
     def special_texts(self, *, has_tools: bool) -> frozenset[str]:
         """Return the texts that must reach the parser even if they are special tokens.

@@ -16,6 +16,11 @@ _ENDS = Markers("<|end|>", "<|call|>", "<|return|>", _START)
 _HEADER_ENDS = Markers(_MESSAGE, *_ENDS.texts)
 _TEXT_ENDS = Markers(_CHANNEL_MARKER, *_ENDS.texts)
 _HEADER_STARTS = Markers(_CHANNEL_MARKER, "<|constrain|>", _MESSAGE, "to=", *_ENDS.texts)
+_ANY_HEADER = re.compile(
+    r"(?:\A|(?<=<\|start\|>assistant))"
+    r"([^<]{0,400})(?:<\|channel\|>([^<]{0,400}))?(?:<\|constrain\|>[^<]{0,400})?<\|message\|>"
+)
+"""A header after the name of its author: text, channel and more, form of the content."""
 _PEOPLE = ("assistant", "user", "system", "developer", "all")
 """Recipients that are no tools."""
 
@@ -31,6 +36,9 @@ class Harmony:
     """Markers at which messages begin."""
     special_texts = (*_HEADER_ENDS.texts, "<|constrain|>")
     """Further texts of the format that may be special tokens."""
+    text_opening = f"{_CHANNEL_MARKER}commentary{_MESSAGE}"
+    text_closing = f"<|end|>{_START}assistant"
+    """What the model writes around a text before a call."""
 
     def read(
         self, context: CallContext, prompt_tail: str, *, has_tools: bool, has_reasoning: bool
@@ -65,6 +73,17 @@ class Harmony:
             elif not marker and not (yield from source.peek()):
                 return
             marker = ""
+
+    @staticmethod
+    def simplify(text: str) -> str:
+        """Return messages with equal headers where they mean the same.
+
+        The model writes `commentary to=functions.NAME`, the template puts the recipient first.
+
+        Args:
+            text: messages; the first begins in its header.
+        """
+        return _ANY_HEADER.sub(_simple_header, text)
 
     def _read_header(self, context: CallContext) -> Reading[tuple[str, str]]:
         """Read up to the next message; return its header and the marker after it."""
@@ -108,3 +127,11 @@ def _tool(header: str) -> str:
     if recipient is None or recipient[1] in _PEOPLE:
         return ""
     return recipient[1].removeprefix("functions.")
+
+
+def _simple_header(header: re.Match[str]) -> str:
+    """Return a header with channel and recipient, in this order."""
+    recipient = _RECIPIENT.search(header[0])
+    channel = _CHANNEL.search(header[0])
+    names = (channel[1] if channel else "", recipient[1] if recipient else "")
+    return f"{_CHANNEL_MARKER}{' to='.join(filter(None, names))}{_MESSAGE}"

@@ -60,6 +60,8 @@ class Source:
         self._is_ended = False
         self._recorded: list[str] | None = None
         self._record_start_chars = 0
+        self._held: list[str] | None = None
+        self._hold_start_chars = 0
 
     @property
     def read_chars(self) -> int:
@@ -68,8 +70,9 @@ class Source:
 
     @property
     def final_chars(self) -> int:
-        """Characters of the completion that were read before the record, all without a record."""
-        return self.read_chars if self._recorded is None else self._record_start_chars
+        """Characters of the completion that were read before the record and the held text."""
+        found = self.read_chars if self._recorded is None else self._record_start_chars
+        return found if self._held is None else min(found, self._hold_start_chars)
 
     def add(self, text: str) -> None:
         """Add the next piece of text."""
@@ -96,6 +99,25 @@ class Source:
         self._recorded = None
         return text
 
+    def hold(self) -> None:
+        """Begin to hold the text that is read, which may be read again."""
+        self._held = []
+        self._hold_start_chars = self.read_chars
+
+    def release(self) -> str:
+        """End the hold and return its text, which stays read."""
+        text = "".join(self._held or ())
+        self._held = None
+        return text
+
+    def rewind(self) -> None:
+        """End the hold and put its text back, also out of the record."""
+        text = self.release()
+        if self._recorded is not None:
+            recorded = "".join(self._recorded)
+            self._recorded = [recorded[: len(recorded) - len(text)]]
+        self._put_back(text)
+
     def peek(self) -> Reading[str]:
         """Return the next character without reading it, "" at the end."""
         while self._at >= len(self._text):
@@ -113,6 +135,9 @@ class Source:
     def unread(self, text: str) -> None:
         """Put back the text that was read last, while nothing is recorded."""
         assert self._recorded is None
+        self._put_back(text)
+
+    def _put_back(self, text: str) -> None:
         if len(text) <= self._at:
             self._at -= len(text)
             return
@@ -226,4 +251,6 @@ class Source:
         self._at = end
         if self._recorded is not None:
             self._recorded.append(text)
+        if self._held is not None:
+            self._held.append(text)
         return text

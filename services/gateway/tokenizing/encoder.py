@@ -78,6 +78,7 @@ class Encoder:
         render: Callable[[Any], str],
         turns: Sequence[Turn] = (),
         stop_names: frozenset[str] = frozenset(),
+        simplify: Callable[[str], str] = str,
     ) -> "EncodedConversation":
         """Render a conversation and encode it; special tokens in client text become plain text.
 
@@ -87,6 +88,7 @@ class Encoder:
             turns: turns of the conversation that the model wrote. Where the rendered text is one of
                 them, its own tokens are used.
             stop_names: the special tokens that end turns.
+            simplify: returns a turn's text without differences that mean nothing.
 
         Raises:
             ApiError: 400 when the client data contain every noncharacter from U+FDD0 to U+FDEF, so
@@ -96,7 +98,9 @@ class Encoder:
         mark = _unused_mark(fields) if has_special else ""
         text = render(self.mark_special(fields, mark))
         stops = stop_names & self._ids.keys()
-        splices = find_splices(text, mark, turns, stops, self._find_special, self.decode_whole)
+        splices = find_splices(
+            text, mark, turns, stops, self._find_special, self.decode_whole, simplify
+        )
         if splices:
             return self._encode_spliced(text, mark, splices)
         if not mark:

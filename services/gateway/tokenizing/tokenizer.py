@@ -28,7 +28,8 @@ from services.gateway.tokenizing.prompt import (
 )
 from services.gateway.tokenizing.replay.splicing import find_place
 from services.gateway.tokenizing.replay.turns import Turn
-from services.gateway.tokenizing.template_needs import TemplateNeeds, find_needs
+from services.gateway.tokenizing.template_needs.needs import TemplateNeeds
+from services.gateway.tokenizing.template_needs.probing import find_needs
 from shared import limits
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
@@ -115,7 +116,7 @@ class Tokenizer:
         """Vocabularies of completions in conversations, by whether the model may call tools."""
         self._needs = TemplateNeeds()
         if inner.chat_template is not None:
-            self._needs = find_needs(self._try_render)
+            self._needs = find_needs(self._try_render, self.output_format.tool_format)
 
     @functools.cached_property
     def infill(self) -> Infill | None:
@@ -213,7 +214,7 @@ class Tokenizer:
             return text
 
         conversation = self._encoder.encode_conversation(
-            [messages, tools], render, turns, self._stop_names
+            [messages, tools], render, turns, self._stop_names, self.output_format.simplify
         )
         ids = array.array("i", conversation.ids)
         place = find_place(conversation.text)
@@ -232,19 +233,21 @@ class Tokenizer:
     def _render(self, arguments: dict[str, Any], fields: Any, *, opens_answer: bool) -> str:
         messages, tools = fields
         try:
-            text: str = self._inner.apply_chat_template(
-                self._needs.adapt(messages),
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=opens_answer,
-                **arguments,
+            return self._needs.render(
+                messages,
+                functools.partial(
+                    self._inner.apply_chat_template,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=opens_answer,
+                    **arguments,
+                ),
             )
         except _TEMPLATE_ERRORS as error:
             cause = f"{type(error).__name__}: {error}"[:500]
             raise invalid(
                 f"The model's chat template refuses these messages: {cause}", "messages"
             ) from None
-        return text
 
     def _try_render(
         self, messages: Messages, tools: list[dict[str, Any]] | None, **arguments: Any

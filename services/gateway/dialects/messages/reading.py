@@ -18,6 +18,7 @@ from services.gateway.conversation.reasoning import (
     is_unknown,
     thinking_arguments,
 )
+from services.gateway.conversation.turns import joined_turns
 from services.gateway.dialects.messages import request_types
 from services.gateway.dialects.messages.content import (
     SEPARATOR,
@@ -175,7 +176,7 @@ def _read_messages(
             found += _assistant_messages(content, reader, param, calls)
     if not found:
         raise invalid_field("messages", "no message has a content.")
-    return found
+    return joined_turns(found)
 
 
 def _user_messages(

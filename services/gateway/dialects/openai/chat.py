@@ -14,6 +14,7 @@ from services.gateway.conversation.conversation import (
     ToolChoice,
 )
 from services.gateway.conversation.reasoning import effort_arguments, is_unknown
+from services.gateway.conversation.turns import joined_turns
 from services.gateway.dialects.openai import field_rules, request_types
 from services.gateway.dialects.openai.constraint_fields import chat_format, read_constraint
 from services.gateway.dialects.openai.serializers import ChatSerializer
@@ -151,7 +152,8 @@ def read_messages(
 ) -> list[ConversationMessage]:
     """Return the messages of a conversation in the same order.
 
-    Developer messages become system messages.
+    Developer messages become system messages. What the assistant said after a call becomes part of
+    the call's message.
 
     Args:
         messages: the messages of the request.
@@ -180,7 +182,7 @@ def read_messages(
         else:
             role: Role = "user" if isinstance(message, request_types.UserMessage) else "system"
             found.append(ConversationMessage(role, text, message.name))
-    return found
+    return joined_turns(found)
 
 
 def _assistant(

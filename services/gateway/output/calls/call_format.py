@@ -2,10 +2,12 @@
 
 import abc
 import enum
+import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.conversation.conversation import Tool
+from services.gateway.conversation.conversation import Call, Tool
 from services.gateway.output.argument_types import ANY, Types, argument_types
 from services.gateway.output.arguments_text import ArgumentsText
 from services.gateway.output.event_writer import EventWriter
@@ -211,6 +213,9 @@ class CallFormat(abc.ABC):
     """Markers at which calls begin."""
     special_texts: tuple[str, ...] = ()
     """Further texts of the format that may be special tokens."""
+    text_opening: str = ""
+    text_closing: str = ""
+    """What the model writes around a text before a call."""
 
     @abc.abstractmethod
     def read(self, opening: str, context: CallContext) -> Reading[None]:
@@ -238,9 +243,22 @@ class CallFormat(abc.ABC):
         del context
         yield from ()
 
+    @abc.abstractmethod
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls of one turn as the model writes them; `read` reads them back.
+
+        Args:
+            calls: the calls, whose arguments are objects.
+        """
+
     def new_id(self) -> str:
         """Return the id of a call that has none in the text."""
         return random_id()
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON in the layout that models write."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def random_id() -> str:

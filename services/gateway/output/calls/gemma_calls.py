@@ -3,10 +3,13 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
+from typing import Any
 
+from services.gateway.conversation.conversation import Call
 from services.gateway.output import argument_types, json_text
 from services.gateway.output.argument_types import ANY, Types
-from services.gateway.output.calls.call_format import CallContext, CallFormat
+from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
 from services.gateway.output.source import SPACE, Markers, Reading
 
 _NAME = re.compile(r"[^\s<>\"'{}:,]*")
@@ -55,6 +58,21 @@ class GemmaCalls(CallFormat):
                 return
         if (yield from source.take(self.closing)):
             context.take_layout()
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls as the model writes them."""
+        return "".join(
+            f"{self.opening}call:{call.name}{self._literal(call.arguments)}{self.closing}"
+            for call in calls
+        )
+
+    def _literal(self, value: Any) -> str:
+        """Return a JSON value with this format's quotes."""
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{key}:{self._literal(one)}' for key, one in value.items())}}}"
+        if isinstance(value, list):
+            return f"[{','.join(map(self._literal, value))}]"
+        return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else as_json(value)
 
     @functools.cached_property
     def _end(self) -> Markers:

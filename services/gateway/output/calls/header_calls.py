@@ -5,10 +5,12 @@ import functools
 import re
 import secrets
 import string
+from collections.abc import Sequence
 
+from services.gateway.conversation.conversation import Call
 from services.gateway.output import json_text
 from services.gateway.output.calls import json_calls
-from services.gateway.output.calls.call_format import CallContext, CallFormat
+from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
 from services.gateway.output.source import SPACE, Markers, Reading
 
 SHORT_ID_CHARS = 9
@@ -73,6 +75,19 @@ class HeaderCalls(CallFormat):
             is_call = yield from source.take(self.call_opening)
             if not is_call:
                 return
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls as the model writes them, for DeepSeek those of V3 and R1."""
+        items = []
+        for number, call in enumerate(calls):
+            head, arguments = call.name + self.separator, as_json(call.arguments)
+            if self.has_id_as_name:
+                head = f"functions.{call.name}:{number}{self.separator}"
+            elif not self.id_opening:
+                head = f"{_V3_KIND}{self.separator}{call.name}\n"
+                arguments = f"{_FENCE}json\n{arguments}\n{_FENCE}"
+            items.append(self.call_opening + head + arguments + self.call_closing)
+        return self.section_opening + "\n".join(items) + self.section_closing
 
     def _read_call(self, context: CallContext) -> Reading[bool]:
         """Read a call from its name on; return whether another may follow."""

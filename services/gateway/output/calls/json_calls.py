@@ -7,9 +7,11 @@ model writes.
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
+from services.gateway.conversation.conversation import Call
 from services.gateway.output import json_text
-from services.gateway.output.calls.call_format import CallContext, CallFormat
+from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
 from services.gateway.output.source import SPACE, Markers, Reading, Write, drop
 
 HELD_CHARS_MAX = 65_536
@@ -29,6 +31,8 @@ class JsonCalls(CallFormat):
     opening: str
     closing: str = ""
     """Marker after the calls; "" if the format has none."""
+    writes_closing: bool = True
+    """The model writes the closing marker; else it is only read."""
     others: tuple[str, ...] = ()
     """Further markers at which calls may begin."""
     reads_bare: bool = False
@@ -52,6 +56,11 @@ class JsonCalls(CallFormat):
         """The closing marker."""
         return (self.closing,) if self.closing else ()
 
+    @property
+    def text_closing(self) -> str:  # type: ignore[override]
+        """The marker: only a call at the start of an answer needs none."""
+        return self.opening if self.reads_bare else ""
+
     def read(self, _opening: str, context: CallContext) -> Reading[None]:
         """Read the calls after an opening marker."""
         yield from self._read_calls(context, must_know=False)
@@ -65,6 +74,21 @@ class JsonCalls(CallFormat):
             yield from context.source.run(SPACE)
             if (yield from context.source.peek()) == "{":
                 yield from self._read_calls(context, must_know=True)
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls as the model writes them."""
+        items = []
+        for number, call in enumerate(calls):
+            fields = {self.number_key: str(number)} if self.number_key else {}
+            items.append(
+                as_json({**fields, self.name_key: call.name, self.arguments_key: call.arguments})
+            )
+        if self.has_list:
+            closing = self.closing if self.writes_closing else ""
+            return f"{self.opening}[{', '.join(items)}]{closing}"
+        if self.reads_bare:
+            return "; ".join(items)
+        return "\n".join(f"{self.opening}\n{item}\n{self.closing}".strip() for item in items)
 
     def _read_calls(self, context: CallContext, *, must_know: bool) -> Reading[None]:
         source = context.source

@@ -3,10 +3,13 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
+from typing import Any
 
+from services.gateway.conversation.conversation import Call
 from services.gateway.output import argument_types, json_text
 from services.gateway.output.argument_types import ANY, Types
-from services.gateway.output.calls.call_format import CallContext, CallFormat
+from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
 from services.gateway.output.source import SPACE, Markers, Reading, Source
 
 _NAME = re.compile(r"[\w.\-]*")
@@ -56,6 +59,16 @@ class PythonCalls(CallFormat):
             yield from context.source.run(SPACE)
             if (yield from context.source.peek()) == "[":
                 yield from self._read_calls(context, must_know=True)
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls as the model writes them."""
+        items = []
+        for call in calls:
+            pairs = [f"{name}={_literal(value)}" for name, value in call.arguments.items()]
+            items.append(f"{call.name}({', '.join(pairs)})")
+        if self.has_lines:
+            return "\n".join([self.opening, *items, self.closing])
+        return f"{self.opening}[{', '.join(items)}]{self.closing}"
 
     def _read_calls(self, context: CallContext, *, must_know: bool) -> Reading[None]:
         """Read calls, in a list or one on each line."""
@@ -211,3 +224,13 @@ def _read_escape(source: Source) -> Reading[str]:
         return chr(int(code, 16)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     except (ValueError, OverflowError):
         return f"\\{kind}{code}"
+
+
+def _literal(value: Any) -> str:
+    """Return a JSON value in Python's syntax."""
+    if isinstance(value, dict):
+        pairs = [f"{as_json(name)}: {_literal(one)}" for name, one in value.items()]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return as_json(value) if isinstance(value, str) else repr(value)

@@ -1,17 +1,19 @@
 """Calls whose arguments stand between tags of their own, as text: they become JSON on the way.
 
 Qwen3-Coder, Qwen3.5, Nemotron 3, Step, GLM, MiniMax, DeepSeek V3.2, Seed and LongCat write them.
-Values are not escaped, so one that has the closing tag in it is recognized by what follows.
+Texts are not escaped, so one that has the closing tag in it is recognized by what follows.
 """
 
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 
+from services.gateway.conversation.conversation import Call
 from services.gateway.output import json_text
 from services.gateway.output.argument_types import STRING, ArgumentValue, Types
-from services.gateway.output.calls.call_format import CallContext, CallFormat
-from services.gateway.output.source import SPACE, Markers, Reading
+from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
+from services.gateway.output.source import SPACE, Markers, Reading, drop
 
 _NAME = re.compile(r"[^\s<>\"'{}|]*")
 _KEY = re.compile(r"[^<>\"\r\n]*")
@@ -79,6 +81,30 @@ class TaggedCalls(CallFormat):
                 return
         if end == self.section.closing:
             context.take_layout()
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls as the model writes them."""
+        has_one_section = self.name.opening and not self.begins_with_name
+        opening, closing = f"{self.section.opening}\n", f"\n{self.section.closing}"
+        if not self.name.opening:
+            opening = opening.rstrip("\n")
+        items = [self._written(call) for call in calls]
+        if has_one_section:
+            return opening + "\n".join(items) + closing
+        return "\n".join(opening + item + closing for item in items)
+
+    def _written(self, call: Call) -> str:
+        """Return a call without the markers of its section."""
+        line = "\n" if self.has_lines else ""
+        lines = [self.name.opening + call.name + self.name.closing]
+        for name, value in call.arguments.items():
+            is_text = isinstance(value, str)
+            closing = self.string_key_closing if is_text else ""
+            lines.append(
+                f"{self.key.opening}{name}{closing or self.key.closing}{self.value.opening}{line}"
+                f"{value if is_text else as_json(value)}{line}{self.value.closing}"
+            )
+        return "\n".join([*lines, *([self.call_closing] if self.call_closing else [])])
 
     def _read_call(self, context: CallContext, *, must_know: bool = False) -> Reading[str]:
         """Read a call from its name on.
@@ -173,17 +199,47 @@ class TaggedCalls(CallFormat):
         value = ArgumentValue(types, context.write)
         if self.has_lines:
             yield from source.take("\n")
+        tag = (yield from self._read_json(context, value)) if value.json_firsts else ""
+        if tag:
+            return tag
         while True:
             marker = yield from source.until(self._value_ends, value.add)
             if not marker:
                 # A value that is cut off stays incomplete: a client must not act on half a value.
                 return ""
             tag = marker.removeprefix("\n")
-            followers = self._argument_ends if tag == self.value.closing else self._section_end
-            if (yield from source.is_next(followers)):
+            if (yield from source.is_next(self._followers(tag))):
                 value.end()
                 return tag
             value.add(marker)
+
+    def _read_json(self, context: CallContext, value: ArgumentValue) -> Reading[str]:
+        """Read a value that is JSON and the tag that ends it: strings in it may have such tags.
+
+        Returns:
+            The tag; "" if the value is no JSON, of which nothing was read then.
+        """
+        source = context.source
+        source.hold()
+        yield from source.run(SPACE)
+        first = yield from source.peek()
+        if first and first in value.json_firsts and (yield from json_text.copy_value(source, drop)):
+            space = yield from source.run(SPACE)
+            layout = "\n" if self.has_lines and space.endswith("\n") else ""
+            for tag in filter(None, (self.value.closing, self.call_closing)):
+                if not (yield from source.take(tag)):
+                    continue
+                if not (yield from source.is_next(self._followers(tag))):
+                    break
+                value.add(source.release().removesuffix(tag).removesuffix(layout))
+                value.end()
+                return tag
+        source.rewind()
+        return ""
+
+    def _followers(self, tag: str) -> Markers:
+        """Return the markers of which one comes after a tag that ends a value."""
+        return self._argument_ends if tag == self.value.closing else self._section_end
 
     @functools.cached_property
     def _value_ends(self) -> Markers:

@@ -1,6 +1,7 @@
 """Places in a rendered conversation where a turn's own tokens take the place of its text.
 
-The template's text and the text that the model wrote may differ in white space; in nothing else.
+The template's text and the text that the model wrote may differ in white space, and in spellings
+that mean the same in the format of the model's calls; in nothing else.
 A turn begins where the prompt ended that it answered, and ends at a special token. So the tokens
 around it are those that the template's text gives there.
 """
@@ -41,6 +42,7 @@ def find_splices(
     stop_names: frozenset[str],
     find_special: FindSpecial,
     decode: DecodeTokens,
+    simplify: Callable[[str], str] = str,
 ) -> list[Splice]:
     """Return the parts of a rendered conversation that are turns which the model wrote.
 
@@ -51,6 +53,7 @@ def find_splices(
         stop_names: the special tokens that end turns.
         find_special: finds special tokens.
         decode: decodes token ids of turns.
+        simplify: returns a turn's text without differences that mean nothing.
     """
     found: list[Splice] = []
     digest = _hasher("")
@@ -67,8 +70,9 @@ def find_splices(
         if end is None or turn.stop not in ("", end[0]):
             continue
         rendered = text[start : end.start()]
-        own = _squeezed(turn.written(decode))
-        if _squeezed(rendered.replace(mark, "") if mark else rendered) != own:
+        rendered = rendered.replace(mark, "") if mark else rendered
+        own = turn.written(decode)
+        if _squeezed(simplify(rendered)) != _squeezed(simplify(own)):
             continue
         free = end.end() if turn.stop else end.start()
         found.append(Splice(start, free, turn.ids, turn.stop))

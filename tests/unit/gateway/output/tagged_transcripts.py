@@ -57,6 +57,16 @@ _TYPED = {
     "options": '{"a": {"b": null}}',
     "anything": "true",
 }
+_ENDS = [
+    "</parameter><parameter=x>",
+    "</parameter>\\n</function></tool_call>",
+    "</arg_value><arg_key>",
+    '"</arg_value></tool_call>',
+    "</parameter></invoke></minimax:tool_call>",
+]
+"""Texts that end values of several formats, if they stand in no JSON."""
+_ENDS_INSIDE = {"options": as_json({"a": _ENDS}), "anything": as_json(_ENDS)}
+_ENDS_CALL: Call = ("edit-file", {"options": {"a": _ENDS}, "anything": _ENDS})
 _TYPED_CALL: Call = (
     "edit-file",
     {
@@ -82,6 +92,20 @@ TAGGED = [
     Transcript("types", "qwen_xml", _qwen("edit-file", _TYPED), calls=(_TYPED_CALL,)),
     Transcript(
         "ends in value", "qwen_xml", _qwen("edit-file", {"text": CLOSERS}), calls=(CLOSERS_CALL,)
+    ),
+    Transcript("ends in JSON", "qwen_xml", _qwen("edit-file", _ENDS_INSIDE), calls=(_ENDS_CALL,)),
+    Transcript(
+        "end in broken JSON",
+        "qwen_xml",
+        f'{_qwen("edit-file", {"ranges": """[1, "a"""})}\nThat "is" it.',
+        '\nThat "is" it.',
+        (("edit-file", {"ranges": '[1, "a'}),),
+    ),
+    Transcript(
+        "text like JSON",
+        "qwen_xml",
+        _qwen("edit-file", {"anything": "[1] and [2]", "options": "{'a': 1}"}),
+        calls=(("edit-file", {"anything": "[1] and [2]", "options": {"a": 1}}),),
     ),
     Transcript(
         "text after",
@@ -163,6 +187,14 @@ TAGGED = [
     ),
     Transcript("types", "glm", _glm("edit-file", _TYPED), calls=(_TYPED_CALL,)),
     Transcript("ends in value", "glm", _glm("edit-file", {"text": CLOSERS}), calls=(CLOSERS_CALL,)),
+    Transcript("ends in JSON", "glm", _glm("edit-file", _ENDS_INSIDE), calls=(_ENDS_CALL,)),
+    Transcript(
+        "end in broken JSON",
+        "glm",
+        f'{_glm("edit-file", {"ranges": """[1, "a""", "path": "b"})} end',
+        " end",
+        (("edit-file", {"ranges": '[1, "a', "path": "b"}),),
+    ),
     Transcript("compact", "glm", "<tool_call>now</tool_call>", calls=(NOW,)),
     Transcript("broken", "glm", "<tool_call>what is it?", "<tool_call>what is it?"),
     Transcript(
@@ -179,6 +211,12 @@ TAGGED = [
         f"<minimax:tool_call>{_named('', 'edit-file', {'text': CLOSERS})}</minimax:tool_call>!",
         "!",
         (CLOSERS_CALL,),
+    ),
+    Transcript(
+        "ends in JSON",
+        "minimax",
+        f"<minimax:tool_call>{_named('', 'edit-file', _ENDS_INSIDE)}</minimax:tool_call>",
+        calls=(_ENDS_CALL,),
     ),
     Transcript(
         "broken",

@@ -117,10 +117,11 @@ def ends_of(name: str) -> list[str]:
     tricky = ["null", "true", "12", "-7.5", "[1]", "{'a': 1}", "hi", " ", "\n", "https://x", "123"]
     if not isinstance(form, TaggedCalls):
         return [*tricky, '"', "<escape>", '<|"|>']
-    # A line end keeps them out of JSON strings, where the parser takes them for the value's end.
-    end = f"{form.value.closing}\n"
-    ended = [f"\n{end}", f"{end}{form.key.opening}", f"{form.call_closing}\n{form.section.closing}"]
-    return [*tricky, end, end, end, *ended]
+    end, call_end = form.value.closing, form.call_closing
+    ended = [f"{end}\n{form.key.opening}", f"{call_end}\n{form.section.closing}"]
+    # With a line end they only stand in texts, without one also in JSON strings.
+    inside = [f"{end}{form.key.opening}", f"{end}{call_end}", f"{call_end}{form.section.closing}"]
+    return [*tricky, end, end, f"{end}\n", f"\n{end}\n", *ended, *inside]
 
 
 @pytest.mark.parametrize("name", [*TAGGED, *OTHERS])

@@ -7,7 +7,7 @@ import pytest
 
 from services.gateway.conversation.conversation import INVALID_ARGUMENTS
 from services.gateway.http.errors import ApiError
-from services.gateway.tokenizing.template_needs import TemplateNeeds
+from services.gateway.tokenizing.template_needs.needs import TemplateNeeds
 from services.gateway.tokenizing.tokenizer import Tokenizer
 from tests.unit.gateway.tokenizing import chat_templates
 
