@@ -320,3 +320,24 @@ def test_invalid_request_is_refused_with_the_name_of_its_field(
 ) -> None:
     """A field that is wrong or would be answered wrongly is a 400 that names it."""
     assert _refused(**fields).param == param
+
+
+def test_text_in_a_message_of_its_own_between_call_and_result_joins_the_call() -> None:
+    """Some templates refuse a result that does not follow its call."""
+    found = _messages(
+        {"role": "user", "content": "go"},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "a", "name": "Read", "input": {}}],
+        },
+        {"role": "assistant", "content": "Reading."},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "a", "content": "done"}],
+        },
+    )
+
+    assert found[1:] == [
+        ConversationMessage("assistant", "Reading.", calls=[Call("a", "Read", {})]),
+        ConversationMessage("tool", "done", answers="a"),
+    ]
