@@ -2,8 +2,9 @@
 
     python -m tests.attacks [--attacks NAME,...] [--connections 1,4] [--seconds 6] [--json FILE]
 
-Exit code 1 if a request of the victim was refused, its stream paused for too long, a process took
-too much memory, clients that had left were served on, or the log has a traceback.
+Exit code 1 if a request of the victim was refused or held up, its stream paused for too long, a
+process took too much memory, clients that had left were served on, an answer had a status from 500
+on, or the log has a traceback.
 """
 
 import argparse

@@ -3,15 +3,19 @@
 import contextlib
 import dataclasses
 import json
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.attacks.target import ATTACKER_KEY, HOST
 
 CONNECT_TIMEOUT_S = 10.0
 MODEL = "lockstep-demo"
+QUESTION = {"role": "user", "content": "Hello."}
+"""A message in all dialects."""
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class Attacker:
     """Monotonic time at which it stops."""
     source: str = HOST
     """Its own address, by which the gateway knows it where no API keys exist."""
+    statuses: list[int] = dataclasses.field(default_factory=list)
+    """HTTP statuses of the answers that it has read."""
 
     @property
     def is_over(self) -> bool:
@@ -52,10 +58,37 @@ class Attacker:
 
         The connection is closed when it is time to stop.
         """
+        return self.exchange_all([request])[0]
+
+    def exchange_all(self, requests: Sequence[bytes]) -> list[bytes]:
+        """Send requests at the same time, each on a connection of its own; return the responses.
+
+        The connections are closed when it is time to stop.
+        """
+        responses = [b""] * len(requests)
+        with contextlib.ExitStack() as connections, contextlib.suppress(OSError):
+            opened = []
+            for request in requests:
+                opened.append(connections.enter_context(self.connected()))
+                opened[-1].settimeout(self.left_s)
+                # A refused body is answered before its end, and then the connection is closed.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    opened[-1].sendall(request)
+            for number, connection in enumerate(opened):
+                responses[number] = self._read(connection)
+        for response in responses:
+            self.note(response)
+        return responses
+
+    def note(self, response: bytes) -> None:
+        """Record the status of a response, of which the first bytes are given."""
+        if status := _STATUS.match(response):
+            self.statuses.append(int(status[1]))
+
+    def _read(self, connection: socket.socket) -> bytes:
         received = bytearray()
-        with contextlib.suppress(OSError), self.connected() as connection:
+        with contextlib.suppress(OSError):
             connection.settimeout(self.left_s)
-            connection.sendall(request)
             while part := connection.recv(1 << 16):
                 received += part
                 connection.settimeout(self.left_s)
@@ -73,6 +106,7 @@ def post(
     *,
     version: str = "1.1",
     headers: str = "Connection: close\r\n",
+    key: str = ATTACKER_KEY,
 ) -> bytes:
     """Return the bytes of a POST request.
 
@@ -81,13 +115,19 @@ def post(
         path: path of the endpoint.
         version: HTTP version.
         headers: further header lines, each ending with CRLF.
+        key: the API key.
     """
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return head(len(content), path, version=version, headers=headers) + content
+    return head(len(content), path, version=version, headers=headers, key=key) + content
 
 
 def head(
-    content_length: int, path: str = "/v1/completions", *, version: str = "1.1", headers: str = ""
+    content_length: int,
+    path: str = "/v1/completions",
+    *,
+    version: str = "1.1",
+    headers: str = "",
+    key: str = ATTACKER_KEY,
 ) -> bytes:
     """Return the request line and headers of a POST request, up to the empty line.
 
@@ -96,9 +136,18 @@ def head(
         path: path of the endpoint.
         version: HTTP version.
         headers: further header lines, each ending with CRLF.
+        key: the API key.
     """
     return (
         f"POST {path} HTTP/{version}\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer {ATTACKER_KEY}\r\nContent-Length: {content_length}\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {content_length}\r\n"
         f"{headers}\r\n"
+    ).encode()
+
+
+def get(path: str) -> bytes:
+    """Return the bytes of a GET request with the attacker's key."""
+    return (
+        f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\nAuthorization: Bearer {ATTACKER_KEY}\r\n"
+        "Connection: close\r\n\r\n"
     ).encode()

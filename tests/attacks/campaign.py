@@ -1,20 +1,24 @@
 """Runs attacks against a target beside a victim, and says what each attack has done."""
 
 import dataclasses
+import itertools
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
+from tests.attacks.attack import Attack
 from tests.attacks.attacker import Attacker
-from tests.attacks.catalog import Attack
 from tests.attacks.target import DEPARTURE_S, Memory, Target
-from tests.attacks.victim import OPEN_MAX, Experience, Victim
+from tests.attacks.victim import KINDS, OPEN_MAX, Experience, Victim
 
 GAP_MORE_S = 0.5
 """Most by which an attack may lengthen the longest gap between two tokens of the victim."""
-GATEWAY_BYTES_MAX = 1_500_000_000
-SCHEDULER_BYTES_MAX = 300_000_000
+MEMORY_MAX = Memory(
+    gateway=1_500_000_000, scheduler=300_000_000, store=500_000_000, rank=2_000_000_000
+)
+"""Most resident memory of each process."""
 LOG_CHARS_MAX = 50_000
 """Longest log of one attack."""
 _MEMORY_EVERY_S = 0.1
@@ -28,9 +32,12 @@ class Result:
     connections: int
     gap_s: float
     """The victim's longest gap between two tokens during the attack."""
-    latency_s: float
-    """The victim's longest short request during the attack."""
+    longest_s: dict[str, float]
+    """The victim's longest request of each kind during the attack."""
     latency_p50_s: float
+    """The median of all of them."""
+    statuses: dict[int, int]
+    """Number of the attack's answers by HTTP status."""
     memory: Memory
     """The largest resident memory during the attack."""
     departure_s: float
@@ -59,16 +66,16 @@ def run_attack(
     """
     first_line = target.log_lines()
     victim = Victim(target.port)
-    memory = _attack(target, attack, connections, seconds)
+    memory, statuses = _attack(target, attack, connections, seconds)
     departure_s = target.departure_s(OPEN_MAX) if attack.must_depart else 0.0
     experience = victim.stop()
-    problems = [f"the victim: {refusal}" for refusal in experience.refusals[:3]]
-    if experience.gap_s > alone.gap_s + GAP_MORE_S:
-        problems.append(f"gap {experience.gap_s:.2f} s, alone {alone.gap_s:.2f} s")
-    if memory.gateway > GATEWAY_BYTES_MAX:
-        problems.append(f"the gateway had {memory.gateway / 1e6:.0f} MB")
-    if memory.scheduler > SCHEDULER_BYTES_MAX:
-        problems.append(f"the scheduler had {memory.scheduler / 1e6:.0f} MB")
+    problems = _victim_problems(attack, experience, alone)
+    for role, used in dataclasses.asdict(memory).items():
+        if used > getattr(MEMORY_MAX, role):
+            problems.append(f"the {role} had {used / 1e6:.0f} MB")
+    problems += [f"an answer with {one}" for one in statuses if one >= 500 and one != 503]
+    if attack.status and attack.status not in statuses:
+        problems.append(f"no answer with {attack.status}: nothing was attacked")
     if departure_s > DEPARTURE_S:
         problems.append(f"departed clients were served for {departure_s:.1f} s")
     problems += target.traceback_lines(first_line)[:1]
@@ -78,8 +85,11 @@ def run_attack(
         attack=attack.name,
         connections=connections,
         gap_s=experience.gap_s,
-        latency_s=experience.latency_s,
-        latency_p50_s=statistics.median(experience.latencies_s or [0.0]),
+        longest_s=experience.longest_s,
+        latency_p50_s=statistics.median(
+            list(itertools.chain(*experience.latencies_s.values())) or [0.0]
+        ),
+        statuses=statuses,
         memory=memory,
         departure_s=departure_s,
         problems=problems,
@@ -87,24 +97,53 @@ def run_attack(
 
 
 def render(alone: Experience, results: Sequence[Result]) -> str:
-    """Return the results as a table."""
-    first = f"alone: longest gap {alone.gap_s:.3f} s, longest request {alone.latency_s:.3f} s"
-    names = (
-        f"{'attack':<20}{'n':>3}{'gap s':>8}{'request s':>11}{'p50':>7}"
-        f"{'gateway MB':>12}{'scheduler MB':>14}{'left s':>8}"
+    """Return the results as a table; seconds, and MB of memory."""
+    kinds = "".join(f"{kind:>9}" for kind in KINDS)
+    roles = "".join(f"{field.name:>10}" for field in dataclasses.fields(Memory))
+    names = f"{'attack':<20}{'n':>3}{'gap':>7}{kinds}{'p50':>7}{roles}{'left':>7}"
+    return "\n".join(
+        [
+            names,
+            f"{'alone':<23}{alone.gap_s:>7.2f}{_seconds(alone.longest_s)}",
+            *map(_row, results),
+        ]
     )
-    rows = [
-        f"{one.attack:<20}{one.connections:>3}{one.gap_s:>8.2f}{one.latency_s:>11.2f}"
-        f"{one.latency_p50_s:>7.2f}{one.memory.gateway / 1e6:>12.0f}"
-        f"{one.memory.scheduler / 1e6:>14.0f}{one.departure_s:>8.1f}"
-        f"  {'; '.join(one.problems) or 'good'}"
-        for one in results
-    ]
-    return "\n".join([first, names, *rows])
 
 
-def _attack(target: Target, attack: Attack, connections: int, seconds: float) -> Memory:
-    """Run the attackers to their end; return the largest resident memory meanwhile."""
+def _row(one: Result) -> str:
+    memory = "".join(f"{used / 1e6:>10.0f}" for used in dataclasses.astuple(one.memory))
+    statuses = " ".join(f"{status}x{count}" for status, count in sorted(one.statuses.items()))
+    return (
+        f"{one.attack:<20}{one.connections:>3}{one.gap_s:>7.2f}{_seconds(one.longest_s)}"
+        f"{one.latency_p50_s:>7.2f}{memory}{one.departure_s:>7.1f}"
+        f"  {'; '.join(one.problems) or 'good'} ({statuses or 'no answers'})"
+    )
+
+
+def _seconds(longest_s: dict[str, float]) -> str:
+    return "".join(f"{longest_s[kind]:>9.2f}" for kind in KINDS)
+
+
+def _victim_problems(attack: Attack, experience: Experience, alone: Experience) -> list[str]:
+    """Return what the victim may not have experienced."""
+    problems = [f"the victim: {refusal}" for refusal in experience.refusals[:3]]
+    if experience.gap_s > alone.gap_s + GAP_MORE_S:
+        problems.append(f"gap {experience.gap_s:.2f} s, alone {alone.gap_s:.2f} s")
+    for kind, longest_s in experience.longest_s.items():
+        if longest_s > alone.longest_s[kind] + attack.request_more_s:
+            before_s = alone.longest_s[kind]
+            problems.append(f"{kind} request {longest_s:.2f} s, alone {before_s:.2f} s")
+    return problems
+
+
+def _attack(
+    target: Target, attack: Attack, connections: int, seconds: float
+) -> tuple[Memory, Counter[int]]:
+    """Run the attackers to their end.
+
+    Returns:
+        The largest resident memory meanwhile, and the number of answers by HTTP status.
+    """
     attacker = Attacker(target.port, time.monotonic() + seconds)
     threads = [
         threading.Thread(target=attack.run, args=(attacker,), daemon=True)
@@ -115,6 +154,5 @@ def _attack(target: Target, attack: Attack, connections: int, seconds: float) ->
     largest = target.memory()
     while any(thread.is_alive() for thread in threads):
         time.sleep(_MEMORY_EVERY_S)
-        now = target.memory()
-        largest = Memory(max(largest.gateway, now.gateway), max(largest.scheduler, now.scheduler))
-    return largest
+        largest = largest.largest(target.memory())
+    return largest, Counter(attacker.statuses)

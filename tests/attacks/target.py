@@ -1,4 +1,4 @@
-"""The Lockstep under attack, with two API keys: one for the attacker and one for the victim."""
+"""The Lockstep under attack, with API keys for the attacker, an accomplice and the victim."""
 
 import contextlib
 import dataclasses
@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import psutil
 
@@ -14,19 +15,29 @@ from shared.configuration.loading import load_config
 from tests.end_to_end.running_lockstep import RunningLockstep
 
 ATTACKER_KEY = "attacker-key-of-the-attack-set"
+ACCOMPLICE_KEY = "accomplice-key-of-the-attack-set"
 VICTIM_KEY = "victim-key-of-the-attack-set"
 HOST = "127.0.0.1"
 ANSWER_DEADLINE_S = 30.0
+DOCUMENT_BYTES = 96 * 1024 * 1024
+"""Disk space for stored responses, little enough to fill it within seconds."""
 DEPARTURE_S = 1.0
 """Time in which the scheduler must know that a client has left."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """Resident memory of the processes that hold requests, in bytes."""
+    """Resident memory of the processes that hold parts of requests, in bytes."""
 
-    gateway: int
-    scheduler: int
+    gateway: int = 0
+    scheduler: int = 0
+    store: int = 0
+    rank: int = 0
+
+    def largest(self, other: "Memory") -> "Memory":
+        """Return the larger number for each process."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Memory(*map(max, pairs))
 
 
 class Target:
@@ -38,11 +49,13 @@ class Target:
         self.port = running.port
 
     def memory(self) -> Memory:
-        """Return the present resident memory of gateway and scheduler."""
+        """Return the present resident memory; 0 for a process that is being started again."""
         children = self._running.children()
         return Memory(
-            gateway=psutil.Process(children["gateway"]).memory_info().rss,
-            scheduler=psutil.Process(children["scheduler"]).memory_info().rss,
+            gateway=_resident_bytes(children.get("gateway")),
+            scheduler=_resident_bytes(children.get("scheduler")),
+            store=_resident_bytes(children.get("cache-store")),
+            rank=_resident_bytes(children.get("rank-worker 0")),
         )
 
     def log_lines(self) -> int:
@@ -83,21 +96,25 @@ class Target:
 
 @contextlib.contextmanager
 def running_target(folder: Path) -> Iterator[Target]:
-    """Start Lockstep with both keys, wait until it is ready, and end it after the block.
+    """Start Lockstep with all keys, wait until it is ready, and end it after the block.
 
     Args:
         folder: an empty folder.
     """
-    variable = "LOCKSTEP_API_KEYS"
-    before = os.environ.get(variable)
-    os.environ[variable] = f"attacker={ATTACKER_KEY},victim={VICTIM_KEY}"
-    try:
+    keys = f"attacker={ATTACKER_KEY},accomplice={ACCOMPLICE_KEY},victim={VICTIM_KEY}"
+    settings = {
+        "LOCKSTEP_API_KEYS": keys,
+        "LOCKSTEP_CACHE_RESPONSES_BYTES_MAX": str(DOCUMENT_BYTES),
+    }
+    with mock.patch.dict(os.environ, settings):
         running = RunningLockstep(folder)
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
     with contextlib.closing(running):
         running.wait_until_ready()
         yield Target(running)
+
+
+def _resident_bytes(pid: int | None) -> int:
+    try:
+        return 0 if pid is None else int(psutil.Process(pid).memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0

@@ -1,10 +1,12 @@
-"""The victim of an attack: one stream and one short request after another, in its own process.
+"""The victim of an attack: one stream and one request after another, in its own process.
 
 A separate process, so that the attacking threads do not hold up its measurement.
 """
 
 import asyncio
 import dataclasses
+import itertools
+import json
 import multiprocessing
 import queue
 import time
@@ -18,11 +20,15 @@ from tests.attacks.attacker import MODEL
 from tests.attacks.target import HOST, VICTIM_KEY
 
 STREAM_TOKENS = 2_000
-REQUEST_EVERY_S = 0.25
+REQUEST_EVERY_S = 0.1
+LARGE_CHARS = 100_000
 REQUEST_TIMEOUT_S = 60.0
+KINDS = ("short", "large", "grammar", "stored")
+"""Kinds of its requests: a few bytes, 100 KB, with a grammar, and after a stored response."""
 OPEN_MAX = 2
 """Requests that the victim has open at once."""
 _STOP_S = 90.0
+_RESPONSE = {"model": MODEL, "input": "Remember one word.", "max_output_tokens": 1}
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,15 +39,17 @@ class Experience:
     """Longest time between two tokens of its stream."""
     tokens: int = 0
     """Events received on its streams."""
-    latencies_s: list[float] = dataclasses.field(default_factory=list)
-    """Duration of each short request that was answered with 200."""
+    latencies_s: dict[str, list[float]] = dataclasses.field(
+        default_factory=lambda: {kind: [] for kind in KINDS}
+    )
+    """Duration of each request that was answered with 200, by its kind."""
     refusals: list[str] = dataclasses.field(default_factory=list)
     """Status and body of each request that was answered with something else."""
 
     @property
-    def latency_s(self) -> float:
-        """The longest duration of a short request."""
-        return max(self.latencies_s, default=0.0)
+    def longest_s(self) -> dict[str, float]:
+        """The longest duration of a request of each kind."""
+        return {kind: max(values, default=0.0) for kind, values in self.latencies_s.items()}
 
 
 class Victim:
@@ -83,12 +91,13 @@ async def _suffer(port: int, stopping: Event, results: "Queue[Any]") -> None:
     experience = Experience()
     timeout = aiohttp.ClientTimeout(total=None, sock_read=REQUEST_TIMEOUT_S)
     headers = {"Authorization": f"Bearer {VICTIM_KEY}"}
-    url = f"http://{HOST}:{port}/v1/completions"
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    url = f"http://{HOST}:{port}"
+    async with aiohttp.ClientSession(url, headers=headers, timeout=timeout) as session:
+        stored = await _store(session, experience)
         first = asyncio.Event()
         tasks = [
-            asyncio.create_task(_keep_streaming(session, url, experience, first)),
-            asyncio.create_task(_keep_requesting(session, url, experience)),
+            asyncio.create_task(_keep_streaming(session, experience, first)),
+            asyncio.create_task(_keep_requesting(session, experience, stored)),
         ]
         await first.wait()
         results.put("streaming")
@@ -100,7 +109,7 @@ async def _suffer(port: int, stopping: Event, results: "Queue[Any]") -> None:
 
 
 async def _keep_streaming(
-    session: aiohttp.ClientSession, url: str, experience: Experience, first: asyncio.Event
+    session: aiohttp.ClientSession, experience: Experience, first: asyncio.Event
 ) -> None:
     """Keep one stream open; a gap is counted between two tokens of one stream."""
     number = 0
@@ -116,7 +125,7 @@ async def _keep_streaming(
         }
         last_s: float | None = None
         try:
-            async with session.post(url, json=body) as response:
+            async with session.post("/v1/completions", json=body) as response:
                 if response.status != 200:
                     experience.refusals.append(f"{response.status} {await response.text()}"[:300])
                     await asyncio.sleep(REQUEST_EVERY_S)
@@ -145,23 +154,54 @@ async def _keep_streaming(
             await asyncio.sleep(REQUEST_EVERY_S)
 
 
+async def _store(session: aiohttp.ClientSession, experience: Experience) -> str:
+    """Store a response and return its id."""
+    while "id" not in (answer := await _request(session, experience, "/v1/responses", _RESPONSE)):
+        pass
+    return str(answer["id"])
+
+
 async def _keep_requesting(
-    session: aiohttp.ClientSession, url: str, experience: Experience
+    session: aiohttp.ClientSession, experience: Experience, stored: str
 ) -> None:
-    """Send one short request after another."""
-    body = {"model": MODEL, "prompt": "One word:", "max_tokens": 1, "temperature": 0.0}
-    while True:
-        began_s = time.monotonic()
-        try:
-            async with session.post(url, json=body) as response:
-                text = await response.text()
-                if response.status == 200:
-                    experience.latencies_s.append(time.monotonic() - began_s)
-                else:
-                    experience.refusals.append(f"{response.status} {text}"[:300])
-        except asyncio.CancelledError:
-            experience.latencies_s.append(time.monotonic() - began_s)
-            raise
-        except (aiohttp.ClientError, TimeoutError) as error:
-            experience.refusals.append(f"a request failed: {error!r}"[:300])
-        await asyncio.sleep(REQUEST_EVERY_S)
+    """Send one request after another, of each kind in turn."""
+    for kind in itertools.cycle(KINDS):
+        path = "/v1/completions"
+        body = {"model": MODEL, "prompt": "One word:", "max_tokens": 1, "temperature": 0.0}
+        if kind == "large":
+            body["metadata"] = {"text": "x" * LARGE_CHARS}
+        elif kind == "grammar":
+            body["guided_choice"] = ["yes", f"no {time.monotonic_ns()}"]  # new each time
+        elif kind == "stored":
+            path, body = "/v1/responses", {**_RESPONSE, "previous_response_id": stored}
+            body["store"] = False
+        await _request(session, experience, path, body, kind)
+
+
+async def _request(
+    session: aiohttp.ClientSession,
+    experience: Experience,
+    path: str,
+    body: dict[str, Any],
+    kind: str | None = None,
+) -> dict[str, Any]:
+    """Send a request and wait a moment; return the JSON of its answer, {} if it was refused."""
+    began_s = time.monotonic()
+    answer: dict[str, Any] = {}
+    try:
+        async with session.post(path, json=body) as response:
+            text = await response.text()
+            if response.status == 200:
+                answer = json.loads(text)
+            else:
+                experience.refusals.append(f"{kind} {response.status} {text}"[:300])
+    except asyncio.CancelledError:
+        if kind is not None:
+            experience.latencies_s[kind].append(time.monotonic() - began_s)
+        raise
+    except (aiohttp.ClientError, TimeoutError) as error:
+        experience.refusals.append(f"a request failed: {error!r}"[:300])
+    if answer and kind is not None:
+        experience.latencies_s[kind].append(time.monotonic() - began_s)
+    await asyncio.sleep(REQUEST_EVERY_S)
+    return answer

@@ -7,8 +7,9 @@ the address to be added to the interface first.
 import functools
 import time
 
+from tests.attacks.attack import Attack
 from tests.attacks.attacker import Attacker
-from tests.attacks.catalog import ATTACKS, Attack
+from tests.attacks.catalog import ATTACKS
 from tests.chaos.faults.fault import Fault, FaultContext
 
 ATTACKER_ADDRESS = "127.0.0.2"
