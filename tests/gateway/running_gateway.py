@@ -88,6 +88,7 @@ class RunningGateway:
         tenant_share: float = 0.75,
         aliases: list[str] | None = None,
         has_store: bool = False,
+        tool_format: str = "auto",
         **gateway: object,
     ) -> Iterator["RunningGateway"]:
         """Start a gateway, wait until it is ready, and stop it at the end of the context.
@@ -102,16 +103,14 @@ class RunningGateway:
             tenant_share: the setting `tenants.share`.
             aliases: the setting `model.aliases`.
             has_store: a cache store uses the same folder.
+            tool_format: the setting `model.tool_format`.
             gateway: further settings of the section `gateway`.
         """
         port = free_port()
+        model = {"path": str(model_folder), "served_name": "tiny"}
         settings = {
             "gateway": {"port": port, **gateway},
-            "model": {
-                "path": str(model_folder),
-                "served_name": "tiny",
-                "aliases": aliases or [],
-            },
+            "model": {**model, "aliases": aliases or [], "tool_format": tool_format},
             "paths": {"run_dir": str(run_dir)},
             "scheduler": {"drain_s": drain_s},
             "tenants": {"share": tenant_share},

@@ -26,9 +26,16 @@ SCHEMA = {
 }
 _RULES = "".join(f"a{number}: a{number + 1}\n" for number in range(15_000))
 """More levels than a stack has room for."""
+BEGIN_IDS = [15]
+"""The digit 0, which stands for the end of the reasoning: the model counts up to 10 first."""
+BARRED_IDS = [18]
+"""The digit 3, which stands for the opening of a call: the model would count it too."""
 GRAMMARS: dict[str, Grammar | None] = {
     "list": Grammar(text=f"start: /{LIST}/", end_ids=[END]),
     "json": Grammar(text=json.dumps({"grammars": [{"json_schema": SCHEMA}]}), end_ids=[END]),
+    "reasoned": Grammar(
+        text=f"start: /{LIST}/", end_ids=[END], begin_ids=BEGIN_IDS, barred_ids=BARRED_IDS
+    ),
     "free": None,
     "broken": Grammar(text="start: [", end_ids=[END]),
     "broken by depth": Grammar(text=f'start: a0\n{_RULES}a15000: "x"', end_ids=[END]),
@@ -55,18 +62,18 @@ SLOW_SCHEMA = {
 }
 """Takes about 2 s to compile."""
 _PROMPT = "Write a list of words, a list of words, and a list of words as JSON: "
+_COUNT = "<|im_start|>user\nCount from 1 to 30.<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _generate(client: Client) -> dict[str, list[int]]:
     """Send all requests at once and return the tokens of each; the broken ones must fail."""
     tokenizer = AutoTokenizer.from_pretrained(str(demo_folder()))
-    prompt = tokenizer.encode(_PROMPT)
     for kind, grammar in GRAMMARS.items():
         for number, sampling in enumerate(SAMPLINGS):
             client.submit(
                 f"{kind} {number}",
-                prompt,
-                max_tokens=120,
+                tokenizer.encode(_COUNT if kind == "reasoned" else _PROMPT),
+                max_tokens=160 if kind == "reasoned" else 120,
                 stop_ids=[END],
                 sampling=sampling,
                 grammar=grammar,
@@ -84,6 +91,12 @@ def _generate(client: Client) -> dict[str, list[int]]:
         words = client.tokens[f"list {number}"]
         assert words[-1] == END
         assert re.fullmatch(LIST, tokenizer.decode(words[:-1])), tokenizer.decode(words)
+        tokens = client.tokens[f"reasoned {number}"]
+        begin = next(place for place, one in enumerate(tokens) if one in BEGIN_IDS)
+        assert begin > 10
+        assert not {*BARRED_IDS, END} & {*tokens[:begin]}
+        assert tokens[-1] == END
+        assert re.fullmatch(LIST, tokenizer.decode(tokens[begin + 1 : -1]))
         text = tokenizer.decode(client.tokens[f"json {number}"][:-1])
         if client.tokens[f"json {number}"][-1] == END:
             assert set(json.loads(text)) == {"name", "tags", "count"}, text

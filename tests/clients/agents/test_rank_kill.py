@@ -1,5 +1,10 @@
-"""A rank dies in the middle of an agent's tool call, and the agent finishes its task."""
+"""A rank dies in the middle of an agent's tool call, and the agent finishes its task.
 
+The call of Codex is under a grammar then: its tool for patches has one, and the model would
+misspell the end of the patch.
+"""
+
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -7,15 +12,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.agents.catalog import AGENTS, Agent
+from tests.clients.agents.catalog import AGENTS, CODEX, Agent
 from tests.clients.agents.installation import TRANSCRIPTS, missing_requirement
 from tests.clients.agents.isolation.relay import Relay
 from tests.clients.agents.session import Session
 from tests.clients.model.families import Glm
+from tests.clients.model.script import Call
 from tests.clients.scripted_ranks import ScriptedRanks, scripted_ranks
 
 pytestmark = pytest.mark.proof
-INSTALLED = [agent for agent in AGENTS if agent.tools and not missing_requirement(agent)]
+
+
+def _misspelled(path: Path, old: str, new: str) -> Call:
+    """Return a patch whose last letter is wrong; only one letter is right there."""
+    assert CODEX.tools
+    call = CODEX.tools.edit(path, old, new)
+    return Call(call.name, {name: f"{text[:-1]}q" for name, text in call.arguments.items()})
+
+
+def _agents() -> list[Agent]:
+    """Return the installed agents with tools, and a model for Codex that errs."""
+    assert CODEX.tools
+    erring = dataclasses.replace(CODEX, tools=dataclasses.replace(CODEX.tools, edit=_misspelled))
+    found = [agent for agent in AGENTS if agent.tools and not missing_requirement(agent)]
+    return [erring if agent is CODEX else agent for agent in found]
+
+
+INSTALLED = _agents()
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +53,7 @@ def test_agent_finishes_its_task_after_sigkill_of_a_rank_in_a_tool_call(
     ranks: ScriptedRanks, agent: Agent, tmp_path: Path
 ) -> None:
     """The client sees a pause: every answer is whole, no request is repeated, and the calls are
-    those of a run without a fault."""
+    those of a run without a fault; those under a grammar still follow it."""
     task = ranks.tasks[agent.name]
     before = ranks.lockstep.children()["rank-worker 1"]
     with Relay.to(ranks.url) as relay:

@@ -3,6 +3,7 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,30 @@ def test_demanded_and_strict_calls_reach_the_scheduler_as_a_grammar_of_the_model
     assert "<tool_call>" in lark
     assert "look" in lark
     assert ('"integer"' in grammar.text) == strict
+
+
+def test_free_choice_of_a_custom_tool_has_a_grammar_or_is_served_without(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Codex sends one with the choice `auto`. A grammar that does not compile, or for which there
+    is no time, is no error."""
+    prelude = (
+        "from services.gateway.endpoints import completion_service; "
+        "completion_service.ENCODE_S_MAX = 2.0"
+    )
+    started = RunningGateway.start(model_folder, tmp_path, tool_format="glm", prelude=prelude)
+    with started as gateway:
+        for definition, holds in (
+            ('start: "unmistakable"', True),
+            ("start: nowhere", False),
+            ('start: %json {"type": "integer", "multipleOf": 9999991}', False),
+        ):
+            format_ = {"type": "grammar", "syntax": "lark", "definition": definition}
+            tool = {"type": "custom", "name": "patch", "format": format_}
+            fields = {"input": _INPUT, "tools": [tool], "store": False}
+            status, body = _post(gateway, "/v1/responses", **fields)
+            assert status == 200, body
+            assert (gateway.scheduler.submitted[-1].grammar is not None) == holds
 
 
 def test_formats_of_the_other_dialects_reach_the_scheduler_as_a_grammar(
