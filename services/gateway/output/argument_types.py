@@ -106,10 +106,10 @@ def as_json(text: str, types: Types) -> str:
         types: types that it may have. Without any, JSON stays JSON.
     """
     stripped = text.strip()
-    if "string" in types and types <= _OPTIONAL_STRING:
+    if _is_text(types):
         return "null" if "null" in types and stripped == "null" else _string(text)
-    value = json_text.word(stripped) or _parsed(stripped, types)
-    if value is not None and _fits(value, types):
+    value = _fitting(stripped, types)
+    if value is not None:
         return value
     if "string" not in types and "number" not in types and "integer" in types:
         return _whole_number(stripped) or _string(text)
@@ -125,6 +125,17 @@ def literal_as_json(text: str, types: Types) -> str:
     """
     value = json_text.word(text)
     return value if value in ("null", "true", "false") else as_json(text, types)
+
+
+def _is_text(types: Types) -> bool:
+    """Return whether a value is always a string or null."""
+    return "string" in types and types <= _OPTIONAL_STRING
+
+
+def _fitting(text: str, types: Types) -> str | None:
+    """Return the JSON of a text that is JSON or nearly so, and fits; None for any other text."""
+    value = json_text.word(text) or _parsed(text, types)
+    return value if value is not None and _fits(value, types) else None
 
 
 def _parsed(text: str, types: Types) -> str | None:
@@ -209,8 +220,7 @@ class ArgumentValue:
     @property
     def json_firsts(self) -> str:
         """First characters of a value that may be JSON; "" if it is always a string or null."""
-        is_text = "string" in self._types and self._types <= _OPTIONAL_STRING
-        return "" if is_text else _json_firsts(self._types)
+        return "" if _is_text(self._types) else _json_firsts(self._types)
 
     def add(self, text: str) -> None:
         """Add a piece of the value."""
@@ -224,6 +234,17 @@ class ArgumentValue:
             if held.strip() not in ("null", "") and not "null".startswith(held.strip()):
                 self._is_string = True
                 self._write('"' + json_text.escaped(held))
+
+    def end_with_json(self, text: str) -> bool:
+        """End the value, of which this is all, if it is JSON that fits; return whether it is.
+
+        Args:
+            text: the value, with white space around it.
+        """
+        value = _fitting(text.strip(), self._types)
+        if value is not None:
+            self._write(value)
+        return value is not None
 
     def end(self) -> None:
         """End the value."""

@@ -104,18 +104,22 @@ class Source:
         self._held = []
         self._hold_start_chars = self.read_chars
 
-    def release(self) -> str:
-        """End the hold and return its text, which stays read."""
-        text = "".join(self._held or ())
+    @property
+    def held(self) -> str:
+        """Text that was read since the hold began; "" without a hold."""
+        return "".join(self._held or ())
+
+    def release(self) -> None:
+        """End the hold; its text stays read."""
         self._held = None
-        return text
 
     def rewind(self) -> None:
         """End the hold and put its text back, also out of the record."""
-        text = self.release()
-        if self._recorded is not None:
-            recorded = "".join(self._recorded)
-            self._recorded = [recorded[: len(recorded) - len(text)]]
+        text = self.held
+        if self._recorded and self._held:
+            # Both have the same last pieces.
+            del self._recorded[-len(self._held) :]
+        self.release()
         self._put_back(text)
 
     def peek(self) -> Reading[str]:

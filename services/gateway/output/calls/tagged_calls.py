@@ -85,9 +85,8 @@ class TaggedCalls(CallFormat):
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls as the model writes them."""
         has_one_section = self.name.opening and not self.begins_with_name
-        opening, closing = f"{self.section.opening}\n", f"\n{self.section.closing}"
-        if not self.name.opening:
-            opening = opening.rstrip("\n")
+        line = "\n" if self.name.opening else ""
+        opening, closing = f"{self.section.opening}{line}", f"\n{self.section.closing}"
         items = [self._written(call) for call in calls]
         if has_one_section:
             return opening + "\n".join(items) + closing
@@ -199,8 +198,7 @@ class TaggedCalls(CallFormat):
         value = ArgumentValue(types, context.write)
         if self.has_lines:
             yield from source.take("\n")
-        tag = (yield from self._read_json(context, value)) if value.json_firsts else ""
-        if tag:
+        if value.json_firsts and (tag := (yield from self._read_json(context, value))):
             return tag
         while True:
             marker = yield from source.until(self._value_ends, value.add)
@@ -224,17 +222,21 @@ class TaggedCalls(CallFormat):
         yield from source.run(SPACE)
         first = yield from source.peek()
         if first and first in value.json_firsts and (yield from json_text.copy_value(source, drop)):
-            space = yield from source.run(SPACE)
-            layout = "\n" if self.has_lines and space.endswith("\n") else ""
-            for tag in filter(None, (self.value.closing, self.call_closing)):
-                if not (yield from source.take(tag)):
-                    continue
-                if not (yield from source.is_next(self._followers(tag))):
-                    break
-                value.add(source.release().removesuffix(tag).removesuffix(layout))
-                value.end()
+            yield from source.run(SPACE)
+            tag = yield from self._take_end(context)
+            is_end = tag and (yield from source.is_next(self._followers(tag)))
+            # In a text that would become a string, quotes say nothing about where it ends.
+            if is_end and value.end_with_json(source.held.removesuffix(tag)):
+                source.release()
                 return tag
         source.rewind()
+        return ""
+
+    def _take_end(self, context: CallContext) -> Reading[str]:
+        """Read a tag that may end a value if one comes next; return it, else ""."""
+        for tag in self._value_ends.texts:
+            if (yield from context.source.take(tag)):
+                return tag
         return ""
 
     def _followers(self, tag: str) -> Markers:

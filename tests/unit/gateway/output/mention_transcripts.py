@@ -102,4 +102,8 @@ def _cases(tool_format: str, spelled: str) -> list[Transcript]:
     ]
 
 
-MENTIONS = [one for name, spelled in _CALLS.items() for one in _cases(name, spelled)]
+_BROKEN_JSON = '<tool_call>NAME\n<arg_key>path</arg_key>\n<arg_value>{"x</arg_value>, for example.'
+MENTIONS = [
+    *(one for name, spelled in _CALLS.items() for one in _cases(name, spelled)),
+    Transcript("broken JSON", "glm", _BROKEN_JSON, _BROKEN_JSON),
+]

@@ -67,6 +67,9 @@ _ENDS = [
 """Texts that end values of several formats, if they stand in no JSON."""
 _ENDS_INSIDE = {"options": as_json({"a": _ENDS}), "anything": as_json(_ENDS)}
 _ENDS_CALL: Call = ("edit-file", {"options": {"a": _ENDS}, "anything": _ENDS})
+_QUOTES = {"anything": '"a', "more": 'b"', "most": '{"a": "', "last": '"}'}
+"""Texts of which two would be one string in JSON, with what stands between them."""
+_QUOTES_CALL: Call = ("edit-file", _QUOTES)
 _TYPED_CALL: Call = (
     "edit-file",
     {
@@ -106,6 +109,12 @@ TAGGED = [
         "qwen_xml",
         _qwen("edit-file", {"anything": "[1] and [2]", "options": "{'a': 1}"}),
         calls=(("edit-file", {"anything": "[1] and [2]", "options": {"a": 1}}),),
+    ),
+    Transcript(
+        "quotes of two texts",
+        "qwen_xml",
+        _qwen("edit-file", _QUOTES),
+        calls=(_QUOTES_CALL,),
     ),
     Transcript(
         "text after",
@@ -194,6 +203,12 @@ TAGGED = [
         f'{_glm("edit-file", {"ranges": """[1, "a""", "path": "b"})} end',
         " end",
         (("edit-file", {"ranges": '[1, "a', "path": "b"}),),
+    ),
+    Transcript(
+        "quotes of two texts",
+        "glm",
+        _glm("edit-file", _QUOTES),
+        calls=(_QUOTES_CALL,),
     ),
     Transcript("compact", "glm", "<tool_call>now</tool_call>", calls=(NOW,)),
     Transcript("broken", "glm", "<tool_call>what is it?", "<tool_call>what is it?"),
