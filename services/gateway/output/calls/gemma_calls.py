@@ -69,10 +69,16 @@ class GemmaCalls(CallFormat):
     def _literal(self, value: Any) -> str:
         """Return a JSON value with this format's quotes."""
         if isinstance(value, dict):
-            return f"{{{','.join(f'{key}:{self._literal(one)}' for key, one in value.items())}}}"
+            pairs = (f"{self._key(name)}:{self._literal(one)}" for name, one in value.items())
+            return f"{{{','.join(pairs)}}}"
         if isinstance(value, list):
             return f"[{','.join(map(self._literal, value))}]"
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else as_json(value)
+
+    def _key(self, name: str) -> str:
+        """Return an argument's name, in quotes if it would not be read back without them."""
+        is_plain = _KEY.fullmatch(name) and name == name.strip()
+        return name if is_plain else self.quote + name + self.quote
 
     @functools.cached_property
     def _end(self) -> Markers:

@@ -17,7 +17,7 @@ _ARGUMENTS: dict[str, Any] = {
     "ratio": -2.5,
     "is_new": True,
     "other": None,
-    "items": ["one", {"deep": [1, False]}],
+    "items": ["one", {"deep": [1, False], "a: b": []}],
 }
 _FORMATS = [name for name, form in TOOL_FORMATS.items() if isinstance(form, CallFormat)]
 _TYPES = ("string", "integer", "number", "boolean", "null", "array")
