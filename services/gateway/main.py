@@ -16,8 +16,8 @@ from services.gateway.completion.open_requests import OpenRequests
 from services.gateway.completion.streaming import FlushList
 from services.gateway.dialects.responses.stored_responses import StoredResponses
 from services.gateway.endpoints.completion_service import CompletionService
-from services.gateway.endpoints.fair_threads import FairThreads
 from services.gateway.endpoints.model_names import ModelNames
+from services.gateway.endpoints.request_threads import RequestThreads
 from services.gateway.http import connection_limits
 from services.gateway.http.admission import AdmissionControl
 from services.gateway.http.api_keys import ApiKeys
@@ -38,8 +38,8 @@ from shared.clock import Clock, SystemClock, unix_seconds
 from shared.configuration.loading import API_KEYS_VARIABLE
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, LockstepError
-from shared.fair_share import FairShare
 from shared.os import lifeline
+from shared.tenants.fair_share import FairShare
 
 ENCODER_THREADS = 3
 """Threads that encode prompts. One tenant gets at most two; more would starve the event loop on
@@ -111,9 +111,9 @@ def build_service(
         metrics=metrics,
         open_requests=open_requests,
         flush_list=flush_list,
-        decoders=FairThreads("decoder", 1, _waiting(config)),
-        encoders=FairThreads("encoder", ENCODER_THREADS, _waiting(config)),
-        grammar_checkers=FairThreads("grammar", GRAMMAR_THREADS, _waiting(config)),
+        decoders=RequestThreads("decoder", 1, _waiting(config)),
+        encoders=RequestThreads("encoder", ENCODER_THREADS, _waiting(config)),
+        grammar_checkers=RequestThreads("grammar", GRAMMAR_THREADS, _waiting(config)),
         authenticator=Authenticator(config.gateway, keys, clock),
         origin_policy=OriginPolicy(config.gateway),
         admission=AdmissionControl(config.gateway.open_requests_max, config.tenants.share, status),

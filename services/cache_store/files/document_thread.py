@@ -4,13 +4,13 @@ A document has up to 24 MB, and ranks wait for blocks of KV. So the thread that 
 hands documents to this one. What concerns one owner happens in order, and owners take turns.
 """
 
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from services.cache_store import events
 from services.cache_store.files.disk import Disk
 from shared.identifiers import PeerId
+from shared.tenants.tenant_queues import TenantQueues
 
 
 class DocumentThread:
@@ -26,8 +26,8 @@ class DocumentThread:
         self._disk = disk
         self._wake = wake
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="documents")
-        self._waiting: OrderedDict[str, deque[events.DocumentAction]] = OrderedDict()
-        """Actions by owner; the first owner has the next turn."""
+        self._waiting: TenantQueues[events.DocumentAction] = TenantQueues()
+        """Actions by owner."""
         self._running: Future[list[events.Event]] | None = None
 
     @property
@@ -37,7 +37,7 @@ class DocumentThread:
 
     def add(self, action: events.DocumentAction) -> None:
         """Perform an action after all earlier ones of the document's owner."""
-        self._waiting.setdefault(action.key.owner, deque()).append(action)
+        self._waiting.add(action.key.owner, action)
 
     def start_next(self, may_read_for: Callable[[PeerId], bool]) -> None:
         """Start the next action if none runs.
@@ -47,17 +47,12 @@ class DocumentThread:
         """
         if self._running is not None:
             return
-        for owner, actions in self._waiting.items():
-            action = actions[0]
-            if isinstance(action, events.LoadDocument) and not may_read_for(action.peer):
-                continue
-            actions.popleft()
-            self._waiting.move_to_end(owner)
-            if not actions:
-                del self._waiting[owner]
+        action = self._waiting.take(
+            lambda one: not isinstance(one, events.LoadDocument) or may_read_for(one.peer)
+        )
+        if action is not None:
             self._running = self._pool.submit(self._disk.perform, action)
             self._running.add_done_callback(lambda _: self._wake())
-            return
 
     def take_results(self) -> list[events.Event]:
         """Return the results of the action that has ended; [] if none has."""
@@ -70,8 +65,6 @@ class DocumentThread:
     def finish(self) -> None:
         """Perform everything that waits, but read nothing, and end the thread."""
         self._pool.shutdown()
-        for actions in self._waiting.values():
-            for action in actions:
-                if not isinstance(action, events.LoadDocument):
-                    self._disk.perform(action)
-        self._waiting.clear()
+        while (action := self._waiting.take()) is not None:
+            if not isinstance(action, events.LoadDocument):
+                self._disk.perform(action)

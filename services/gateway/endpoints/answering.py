@@ -20,8 +20,8 @@ from services.gateway.conversation.template import (
 )
 from services.gateway.endpoints.answer_length import check_logprobs, completion_tokens_max
 from services.gateway.endpoints.completion_service import CHARS_PER_TOKEN, CompletionService
-from services.gateway.endpoints.fair_threads import Ticket
 from services.gateway.endpoints.request_options import RequestOptions, session_key
+from services.gateway.endpoints.request_threads import Ticket
 from services.gateway.http import authentication, errors, request_body
 from services.gateway.http.admission import ADMITTED
 from services.gateway.http.errors import ApiError, PromptTooLong

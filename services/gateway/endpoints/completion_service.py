@@ -13,8 +13,8 @@ from services.gateway.completion.open_requests import OpenRequests
 from services.gateway.completion.serializer import ResponseMetadata
 from services.gateway.completion.streaming import FlushList
 from services.gateway.conversation.conversation import Conversation
-from services.gateway.endpoints.fair_threads import FairThreads, Ticket
 from services.gateway.endpoints.model_names import ModelNames
+from services.gateway.endpoints.request_threads import RequestThreads, Ticket
 from services.gateway.http import authentication, ignored_fields, request_body, server
 from services.gateway.http.admission import AdmissionControl
 from services.gateway.http.authentication import Authenticator
@@ -60,12 +60,12 @@ class CompletionService:
     """Sends completions to the scheduler and passes their tokens to the responses."""
     flush_list: FlushList
     """Streams that have collected events since the last write."""
-    decoders: FairThreads
+    decoders: RequestThreads
     """One thread, which decodes large bodies one after another: decoding holds the interpreter
     lock, and several threads could keep it from the event loop in turns."""
-    encoders: FairThreads
+    encoders: RequestThreads
     """Threads that render chat templates and encode prompts."""
-    grammar_checkers: FairThreads
+    grammar_checkers: RequestThreads
     """Threads that make and check grammars: a slow one must not hold up prompts."""
     authenticator: Authenticator
     origin_policy: OriginPolicy
@@ -217,7 +217,7 @@ class CompletionService:
 
     async def _run(
         self,
-        threads: FairThreads,
+        threads: RequestThreads,
         request: web.Request,
         works: Sequence[Callable[[Ticket], T]],
         param: str,
@@ -229,7 +229,7 @@ class CompletionService:
                     await threads.run(ticket, functools.partial(work, ticket)) for work in works
                 ]
         except TimeoutError:
-            if ticket.is_waiting:
+            if ticket.was_waiting:
                 raise ApiError(
                     429,
                     "Too many prompts or grammars are waiting to be encoded.",

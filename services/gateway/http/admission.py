@@ -11,8 +11,8 @@ from services.gateway.http import authentication, errors
 from services.gateway.http.errors import ApiError
 from services.gateway.links.scheduler_status import StatusBoard
 from shared.clock import Clock
-from shared.fair_share import FairShare
 from shared.messages import RequestRejected
+from shared.tenants.fair_share import FairShare
 
 BODIES_BYTES_MAX = 256 * 1024 * 1024
 """Total bytes that have arrived of all bodies whose prompts are not token ids yet. Parsing a body

@@ -9,7 +9,7 @@ import dataclasses
 import socket
 
 from services.gateway.http.errors import ApiError
-from shared.fair_share import FairShare
+from shared.tenants.fair_share import FairShare
 
 DESCRIPTORS_RESERVED = 160
 """Descriptors kept for this process itself and for connections that are being refused."""

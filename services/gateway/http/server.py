@@ -16,7 +16,7 @@ from services.gateway.http.connection import GuardedHandler
 from services.gateway.http.connection_limits import ConnectionLimits
 from services.gateway.http.errors import ApiError, closing
 from shared.configuration.settings import GatewayConfig
-from shared.fair_share import FairShare
+from shared.tenants.fair_share import FairShare
 
 HEADER_BYTES_MAX = 8_190
 """Longest request line and longest header."""

@@ -10,7 +10,6 @@ from services.gateway.links.loop_dialer import LoopDialer
 from shared import limits
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, LinkError, UnavailableError
-from shared.fair_share import FairShare
 from shared.log import Log
 from shared.messages import (
     DeleteDocument,
@@ -24,6 +23,7 @@ from shared.messages import (
     StoreReported,
     ToStore,
 )
+from shared.tenants.fair_share import FairShare
 from shared.transport.links import Connected, LinkEvent, Lost, Received
 
 ANSWER_S_MAX = 10.0

@@ -4,9 +4,9 @@ import dataclasses
 
 from services.scheduler.requests.sequence import Sequence
 from shared.configuration.settings import SchedulerConfig
-from shared.fair_share import FairShare
 from shared.identifiers import SequenceId
 from shared.messages import token_ids
+from shared.tenants.fair_share import FairShare
 
 _REQUEST_BYTES = 4_096
 """Memory of a waiting request besides its token ids and logit bias."""

@@ -18,8 +18,8 @@ from services.gateway.dialects.openai.serializers import TextCompletionSerialize
 from services.gateway.dialects.openai.validation import CHOICES_TOTAL_MAX, check_completion
 from services.gateway.endpoints import answering
 from services.gateway.endpoints.completion_service import SERVICE, CompletionService
-from services.gateway.endpoints.fair_threads import Ticket
 from services.gateway.endpoints.request_options import RequestOptions
+from services.gateway.endpoints.request_threads import Ticket
 from services.gateway.http import request_body
 from services.gateway.http.errors import PromptTooLong, invalid_field, unsupported
 from services.gateway.http.ignored_fields import LenientDecoder, set_fields

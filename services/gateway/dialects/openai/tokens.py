@@ -12,7 +12,7 @@ from services.gateway.conversation.conversation import Conversation
 from services.gateway.dialects.openai import chat, request_types, validation
 from services.gateway.endpoints import answering
 from services.gateway.endpoints.completion_service import SERVICE, CompletionService
-from services.gateway.endpoints.fair_threads import Ticket
+from services.gateway.endpoints.request_threads import Ticket
 from services.gateway.http.errors import PromptTooLong, invalid_field
 from services.gateway.http.ignored_fields import LenientDecoder, RefusedField
 from services.gateway.http.json_response import json_response

@@ -15,7 +15,7 @@ from services.gateway.dialects.responses.stored_items import Document
 from services.gateway.dialects.responses.stored_responses import StoredResponses
 from services.gateway.endpoints import answering
 from services.gateway.endpoints.completion_service import SERVICE, CompletionService
-from services.gateway.endpoints.fair_threads import Ticket
+from services.gateway.endpoints.request_threads import Ticket
 from services.gateway.http import authentication, request_body
 from services.gateway.http.admission import ADMITTED
 from services.gateway.http.errors import ApiError, PromptTooLong, invalid_field, unsupported

@@ -11,14 +11,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from services.rank_worker.sampling.grammar.matcher import CompiledGrammar, Matcher, describe_error
-from services.rank_worker.sampling.grammar.tenant_threads import TenantThreads, Work
 from shared.errors import Refusal
 from shared.messages import Grammar
 from shared.model import tokenizer_json
 from shared.model.grammars import LIBRARY_VERSION, compile_grammar, read_tokenizer
+from shared.tenants.tenant_threads import TenantThreads
 
 _T = TypeVar("_T")
 
@@ -45,7 +45,7 @@ class _Kept:
     """Will be a matcher at the start, to be copied."""
     waiting: int = 0
     """Sequences that wait for it."""
-    queued: dict[str, Work] = dataclasses.field(default_factory=dict)
+    queued: dict[str, Future[None]] = dataclasses.field(default_factory=dict)
     """The work of compiling it, by each tenant in whose queue it waits."""
     has_begun: bool = False
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -76,9 +76,8 @@ class GrammarCompiler:
         """
         self._folder = folder
         self._report = report
-        self._threads = TenantThreads("grammars", _THREADS, _yield_to_steps)
-        self._tokenizer: Future[LLTokenizer] = Future()
-        self._threads.submit("", lambda: _settle(self._tokenizer, lambda: read_tokenizer(folder)))
+        self._threads = TenantThreads("grammars", _THREADS, begin_thread=_yield_to_steps)
+        self._tokenizer = self._threads.submit("", lambda: read_tokenizer(folder))
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         """By hash of the text, the one used last at the end."""
         self._kept_chars = 0
@@ -176,8 +175,7 @@ class GrammarCompiler:
                 if kept.begin():
                     _settle(kept.compiled, lambda: self._compile(text))
 
-            kept.queued[tenant] = compile_once
-            self._threads.submit(tenant, compile_once)
+            kept.queued[tenant] = self._threads.submit(tenant, compile_once)
         while len(self._kept) > 1 and (
             len(self._kept) > _KEPT_GRAMMARS_MAX or self._kept_chars > _KEPT_CHARS_MAX
         ):
@@ -189,8 +187,8 @@ class GrammarCompiler:
         kept.waiting -= 1
         if kept.waiting or not kept.begin():
             return
-        for tenant, work in kept.queued.items():
-            self._threads.drop(tenant, work)
+        for work in kept.queued.values():
+            work.cancel()
         if self._kept.get(name) is kept:
             del self._kept[name]
             self._kept_chars -= kept.chars

@@ -12,7 +12,7 @@ from aiohttp import web
 from services.gateway.http.connection import PIPELINED_BYTES_MAX
 from services.gateway.http.server import GuardedRunner
 from shared.configuration.settings import GatewayConfig
-from shared.fair_share import FairShare
+from shared.tenants.fair_share import FairShare
 
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NOTICED_S = 1.0

@@ -11,7 +11,7 @@ from aiohttp import web
 from services.gateway.http import server
 from services.gateway.http.server import GuardedRunner, raise_descriptor_limit
 from shared.configuration.settings import GatewayConfig
-from shared.fair_share import FairShare
+from shared.tenants.fair_share import FairShare
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _BODY = b"x" * 32 * 1024 * 1024

@@ -10,19 +10,19 @@ from collections.abc import Callable
 
 import pytest
 
-from services.gateway.endpoints.fair_threads import FairThreads, Ticket, WorkStopped
+from services.gateway.endpoints.request_threads import RequestThreads, Ticket, WorkStopped
 from services.gateway.http.errors import ApiError
-from shared.fair_share import FairShare
+from shared.tenants.fair_share import FairShare
 
 _WAIT_S = 5.0
 
 
-def _threads(count: int, waiting: int = 100, share: float = 1.0) -> FairThreads:
-    return FairThreads("test", count, FairShare(waiting, share))
+def _threads(count: int, waiting: int = 100, share: float = 1.0) -> RequestThreads:
+    return RequestThreads("test", count, FairShare(waiting, share))
 
 
 async def _submit(
-    threads: FairThreads, ticket: Ticket, work: Callable[[], object]
+    threads: RequestThreads, ticket: Ticket, work: Callable[[], object]
 ) -> "asyncio.Task[object]":
     """Queue work, and let it start if a thread is free."""
     task = asyncio.create_task(threads.run(ticket, work))

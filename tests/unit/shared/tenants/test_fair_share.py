@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.fair_share import FairShare
+from shared.tenants.fair_share import FairShare
 
 
 def _take_all(shares: FairShare, tenant: str, amount: int = 1) -> int:

@@ -1,0 +1,1 @@
+"""What tenants share fairly: bounded resources, turns and threads."""
