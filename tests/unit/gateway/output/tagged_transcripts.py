@@ -68,7 +68,7 @@ _ENDS = [
 _ENDS_INSIDE = {"options": as_json({"a": _ENDS}), "anything": as_json(_ENDS)}
 _ENDS_CALL: Call = ("edit-file", {"options": {"a": _ENDS}, "anything": _ENDS})
 _QUOTES = {"anything": '"a', "more": 'b"', "most": '{"a": "', "last": '"}'}
-"""Texts of which two would be one string in JSON, with what stands between them."""
+"""A quote in one and a quote in the next would make one JSON string of both."""
 _QUOTES_CALL: Call = ("edit-file", _QUOTES)
 _TYPED_CALL: Call = (
     "edit-file",
