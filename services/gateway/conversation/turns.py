@@ -1,4 +1,4 @@
-"""Turns of the model that a client sends as several messages. Owns joining them to one."""
+"""Turns of the model that a client sends in several parts. Owns joining them to one message."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -26,15 +26,28 @@ def joined_turns(messages: Iterable[ConversationMessage]) -> list[ConversationMe
     return found + _joined(turn)
 
 
+def joined_thoughts(thoughts: Iterable[str]) -> str | None:
+    """Return the thoughts of one turn as one text with a paragraph for each; None without any.
+
+    Args:
+        thoughts: the thoughts in order. A later one that this server sent begins with line ends.
+    """
+    pieces: list[str] = []
+    for thought in filter(None, thoughts):
+        if pieces and not thought[0].isspace():
+            pieces.append("\n\n")
+        pieces.append(thought)
+    return "".join(pieces) or None
+
+
 def _joined(turn: list[ConversationMessage]) -> list[ConversationMessage]:
     if len(turn) < 2:
         return turn
-    thoughts = [message.reasoning for message in turn if message.reasoning]
     return [
         dataclasses.replace(
             turn[0],
             text="".join(message.text for message in turn),
-            reasoning="\n\n".join(thoughts) or None,
+            reasoning=joined_thoughts(message.reasoning or "" for message in turn),
             calls=[call for message in turn for call in message.calls],
         )
     ]

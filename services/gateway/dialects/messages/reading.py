@@ -18,7 +18,7 @@ from services.gateway.conversation.reasoning import (
     is_unknown,
     thinking_arguments,
 )
-from services.gateway.conversation.turns import joined_turns
+from services.gateway.conversation.turns import joined_thoughts, joined_turns
 from services.gateway.dialects.messages import request_types
 from services.gateway.dialects.messages.content import (
     SEPARATOR,
@@ -221,8 +221,9 @@ def _assistant_messages(
             case _:
                 texts.append(reader.block_text(block, param))
     calls.update(call.call_id for call in made)
-    text = SEPARATOR.join(filter(None, texts))
-    thoughts = "\n".join(filter(None, reasoning)) or None
+    # What stood between two blocks of the model's text is part of one of them.
+    text = "".join(texts)
+    thoughts = joined_thoughts(reasoning)
     if not (text or thoughts or made):
         return []
     return [ConversationMessage("assistant", text, reasoning=thoughts, calls=made)]

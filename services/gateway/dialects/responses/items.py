@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.gateway.conversation.conversation import Call, ConversationMessage, Role
+from services.gateway.conversation.turns import joined_thoughts
 from services.gateway.dialects.openai.request_types import ShortName
 from services.gateway.dialects.responses.tools import (
     CUSTOM_ARGUMENT,
@@ -173,8 +174,8 @@ class ItemReader:
         text = self._text(item.content or [], f"{self._param}.content")
         text = text or self._text(item.summary or [], f"{self._param}.summary")
         if text:
-            turn = self._open_turn(goes_on_after_text=False)
-            self._thoughts += ["\n\n", text] if turn.calls and self._thoughts else [text]
+            self._open_turn(goes_on_after_text=False)
+            self._thoughts.append(text)
 
     def _add_call(self, call_id: str, name: str, namespace: str | None, arguments: Any) -> None:
         request_body.check_depth(arguments, f"{self._param}.arguments")
@@ -225,7 +226,7 @@ class ItemReader:
         """Write the pieces of the open turn into its message."""
         if self._turn is not None:
             self._turn.text = "".join(self._texts)
-            self._turn.reasoning = "".join(self._thoughts) or None
+            self._turn.reasoning = joined_thoughts(self._thoughts)
 
     def _text(self, content: str | list[Any], param: str, *, may_have_media: bool = False) -> str:
         """Return the text of all parts.

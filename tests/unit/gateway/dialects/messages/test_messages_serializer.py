@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from services.gateway.completion.completion_text import CompletionText
 from services.gateway.completion.generation import Choice, Generation
 from services.gateway.completion.serializer import CollectedChoice, ResponseMetadata
 from services.gateway.conversation.conversation import Tool
+from services.gateway.dialects.messages import reading
+from services.gateway.dialects.messages.request_types import CountTokensRequest
 from services.gateway.dialects.messages.serializer import MessagesSerializer
 from services.gateway.http.errors import ApiError, unavailable
 from services.gateway.output.events import (
@@ -163,6 +166,21 @@ def test_stream_has_the_order_of_events_that_clients_expect() -> None:
     assert called["content_block"] == {
         "type": "tool_use", "id": "call_1", "name": "Read", "input": {},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("after", ["\nDone.", " Done.", "Done."])
+def test_message_that_a_client_sends_back_is_the_turn_that_the_model_wrote(after: str) -> None:
+    """Text after a call, and thoughts in several blocks, have the white space that they had."""
+    output: list[OutputEvent] = [
+        *(Reasoning("I look."), Text("Looking."), CallBegun(0, "call_1", "Read"), CallEnded()),
+        *(Reasoning("\n\nAgain."), Text(after)),
+    ]
+    message = _collected(_stream(output))
+    turn = {"role": "assistant", "content": message["content"]}
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}, turn]}
+    found = reading.read(msgspec.convert(body, CountTokensRequest), []).conversation.messages[1]
+    assert found.text == f"Looking.{after}"
+    assert found.reasoning == "I look.\n\nAgain."
 
 
 _text = st.text(min_size=1, max_size=4)

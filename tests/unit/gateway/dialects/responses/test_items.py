@@ -129,6 +129,18 @@ def test_unknown_items_and_parts_are_left_out_and_named() -> None:
     assert list(reader.ignored) == ["input.web_search_call", "input.content.mystery"]
 
 
+@pytest.mark.parametrize("second", ["More.", "\n\nMore."])
+def test_thoughts_of_one_turn_are_paragraphs_whoever_wrote_them(second: str) -> None:
+    """Those of this server have line ends between them already, which stay as they were."""
+    first, later = (
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+        for text in ("Think.", second)
+    )
+    reader = read(first, call("a"), later, call("b"))
+    [turn] = reader.messages
+    assert turn.reasoning == "Think.\n\nMore."
+
+
 def test_image_in_tool_result_becomes_a_note_for_the_model() -> None:
     """A session with a screenshot in its history goes on."""
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
