@@ -16,9 +16,10 @@ _ENDS = Markers("<|end|>", "<|call|>", "<|return|>", _START)
 _HEADER_ENDS = Markers(_MESSAGE, *_ENDS.texts)
 _TEXT_ENDS = Markers(_CHANNEL_MARKER, *_ENDS.texts)
 _HEADER_STARTS = Markers(_CHANNEL_MARKER, "<|constrain|>", _MESSAGE, "to=", *_ENDS.texts)
-_ANY_HEADER = re.compile(
-    r"(?:\A|(?<=<\|start\|>assistant))"
-    r"([^<]{0,400})(?:<\|channel\|>([^<]{0,400}))?(?:<\|constrain\|>[^<]{0,400})?<\|message\|>"
+_NEXT = f"{_START}assistant"
+"""Text between two messages of one turn."""
+_HEADER = re.compile(
+    r"[^<]{0,400}(?:<\|channel\|>[^<]{0,400})?(?:<\|constrain\|>[^<]{0,400})?<\|message\|>"
 )
 """A header after the name of its author: text, channel and more, form of the content."""
 _PEOPLE = ("assistant", "user", "system", "developer", "all")
@@ -37,7 +38,7 @@ class Harmony:
     special_texts = (*_HEADER_ENDS.texts, "<|constrain|>")
     """Further texts of the format that may be special tokens."""
     text_opening = f"{_CHANNEL_MARKER}commentary{_MESSAGE}"
-    text_closing = f"<|end|>{_START}assistant"
+    text_closing = f"<|end|>{_NEXT}"
     """What the model writes around a text before a call."""
 
     def read(
@@ -83,7 +84,8 @@ class Harmony:
         Args:
             text: messages; the first begins in its header.
         """
-        return _ANY_HEADER.sub(_simple_header, text)
+        # A search for headers in the whole text would hold the interpreter lock for long.
+        return _NEXT.join(map(_with_simple_header, text.split(_NEXT)))
 
     def _read_header(self, context: CallContext) -> Reading[tuple[str, str]]:
         """Read up to the next message; return its header and the marker after it."""
@@ -129,9 +131,13 @@ def _tool(header: str) -> str:
     return recipient[1].removeprefix("functions.")
 
 
-def _simple_header(header: re.Match[str]) -> str:
-    """Return a header with channel and recipient, in this order."""
+def _with_simple_header(message: str) -> str:
+    """Return a message whose header has only channel and recipient, in this order."""
+    header = _HEADER.match(message)
+    if header is None:
+        return message
     recipient = _RECIPIENT.search(header[0])
     channel = _CHANNEL.search(header[0])
     names = (channel[1] if channel else "", recipient[1] if recipient else "")
-    return f"{_CHANNEL_MARKER}{' to='.join(filter(None, names))}{_MESSAGE}"
+    simple = f"{_CHANNEL_MARKER}{' to='.join(filter(None, names))}{_MESSAGE}"
+    return simple + message[header.end() :]
