@@ -200,6 +200,7 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
         service.decoders.shutdown()
         service.encoders.shutdown()
         service.grammar_checkers.shutdown()
+        service.grammars.close()
     return limits.EXIT_UNAVAILABLE if aborted else limits.EXIT_OK
 
 

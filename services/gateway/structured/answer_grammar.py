@@ -23,6 +23,7 @@ from services.gateway.structured.call_grammars import (
 from services.gateway.structured.grammar_validator import GrammarValidator
 from services.gateway.structured.grammar_writer import GrammarWriter, quote
 from services.gateway.structured.schema_choices import Unwritable
+from services.gateway.structured.trials import Trials
 from shared.messages import Grammar
 from shared.model import tokenizer_json
 from shared.model.grammars import is_special
@@ -90,6 +91,7 @@ class AnswerGrammars:
         end_ids: Sequence[int],
         *,
         can_match: bool = True,
+        trials: Trials | None = None,
     ) -> None:
         """Prepare the checks.
 
@@ -99,6 +101,7 @@ class AnswerGrammars:
             output_format: formats of the model's reasoning and calls.
             end_ids: ids that end the model's completions.
             can_match: the ranks can read the model's tokenizer.
+            trials: where unknown grammars are compiled; None: its own.
         """
         self._can_match = can_match
         self._special = {
@@ -111,7 +114,12 @@ class AnswerGrammars:
         form = TOOL_FORMATS.get(output_format.tool_format)
         self._has_raw_texts = form is not None and has_raw_texts(form)
         self._end_ids = list(end_ids)
-        self._validator = GrammarValidator(self._special.values())
+        self._trials = trials or Trials()
+        self._validator = GrammarValidator(self._special.values(), self._trials)
+
+    def close(self) -> None:
+        """End the processes in which grammars are tried, in the middle of a trial too."""
+        self._trials.close()
 
     def raw(self, constraint: Constraint) -> Grammar:
         """Return the grammar of a completion that is no answer in a conversation.

@@ -1,28 +1,19 @@
 """Checks of grammars before any rank sees them. Owns naming the refused part of a schema."""
 
 import hashlib
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from llguidance import LLTokenizer, TokenizerWrapper
-
 from services.gateway.conversation.constraint import Constraint
 from services.gateway.http.errors import ApiError, invalid_field
 from services.gateway.http.request_body import to_json
-from services.gateway.structured import trial
-from services.gateway.structured.byte_tokenizer import ByteTokenizer
 from services.gateway.structured.grammar_writer import GrammarWriter, with_options
+from services.gateway.structured.trials import FAILED, Trials
 from shared import limits
 from shared.clock import Clock, SystemClock
-from shared.errors import Refusal
-from shared.model.grammars import compile_grammar
 
-_PLACE = re.compile(r" while processing json-schema:\S+")
-"""The library's name of a part behind a reference, which differs from part to part."""
-_DETAIL_CHARS_MAX = 1_000
 _PROBES_MAX = 100
 """Parts of a schema that are compiled alone to find the refused one."""
 _PROBES_S_MAX = 0.5
@@ -38,22 +29,25 @@ _SINGLES = ("items", "additionalProperties", "additionalItems", "contains", "not
 
 
 class GrammarValidator:
-    """Compiles grammars as ranks do, and refuses those that ranks could not compile.
+    """Refuses grammars that ranks could not compile, or not with little time and memory.
 
-    Thread-safe; one grammar takes milliseconds, and at most about a second.
+    Thread-safe. A grammar that is not known is tried in another process, which takes a millisecond
+    more than the library; most take milliseconds, and none more than seconds.
     """
 
-    def __init__(self, special_ids: Iterable[int], clock: Clock | None = None) -> None:
-        """Make the tokenizer.
+    def __init__(
+        self, special_ids: Iterable[int], trials: Trials, clock: Clock | None = None
+    ) -> None:
+        """Begin without known grammars.
 
         Args:
             special_ids: ids of the model's special tokens.
+            trials: where unknown grammars are compiled.
             clock: ends the search for the refused part of a schema; None: the machine's.
         """
         self._clock = clock or SystemClock()
         self._special_ids = sorted(special_ids)
-        tokenizer = ByteTokenizer(self._special_ids)
-        self._tokenizer = LLTokenizer(TokenizerWrapper(tokenizer), slices=[])
+        self._trials = trials
         self._problems: OrderedDict[bytes, str] = OrderedDict()
         """Why a grammar cannot be compiled, "" if it can, by its hash; the last used at the end."""
         self._lock = threading.Lock()
@@ -131,32 +125,19 @@ class GrammarValidator:
             if name in self._problems:
                 self._problems.move_to_end(name)
                 return self._problems[name]
-        problem = self._compile(text)
+        problem = self._trials.find_problem(text, self._special_ids)
         with self._lock:
             self._problems[name] = problem
             while len(self._problems) > _KNOWN_MAX:
                 self._problems.popitem(last=False)
         return problem
 
-    def _compile(self, text: str) -> str:
-        if trial.needs_trial(text) and not trial.succeeds(text, self._special_ids):
-            return trial.FAILED
-        try:
-            matcher = compile_grammar(self._tokenizer, text)
-        except Refusal as refusal:
-            return str(refusal)
-        if not matcher.is_error():
-            return ""
-        problem = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
-        problem = _PLACE.sub("", problem)
-        return problem[:_DETAIL_CHARS_MAX].rstrip(".") or "the cause is unknown"
-
     def _refused_path(self, schema: Mapping[str, Any], problem: str) -> str:
         """Return the path of the smallest part of a schema with a problem, "" for the whole.
 
         It is the path of a larger part where the time does not suffice.
         """
-        if problem == trial.FAILED:
+        if problem == FAILED:
             # Each of its parts may take as long.
             return ""
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -17,6 +17,9 @@ JSON_SPACE = r"( |\r?\n[ \t]{0,64})"
 """White space between the tokens of JSON: one space, or a line break and an indentation. Without a
 limit a model may write it for ever."""
 
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|.", re.DOTALL)
+"""A piece of a regular expression: a class is one. One that nothing closes ends with the text, so
+that its end is not looked for at each bracket."""
 _ANY_TEXT = r"/(.|\n)*/"
 _SPACE = r"/[ \t\r\n]{1,8}/"
 
@@ -176,7 +179,7 @@ def _alternatives(pattern: str) -> list[str]:
     """Return the alternatives of a regular expression, which stand between | outside of groups."""
     found = [""]
     depth = 0
-    for piece in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+    for piece in _PIECE.findall(pattern):
         depth += (piece == "(") - (piece == ")")
         if piece == "|" and not depth:
             found.append("")

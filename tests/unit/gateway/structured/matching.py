@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from services.gateway.structured.byte_tokenizer import ByteTokenizer
+from services.gateway.structured.trials import Trials
 from shared.messages import Grammar
 from shared.model.grammars import compile_grammar
 
@@ -21,6 +22,8 @@ SPECIAL_TOKENS = {
     )
 }
 END = SPECIAL_TOKENS["<|im_end|>"]
+TRIALS = Trials()
+"""Shared by all tests, because a process takes a moment to start."""
 
 _BYTES = ByteTokenizer(list(SPECIAL_TOKENS.values()))
 _TOKENIZER = LLTokenizer(TokenizerWrapper(_BYTES), slices=[])

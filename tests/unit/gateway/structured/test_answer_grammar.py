@@ -1,6 +1,7 @@
 """Grammars of answers: content, reasoning first, and calls in each family's own format."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,13 +11,12 @@ from services.gateway.conversation.conversation import Tool, ToolChoice
 from services.gateway.http.errors import ApiError
 from services.gateway.output.events import CallArguments, CallBegun, OutputEvent, joined
 from services.gateway.output.families import TOOL_FORMATS, OutputFormat
-from services.gateway.structured import grammar_validator
 from services.gateway.structured.answer_grammar import AnswerGrammars, AnswerWishes
 from shared.messages import Grammar
-from shared.model.grammars import compile_grammar
 from tests.unit.gateway.structured.matching import (
     END,
     SPECIAL_TOKENS,
+    TRIALS,
     matches,
     random_text,
 )
@@ -47,7 +47,11 @@ CONSTRAINED_FORMATS = [
 def grammars(tools: str = "hermes", reasoning: str = "off", **added: int) -> AnswerGrammars:
     """Return the grammars of a model with these formats."""
     return AnswerGrammars(
-        SPECIAL_TOKENS, {**SPECIAL_TOKENS, **added}, OutputFormat(tools, reasoning), [END]
+        SPECIAL_TOKENS,
+        {**SPECIAL_TOKENS, **added},
+        OutputFormat(tools, reasoning),
+        [END],
+        trials=TRIALS,
     )
 
 
@@ -350,12 +354,13 @@ def test_parts_of_a_request_are_checked_one_by_one_and_not_again_with_the_answer
     checks = made.checks(wishes)
     assert len(checks) == 6
     compiled: list[str] = []
+    find_problem = TRIALS.find_problem
 
-    def counting(tokenizer: Any, text: str) -> Any:
+    def counting(text: str, special_ids: Sequence[int]) -> str:
         compiled.append(text)
-        return compile_grammar(tokenizer, text)
+        return find_problem(text, special_ids)
 
-    monkeypatch.setattr(grammar_validator, "compile_grammar", counting)
+    monkeypatch.setattr(TRIALS, "find_problem", counting)
     for check in checks:
         before = len(compiled)
         check()

@@ -13,7 +13,7 @@ from services.gateway.output.families import TOOL_FORMATS, OutputFormat
 from services.gateway.structured.answer_grammar import AnswerGrammars, AnswerWishes
 from shared import limits
 from shared.messages import Grammar
-from tests.unit.gateway.structured.matching import END, SPECIAL_TOKENS, matches
+from tests.unit.gateway.structured.matching import END, SPECIAL_TOKENS, TRIALS, matches
 
 LARK = """start: begin hunk+ end
 begin: "*** Begin Patch" LF
@@ -49,7 +49,9 @@ def patch_tool(definition: str = LARK, syntax: str = "lark") -> Tool:
 
 def grammar_of(name: str, tool: Tool, choice: ToolChoice | None = None) -> Grammar:
     """Return the grammar of an answer that must call the tool."""
-    grammars = AnswerGrammars(SPECIAL_TOKENS, SPECIAL_TOKENS, OutputFormat(name, "off"), [END])
+    grammars = AnswerGrammars(
+        SPECIAL_TOKENS, SPECIAL_TOKENS, OutputFormat(name, "off"), [END], trials=TRIALS
+    )
     demand = choice or ToolChoice("named", "apply_patch", may_call_several=False)
     found = grammars.answer(AnswerWishes(tools=[tool], tool_choice=demand), "")
     assert found is not None
@@ -83,7 +85,7 @@ def test_strict_tool_beside_custom_tool_enforces_both_with_a_free_choice() -> No
     """An answer that has a grammar for another reason has the custom tool's too."""
     strict = Tool("list", None, {"type": "object", "additionalProperties": False}, is_strict=True)
     form = OutputFormat("qwen_xml", "off")
-    grammars = AnswerGrammars(SPECIAL_TOKENS, SPECIAL_TOKENS, form, [END])
+    grammars = AnswerGrammars(SPECIAL_TOKENS, SPECIAL_TOKENS, form, [END], trials=TRIALS)
     grammar = grammars.answer(AnswerWishes(tools=[strict, patch_tool()]), "")
     assert grammar is not None
     assert matches(grammar, f"I change it.\n{CALLS['qwen_xml'].format(PATCH)}")
@@ -109,7 +111,7 @@ def free_choice(
 ) -> Grammar | None:
     """Return the grammar of an answer whose model decides whether it calls tools."""
     form = OutputFormat(name, reasoning)
-    grammars = AnswerGrammars(SPECIAL_TOKENS, SPECIAL_TOKENS, form, [END])
+    grammars = AnswerGrammars(SPECIAL_TOKENS, SPECIAL_TOKENS, form, [END], trials=TRIALS)
     return grammars.answer(AnswerWishes(tools=tools), tail)
 
 

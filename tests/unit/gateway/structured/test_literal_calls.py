@@ -11,7 +11,7 @@ from services.gateway.output.events import CallArguments, CallBegun, Text, joine
 from services.gateway.output.families import OutputFormat
 from services.gateway.structured.answer_grammar import AnswerGrammars, AnswerWishes
 from shared.messages import Grammar
-from tests.unit.gateway.structured.matching import END, SPECIAL_TOKENS, matches, random_text
+from tests.unit.gateway.structured.matching import END, SPECIAL_TOKENS, TRIALS, matches, random_text
 
 FORMATS = ["gemma4", "function_gemma", "lfm2", "olmo3", "pythonic"]
 SCHEMA: dict[str, Any] = {
@@ -64,7 +64,9 @@ VALUE = {
 
 def grammar_of(name: str, tools: list[Tool], choice: ToolChoice) -> Grammar:
     """Return the grammar of an answer in a format."""
-    grammars = AnswerGrammars(SPECIAL_TOKENS, SPECIAL_TOKENS, OutputFormat(name, "off"), [END])
+    grammars = AnswerGrammars(
+        SPECIAL_TOKENS, SPECIAL_TOKENS, OutputFormat(name, "off"), [END], trials=TRIALS
+    )
     found = grammars.answer(AnswerWishes(tools=tools, tool_choice=choice), "")
     assert found is not None
     return found

@@ -15,7 +15,7 @@ from services.gateway.output.events import CallArguments, CallBegun, joined
 from services.gateway.output.families import TOOL_FORMATS, OutputFormat
 from services.gateway.structured.answer_grammar import AnswerGrammars, AnswerWishes
 from shared.messages import Grammar
-from tests.unit.gateway.structured.matching import END, SPECIAL_TOKENS, matches, random_text
+from tests.unit.gateway.structured.matching import END, SPECIAL_TOKENS, TRIALS, matches, random_text
 
 TAGGED = [name for name, form in TOOL_FORMATS.items() if isinstance(form, TaggedCalls)]
 OTHERS = ["hermes", "mistral", "kimi_k2", "gemma4", "function_gemma", "lfm2", "olmo3"]
@@ -94,7 +94,9 @@ def strict_tool(schema: dict[str, Any]) -> Tool:
 
 def grammar_of(tool: Tool, name: str) -> Grammar:
     """Return the grammar of an answer that calls the tool once."""
-    grammars = AnswerGrammars(SPECIAL_TOKENS, SPECIAL_TOKENS, OutputFormat(name, "off"), [END])
+    grammars = AnswerGrammars(
+        SPECIAL_TOKENS, SPECIAL_TOKENS, OutputFormat(name, "off"), [END], trials=TRIALS
+    )
     choice = ToolChoice("required", may_call_several=False)
     found = grammars.answer(AnswerWishes(tools=[tool], tool_choice=choice), "")
     assert found is not None
