@@ -7,6 +7,9 @@ text of one more key.
 
 import enum
 import re
+from typing import Any
+
+import orjson
 
 from services.gateway.conversation.conversation import INVALID_ARGUMENTS
 from services.gateway.output import json_text
@@ -77,6 +80,11 @@ class ArgumentsText:
         if self._state is _State.STRING and _PLAIN.fullmatch(text):
             self._write(text)
             return
+        if self._state is _State.VALUE and self._is_value(text):
+            self._write(self._held + text)
+            self._held = ""
+            self._state = _State.NEXT
+            return
         pieces: list[str] = []
         at = 0
         while at < len(text):
@@ -108,6 +116,19 @@ class ArgumentsText:
             self._write('"}')
         elif self.is_whole:
             self._write("}")
+
+    def _is_value(self, text: str) -> bool:
+        """Return whether a piece is a whole object or list, of which each part need not be read.
+
+        Some formats have it only at the value's end, and then others wait while it is read.
+        """
+        if text[:1] not in _CLOSING:
+            return False
+        try:
+            depth = _depth(orjson.loads(text))
+        except orjson.JSONDecodeError:
+            return False
+        return len(self._closers) + depth <= json_text.DEPTH_MAX
 
     def _read_string(self, text: str, at: int, pieces: list[str]) -> int:
         plain = _PLAIN.match(text, at)
@@ -244,3 +265,18 @@ class ArgumentsText:
         pieces.append(f'{separator}"{INVALID_ARGUMENTS}": "')
         self._held = ""
         self._state = _State.BROKEN
+
+
+def _depth(value: Any) -> int:
+    """Return how deep objects and lists are nested in a value."""
+    depth = 0
+    level = [value]
+    while level:
+        depth += 1
+        level = [
+            part
+            for one in level
+            for part in (one.values() if isinstance(one, dict) else one)
+            if isinstance(part, dict | list)
+        ]
+    return depth

@@ -13,10 +13,17 @@ from services.gateway.conversation.conversation import Call
 from services.gateway.output import json_text
 from services.gateway.output.argument_types import STRING, ArgumentValue, Types
 from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
-from services.gateway.output.source import SPACE, Markers, Reading, drop
+from services.gateway.output.source import SPACE, Markers, Reading, Source
 
 _NAME = re.compile(r"[^\s<>\"'{}|]*")
 _KEY = re.compile(r"[^<>\"\r\n]*")
+_JSON_CHARS_MAX = 16_384
+"""Longest value that is read as JSON before its end is known. If it is none, it is read again, at
+once and while others wait."""
+
+
+class _TooLongError(Exception):
+    """A value is longer than `_JSON_CHARS_MAX`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +228,7 @@ class TaggedCalls(CallFormat):
         source.hold()
         yield from source.run(SPACE)
         first = yield from source.peek()
-        if first and first in value.json_firsts and (yield from json_text.copy_value(source, drop)):
+        if first and first in value.json_firsts and (yield from self._skip_json(source)):
             yield from source.run(SPACE)
             tag = yield from self._take_end(context)
             is_end = tag and (yield from source.is_next(self._followers(tag)))
@@ -231,6 +238,21 @@ class TaggedCalls(CallFormat):
                 return tag
         source.rewind()
         return ""
+
+    def _skip_json(self, source: Source) -> Reading[bool]:
+        """Read a JSON value; return whether it was whole, and not too long."""
+        left = _JSON_CHARS_MAX
+
+        def count(text: str) -> None:
+            nonlocal left
+            left -= len(text)
+            if left < 0:
+                raise _TooLongError
+
+        try:
+            return (yield from json_text.copy_value(source, count))
+        except _TooLongError:
+            return False
 
     def _take_end(self, context: CallContext) -> Reading[str]:
         """Read a tag that may end a value if one comes next; return it, else ""."""

@@ -1,6 +1,7 @@
 """Text of a call's arguments: always a JSON object, and unchanged if it was one."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.conversation.conversation import INVALID_ARGUMENTS
+from services.gateway.output import json_text
 from services.gateway.output.arguments_text import ArgumentsText
 
 _values = st.recursive(
@@ -47,6 +49,45 @@ def test_object_is_passed_on_as_it_is(
 
     assert (found, arguments.is_whole) == (text, True)
     assert _written([text])[0] == text
+
+
+@given(values=st.lists(_values, max_size=3), indent=st.sampled_from([None, 1]))
+def test_values_that_come_whole_are_passed_on_as_they_are(
+    values: list[Any], indent: int | None
+) -> None:
+    """Formats that write values as text have them only at their end."""
+    texts = [json.dumps(value, indent=indent) for value in values]
+    pieces = ["{"]
+    for number, text in enumerate(texts):
+        pieces += [", " if number else "", f'"{number}": ', text]
+
+    found, arguments = _written([*pieces, "}"])
+
+    assert (found, arguments.is_whole) == ("".join([*pieces, "}"]), True)
+
+
+@pytest.mark.parametrize(("depth", "fits"), [(json_text.DEPTH_MAX - 1, True), (500, False)])
+def test_value_that_comes_whole_is_as_deep_as_one_in_pieces(depth: int, fits: bool) -> None:
+    """A client could not send deeper arguments back."""
+    text = "[" * depth + "]" * depth
+
+    found, arguments = _written(['{"a": ', text, "}"])
+
+    assert arguments.is_broken != fits
+    assert found == _written(list(f'{{"a": {text}}}'))[0]
+
+
+def test_long_value_that_comes_whole_is_not_read_part_by_part() -> None:
+    """Its parts would take most of a second, in which no other stream goes on."""
+    called: list[str] = []
+    arguments = ArgumentsText(lambda _: None)
+    arguments.add('{"a": ')
+    sys.setprofile(lambda frame, event, _: called.append(event))
+    try:
+        arguments.add(json.dumps(list(range(10_000))))
+    finally:
+        sys.setprofile(None)
+    assert called.count("call") < 100
 
 
 @given(pieces=_junk)

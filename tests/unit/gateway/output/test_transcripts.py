@@ -177,6 +177,17 @@ def test_string_between_tags_arrives_piece_by_piece_as_json() -> None:
     assert parser.push("<parameter=line>\n1") == [CallArguments("<parameter=line>\\n1")]
 
 
+def test_value_that_is_no_json_does_not_hold_back_the_rest_of_the_answer() -> None:
+    """Its string has no end, and the text after the call must not wait for the last token."""
+    parser = families.OutputFormat("qwen_xml").parser(TOOLS, "")
+    assert parser is not None
+    parser.push('<tool_call>\n<function=edit-file>\n<parameter=ranges>\n[1, "a\n</parameter>\n')
+    parser.push("</function>\n</tool_call>\n")
+    found = [event for _ in range(1_000) for event in parser.push("Some words and more of them.")]
+    assert CallArguments('"[1, \\"a"}') in found
+    assert parser.push("Now.") == [Text("Now.")]
+
+
 def test_ids_of_kimi_are_kept_and_those_of_mistral_have_nine_letters_or_digits() -> None:
     """Ids in the text are the calls' ids; generated ones follow the family's rule."""
     found = {}
