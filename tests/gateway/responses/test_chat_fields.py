@@ -13,10 +13,10 @@ from shared.messages import token_ids
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import FORGET_FULL_QUEUE, RunningGateway
 from tests.gateway.scripted_scheduler import ready_status, reply_with
+from tests.gateway.tiny_tokenizer import completion_tokens, prompt_text
 from tests.support.waiting import wait_until
 
 CONTEXT_TOKENS = 100_000
-_TOKENIZER = tiny_tokenizer.train()
 _TEMPLATE = (
     "{%- if tools %}{{- 'Call <tool_call>: ' + (tools | tojson) }}{%- endif %}"
     "{{- 'effort=' + (reasoning_effort | default('none given')) }}"
@@ -48,8 +48,7 @@ def _prompt(gateway: RunningGateway, **fields: Any) -> str:
     gateway.scheduler.reset()
     status, body = gateway.chat(**fields)
     assert status == 200, body
-    ids = token_ids.unpack(gateway.scheduler.submitted[-1].prompt).tolist()
-    return _TOKENIZER.decode(ids, skip_special_tokens=False)
+    return prompt_text(gateway.scheduler.submitted[-1])
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def test_empty_stop_strings_have_no_effect(
     gateway: RunningGateway, stop: str | list[str], kept: list[str]
 ) -> None:
     """Clients send an empty field where the user has set none."""
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode("x a b").ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens("x a b"))
     _, body = gateway.chat(stop=stop)
     assert body["choices"][0]["message"]["content"] == ("x " if kept else "x a b")
 
@@ -208,7 +207,11 @@ _EARLIER_CALL = {"id": "a", "type": "function", "function": {"name": "f", "argum
     [
         ({"content": None, "reasoning_content": "thought"}, "(thought)<|im_end|>", set()),
         ({"content": None}, "assistant\n<|im_end|>", set()),
-        ({"content": [], "tool_calls": [_EARLIER_CALL]}, "assistant\n<|im_end|>", set()),
+        (
+            {"content": [], "tool_calls": [_EARLIER_CALL]},
+            'assistant\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>',
+            set(),
+        ),
         (
             {"content": [{"type": "thinking", "thinking": "h"}, {"type": "text", "text": "said"}]},
             "assistant\nsaid<|im_end|>",
@@ -263,7 +266,7 @@ def test_answer_ends_after_first_call_without_parallel_calls(
     gateway: RunningGateway, is_streamed: bool
 ) -> None:
     """With parallel_tool_calls false a second call is neither sent nor generated further."""
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(f"{_CALL}{_CALL} and text").ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens(f"{_CALL}{_CALL} and text"))
     fields: dict[str, Any] = {"tools": _TOOLS, "parallel_tool_calls": False}
     messages = [{"role": "user", "content": "x"}]
     if is_streamed:
