@@ -134,3 +134,10 @@ def test_value_in_pieces_becomes_the_same_json(text: str, cuts: list[int], types
 
     assert written(cuts) == written([])
     assert json.loads(written([])) == json.loads(as_json(text, frozenset(types)))
+
+
+def test_long_text_that_is_only_python_stays_a_text() -> None:
+    """Reading it as Python would keep all streams waiting."""
+    short, long = ("[" + count * "'a', " + "]" for count in (100, 4_000))
+    assert json.loads(as_json(short, frozenset({"array"}))) == ["a"] * 100
+    assert json.loads(as_json(long, frozenset({"array"}))) == long
