@@ -1,6 +1,8 @@
 # Every verb of this project. Needs make, bash and Python 3.11, 3.12 or 3.13; the rest goes into .venv.
 
 SHELL := /bin/bash
+# The tests start hundreds of processes: without files of compiled code each compiles its own.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 VENV := .venv

@@ -16,11 +16,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_tokenizer.write_model_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared_gateway(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
-    """A gateway process for all tests of a module."""
+    """A gateway process for all tests that need no settings of their own: its start takes long."""
     settings: dict[str, Any] = {"keepalive_s": 0.3}
     run_dir = tmp_path_factory.mktemp("run")
     started = RunningGateway.start(model_folder, run_dir, prelude=FORGET_FULL_QUEUE, **settings)
@@ -30,6 +30,6 @@ def shared_gateway(
 
 @pytest.fixture
 def gateway(shared_gateway: RunningGateway) -> RunningGateway:
-    """The module's gateway, with the scheduler's script and records reset."""
+    """The shared gateway, with the scheduler's script and records reset."""
     shared_gateway.scheduler.reset()
     return shared_gateway

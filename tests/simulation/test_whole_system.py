@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.run import simulate
 from tests.support.effort import cases
 
-CHUNKS = cases(2, 50)
+CHUNKS = cases(1, 50)
 SEEDS_PER_CHUNK = 100
 
 

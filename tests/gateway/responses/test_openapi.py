@@ -1,6 +1,6 @@
 """/openapi.json describes the real requests and responses.
 
-`make test` tries 20 valid and 20 invalid requests per operation, `make proofs` 120 of each.
+`make test` tries 10 valid and 10 invalid requests per operation, `make proofs` 120 of each.
 """
 
 import collections
@@ -41,7 +41,7 @@ from tests.support.waiting import wait_until
 
 _CHAT = "/v1/chat/completions"
 _TEXT = "/v1/completions"
-_CASES = cases(20, 120)
+_CASES = cases(10, 120)
 _CHECKS = [
     not_a_server_error,
     content_type_conformance,
