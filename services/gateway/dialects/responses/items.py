@@ -104,6 +104,8 @@ class ItemReader:
         """Pieces of its text, joined once: there may be thousands."""
         self._thoughts: list[str] = []
         """Pieces of its reasoning."""
+        self._ends_with_text = False
+        """Its last item is a text."""
         self._calls: set[str] = set()
         self._param = ""
 
@@ -163,8 +165,10 @@ class ItemReader:
     def _add_message(self, item: MessageItem) -> None:
         text = self._text(item.content or "", f"{self._param}.content")
         if item.role == "assistant":
-            self._open_turn(goes_on_after_text=False)
-            self._texts += [text] if text else []
+            self._open_turn(is_text=True)
+            if text:
+                self._texts.append(text)
+                self._ends_with_text = True
             return
         self._end_turn()
         role: Role = "user" if item.role == "user" else "system"
@@ -174,12 +178,13 @@ class ItemReader:
         text = self._text(item.content or [], f"{self._param}.content")
         text = text or self._text(item.summary or [], f"{self._param}.summary")
         if text:
-            self._open_turn(goes_on_after_text=False)
+            self._open_turn()
             self._thoughts.append(text)
+            self._ends_with_text = False
 
     def _add_call(self, call_id: str, name: str, namespace: str | None, arguments: Any) -> None:
         request_body.check_depth(arguments, f"{self._param}.arguments")
-        turn = self._open_turn(goes_on_after_text=True)
+        turn = self._open_turn()
         turn.calls.append(Call(call_id, joined_name(name, namespace), arguments))
         self._calls.add(call_id)
 
@@ -201,16 +206,16 @@ class ItemReader:
         ]
         self._add_output(item.call_id or "", json.dumps(shown, ensure_ascii=False))
 
-    def _open_turn(self, *, goes_on_after_text: bool) -> ConversationMessage:
+    def _open_turn(self, *, is_text: bool = False) -> ConversationMessage:
         """Return the model's message that takes the next item.
 
-        An item after a call belongs to the turn of the call: templates want its result next.
+        An item after a call belongs to the turn of the call: templates want its result next. A text
+        right after a text is another answer.
 
         Args:
-            goes_on_after_text: whether a turn with text and without calls takes it too.
+            is_text: whether the item is a text.
         """
-        has_only_text = self._turn is not None and self._texts and not self._turn.calls
-        if has_only_text and not goes_on_after_text:
+        if is_text and self._ends_with_text and self._turn is not None and not self._turn.calls:
             self._end_turn()
         if self._turn is None:
             self._turn = ConversationMessage("assistant")
@@ -221,6 +226,7 @@ class ItemReader:
         self._complete_turn()
         self._turn = None
         self._texts, self._thoughts = [], []
+        self._ends_with_text = False
 
     def _complete_turn(self) -> None:
         """Write the pieces of the open turn into its message."""

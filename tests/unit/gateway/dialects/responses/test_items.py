@@ -129,6 +129,15 @@ def test_unknown_items_and_parts_are_left_out_and_named() -> None:
     assert list(reader.ignored) == ["input.web_search_call", "input.content.mystery"]
 
 
+def test_thought_between_text_and_call_is_part_of_their_turn() -> None:
+    """gpt-oss thinks again after it has said what it will do; two texts in a row are two turns."""
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    text = {"type": "message", "role": "assistant", "content": "I run."}
+    last, turn = read(text, text, thought, call("a")).messages
+    assert (last.text, last.calls) == ("I run.", [])
+    assert (turn.text, turn.reasoning, len(turn.calls)) == ("I run.", "Hm.", 1)
+
+
 @pytest.mark.parametrize("second", ["More.", "\n\nMore."])
 def test_thoughts_of_one_turn_are_paragraphs_whoever_wrote_them(second: str) -> None:
     """Those of this server have line ends between them already, which stay as they were."""
