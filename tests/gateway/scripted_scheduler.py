@@ -17,6 +17,7 @@ from shared.messages import (
     RequestAccepted,
     RequestAdmitted,
     RequestFinished,
+    RequestRejected,
     StatusReported,
     SubmitRequest,
     TokenLogprobs,
@@ -111,6 +112,20 @@ def reply_with(
                 yield pause_s
         count = min(len(tokens), request.max_tokens)
         yield finished(request, count, "length" if count < len(tokens) else reason, found)
+
+    return reply
+
+
+def reject_with(cause: str, detail: str, retry_after_s: float | None = None) -> Reply:
+    """Return a reply that refuses the request."""
+
+    def reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
+        yield RequestRejected(
+            request_id=request.request_id,
+            cause=cause,  # type: ignore[arg-type]
+            detail=detail,
+            retry_after_s=retry_after_s,
+        )
 
     return reply
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from shared.messages import SubmitRequest, token_ids
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{%- if tools %}"
@@ -70,3 +72,17 @@ def write_model_folder(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps({"vocab_size": size, "eos_token_id": stop}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
     return folder
+
+
+TOKENIZER = train()
+
+
+def completion_tokens(text: str) -> list[int]:
+    """Return the tokens of a completion with this text, up to its end."""
+    return [*TOKENIZER.encode(text).ids, SPECIAL.index("<|im_end|>")]
+
+
+def prompt_text(request: SubmitRequest) -> str:
+    """Return the text of a request's prompt."""
+    ids = token_ids.unpack(request.prompt).tolist()
+    return TOKENIZER.decode(ids, skip_special_tokens=False)

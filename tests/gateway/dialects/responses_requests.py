@@ -4,17 +4,10 @@ import http.client
 import json
 from typing import Any
 
-from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RESPONSE_S, RunningGateway
 
 Json = dict[str, Any]
-TOKENIZER = tiny_tokenizer.train()
 APPLY_PATCH = "*** Begin Patch\n*** Add File: a.txt\n+Grüße 🎉\n*** End Patch"
-
-
-def tokens(text: str) -> list[int]:
-    """Return the tokens of a completion with this text, up to its end."""
-    return [*TOKENIZER.encode(text).ids, 2]
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -6,12 +6,11 @@ from typing import Any
 import anthropic
 import pytest
 
-from shared.messages import CachedPrefix, RequestRejected, token_ids
-from tests.gateway import tiny_tokenizer
+from shared.messages import CachedPrefix
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import ready_status, reply_with
+from tests.gateway.scripted_scheduler import ready_status, reject_with, reply_with
+from tests.gateway.tiny_tokenizer import completion_tokens, prompt_text
 
-_TOKENIZER = tiny_tokenizer.train()
 _TEXT = "Hello, how are you? 漢字 🎉"
 _CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
 _TOOLS: list[Any] = [
@@ -27,16 +26,11 @@ _HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 @pytest.fixture
 def client(gateway: RunningGateway) -> Iterator[anthropic.Anthropic]:
     """A client of the gateway; the scheduler replies with a sentence."""
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(_TEXT).ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens(_TEXT))
     with anthropic.Anthropic(
         base_url=gateway.url, api_key="unused", max_retries=0, timeout=20
     ) as opened:
         yield opened
-
-
-def _prompt(gateway: RunningGateway) -> str:
-    ids = token_ids.unpack(gateway.scheduler.submitted[-1].prompt).tolist()
-    return _TOKENIZER.decode(ids, skip_special_tokens=False)
 
 
 def test_anthropic_client_reads_whole_message_with_usage(
@@ -60,9 +54,9 @@ def test_anthropic_client_reads_whole_message_with_usage(
     submitted = gateway.scheduler.submitted[-1]
     assert message.usage.cache_read_input_tokens == 4
     assert message.usage.input_tokens == submitted.prompt_tokens - 4
-    assert message.usage.output_tokens == len(_TOKENIZER.encode(_TEXT).ids) + 1
+    assert message.usage.output_tokens == len(completion_tokens(_TEXT))
     assert (submitted.sampling.temperature, submitted.sampling.top_k) == (0.5, 7)
-    assert "<|im_start|>system\nBe kind.<|im_end|>" in _prompt(gateway)
+    assert "<|im_start|>system\nBe kind.<|im_end|>" in prompt_text(gateway.scheduler.submitted[-1])
 
 
 def test_anthropic_client_collects_same_message_from_stream(client: anthropic.Anthropic) -> None:
@@ -79,7 +73,7 @@ def test_anthropic_client_runs_a_tool_and_sends_its_result(
     client: anthropic.Anthropic, gateway: RunningGateway
 ) -> None:
     """A tool call is a block with an object, streamed or not, and its result continues."""
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(f"I look.\n{_CALL}").ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens(f"I look.\n{_CALL}"))
     messages: list[Any] = [{"role": "user", "content": "How is Cologne?"}]
     whole = client.messages.create(model="tiny", max_tokens=100, messages=messages, tools=_TOOLS)
     with client.messages.stream(
@@ -100,17 +94,19 @@ def test_anthropic_client_runs_a_tool_and_sends_its_result(
         {"role": "assistant", "content": final.content},
         {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
     ]
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode("Wet.").ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens("Wet."))
     answer = client.messages.create(model="tiny", max_tokens=9, messages=messages, tools=_TOOLS)
     assert answer.content[0].type == "text"
-    assert "tool\nRain.<|im_end|>\n<|im_start|>user\nSo?" in _prompt(gateway)
+    assert "tool\nRain.<|im_end|>\n<|im_start|>user\nSo?" in prompt_text(
+        gateway.scheduler.submitted[-1]
+    )
 
 
 def test_answer_ends_after_first_call_when_parallel_calls_are_disabled(
     client: anthropic.Anthropic, gateway: RunningGateway
 ) -> None:
     """`disable_parallel_tool_use` is kept: what follows the first call is not sent."""
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(f"{_CALL}\n{_CALL} end").ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens(f"{_CALL}\n{_CALL} end"))
     message = client.messages.create(
         model="tiny",
         max_tokens=200,
@@ -191,30 +187,12 @@ def test_anthropic_client_raises_exception_that_matches_each_error(
     assert body["request_id"] == long.value.request_id
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="other", max_tokens=9, messages=_HELLO)
-
-    def reply(_request: object) -> Iterator[RequestRejected]:
-        yield RequestRejected(
-            request_id=gateway.scheduler.submitted[-1].request_id,
-            cause="queue_full",
-            detail="512 requests wait.",
-            retry_after_s=3.0,
-        )
-
-    gateway.scheduler.reply = reply
+    gateway.scheduler.reply = reject_with("queue_full", "512 requests wait.", 3.0)
     with pytest.raises(anthropic.RateLimitError) as full:
         client.messages.create(model="tiny", max_tokens=9, messages=_HELLO)
     assert full.value.response.headers["retry-after"] == "3"
     gateway.scheduler.status = ready_status(ready=False, reason="the world is starting")
-
-    def unready(_request: object) -> Iterator[RequestRejected]:
-        yield RequestRejected(
-            request_id=gateway.scheduler.submitted[-1].request_id,
-            cause="draining",
-            detail="The server is shutting down.",
-            retry_after_s=None,
-        )
-
-    gateway.scheduler.reply = unready
+    gateway.scheduler.reply = reject_with("draining", "The server is shutting down.")
     with pytest.raises(anthropic.APIStatusError) as overloaded:
         client.messages.create(model="tiny", max_tokens=9, messages=_HELLO)
     assert overloaded.value.status_code == 529

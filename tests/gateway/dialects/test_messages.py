@@ -22,13 +22,11 @@ from shared.messages import (
     RequestAdmitted,
     RequestFailed,
     SubmitRequest,
-    token_ids,
 )
-from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import FORGET_FULL_QUEUE, RunningGateway
 from tests.gateway.scripted_scheduler import finished, generated, reply_with
+from tests.gateway.tiny_tokenizer import completion_tokens, prompt_text
 
-_TOKENIZER = tiny_tokenizer.train()
 _PATH = "/v1/messages?beta=true"
 _HEADERS = {
     "anthropic-version": "2023-06-01",
@@ -64,11 +62,6 @@ def _body(**fields: Any) -> dict[str, Any]:
     }
 
 
-def _prompt(request: SubmitRequest) -> str:
-    ids = token_ids.unpack(request.prompt).tolist()
-    return _TOKENIZER.decode(ids, skip_special_tokens=False)
-
-
 def _events(raw: bytes) -> list[dict[str, Any]]:
     blocks = raw.decode().removesuffix("\n\n").split("\n\n")
     return [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
@@ -90,13 +83,13 @@ def test_first_request_of_claude_code_is_served_and_its_ignored_fields_are_named
     gateway: RunningGateway,
 ) -> None:
     """All fields of a real request are accepted, and the prompt has what the model must see."""
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode("Hello.").ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens("Hello."))
     status, raw, headers = _post_raw(gateway, _body())
     assert status == 200
     assert headers["content-type"].startswith("text/event-stream")
     assert headers["x-lockstep-ignored"] == "metadata, context_management"
     assert [event["type"] for event in _events(raw)][-2:] == ["message_delta", "message_stop"]
-    prompt = _prompt(gateway.scheduler.submitted[-1])
+    prompt = prompt_text(gateway.scheduler.submitted[-1])
     assert "You code." in prompt
     assert "billing" not in prompt
     assert "Read" in prompt
@@ -165,7 +158,7 @@ def test_reasoning_is_a_signed_thinking_block_and_comes_back_as_reasoning(
 ) -> None:
     """What the model thinks is apart from its answer, streamed and whole."""
     text = "<think>\nI ponder.\n</think>\n\nHello."
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(text).ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens(text))
     _, whole, _ = gateway.post(_PATH, _body(stream=False), _HEADERS)
     thinking, answer = whole["content"]
     assert (thinking["type"], thinking["thinking"].strip()) == ("thinking", "I ponder.")
@@ -189,7 +182,7 @@ def test_whole_messages_and_counts_have_exactly_the_documented_fields(
 ) -> None:
     """Answers have the documented types."""
     call = '<tool_call>{"name":"Read","arguments":{"a":1}}</tool_call>'
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(f"Text {call}").ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens(f"Text {call}"))
     status, whole, _ = gateway.post(_PATH, _body(stream=False), _HEADERS)
     assert status == 200
     assert msgspec.to_builtins(msgspec.convert(whole, MessagesResponse)) == whole

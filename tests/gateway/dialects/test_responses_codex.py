@@ -10,18 +10,17 @@ import openai
 import pytest
 
 from services.gateway.dialects.responses.response_types import ModelResponse
-from shared.messages import CachedPrefix, RequestFailed, RequestRejected, SubmitRequest, token_ids
+from shared.messages import CachedPrefix, RequestFailed, SubmitRequest
 from tests.gateway.dialects.responses_requests import (
     APPLY_PATCH,
-    TOKENIZER,
     Json,
     call,
     codex_request,
     stream,
-    tokens,
 )
 from tests.gateway.running_gateway import FORGET_FULL_QUEUE, RunningGateway
-from tests.gateway.scripted_scheduler import generated, ready_status, reply_with
+from tests.gateway.scripted_scheduler import generated, ready_status, reject_with, reply_with
+from tests.gateway.tiny_tokenizer import completion_tokens, prompt_text
 
 CONTEXT_TOKENS = 20_000
 _FUNCTION = {
@@ -51,15 +50,9 @@ def codex_gateway(large_gateway: RunningGateway) -> RunningGateway:
     large_gateway.scheduler.reset()
     large_gateway.scheduler.status = ready_status(context_tokens_max=CONTEXT_TOKENS)
     large_gateway.scheduler.reply = reply_with(
-        tokens("Hello, how are you?"), cached=CachedPrefix(memory_tokens=4)
+        completion_tokens("Hello, how are you?"), cached=CachedPrefix(memory_tokens=4)
     )
     return large_gateway
-
-
-def prompt(gateway: RunningGateway) -> str:
-    """Return the text of the latest prompt."""
-    ids = token_ids.unpack(gateway.scheduler.submitted[-1].prompt).tolist()
-    return TOKENIZER.decode(ids, skip_special_tokens=False)
 
 
 def done_items(events: list[Json]) -> list[Json]:
@@ -82,7 +75,7 @@ def test_codex_request_is_served_and_what_has_no_effect_is_reported(
     ignored = headers["x-lockstep-ignored"].split(", ")
     assert set(ignored) == {"client_metadata", "tools.web_search"}
     assert last["response"]["store"] is False
-    shown = prompt(codex_gateway)
+    shown = prompt_text(codex_gateway.scheduler.submitted[-1])
     assert "agents__spawn_agent" in shown
     assert "web_search" not in shown
     # Nothing limits the answer, so it may fill the context.
@@ -106,7 +99,7 @@ def test_codex_tool_calls_come_back_in_its_own_shapes_and_go_on(
 ) -> None:
     """A namespaced call has two fields, a custom tool's call raw text, and both can be answered."""
     codex_gateway.scheduler.reply = reply_with(
-        tokens(
+        completion_tokens(
             "I start.\n"
             + call("exec_command", cmd="ls")
             + call("agents__spawn_agent", task="Grüße")
@@ -129,7 +122,7 @@ def test_codex_tool_calls_come_back_in_its_own_shapes_and_go_on(
     again = codex_request(reasoning, *items, *outputs)
     events, _ = stream(codex_gateway, again)
     assert events[-1]["type"] == "response.completed"
-    assert prompt(codex_gateway).count("<|im_start|>tool\nok") == 3
+    assert prompt_text(codex_gateway.scheduler.submitted[-1]).count("<|im_start|>tool\nok") == 3
 
 
 @pytest.mark.parametrize("summary", ["auto", None])
@@ -137,7 +130,9 @@ def test_reasoning_is_an_item_of_its_own_and_is_read_when_it_comes_back(
     codex_gateway: RunningGateway, summary: str | None
 ) -> None:
     """Reasoning stands in the summary that the client asked for, else in the content."""
-    codex_gateway.scheduler.reply = reply_with(tokens("<think>I think of it.</think>\n\nIt is so."))
+    codex_gateway.scheduler.reply = reply_with(
+        completion_tokens("<think>I think of it.</think>\n\nIt is so.")
+    )
     request = {**codex_request(), "reasoning": {"summary": summary}}
     events, _ = stream(codex_gateway, request)
     reasoning, message = done_items(events)
@@ -172,7 +167,7 @@ def test_truncation_auto_leaves_out_the_oldest_items(codex_gateway: RunningGatew
     request = {**codex_request(*old, newest), "truncation": "auto", "instructions": "Be kind."}
     events, _ = stream(codex_gateway, request)
     assert events[-1]["type"] == "response.completed"
-    shown = prompt(codex_gateway)
+    shown = prompt_text(codex_gateway.scheduler.submitted[-1])
     assert "Be kind." in shown
     assert "newest message" in shown
     assert "old 0 " not in shown
@@ -180,9 +175,7 @@ def test_truncation_auto_leaves_out_the_oldest_items(codex_gateway: RunningGatew
 
 def test_full_queue_before_the_stream_is_a_429(codex_gateway: RunningGateway) -> None:
     """Codex repeats the request after Retry-After."""
-    codex_gateway.scheduler.reply = lambda request: iter(
-        [RequestRejected(request_id=request.request_id, cause="queue_full", detail="Full.")]
-    )
+    codex_gateway.scheduler.reply = reject_with("queue_full", "Full.")
     status, body, headers = codex_gateway.post("/v1/responses", codex_request())
     assert (status, body["error"]["code"]) == (429, "queue_full")
     assert int(headers["retry-after"]) >= 1
@@ -192,7 +185,7 @@ def test_failure_inside_the_stream_is_response_failed(codex_gateway: RunningGate
     """The stream ends with an event and a code that Codex knows."""
 
     def reply(request: SubmitRequest) -> Iterator[object]:
-        yield generated(request, 0, tokens("Hello")[:1])
+        yield generated(request, 0, completion_tokens("Hello")[:1])
         yield 1.0
         yield RequestFailed(request_id=request.request_id, cause="failed", detail="It broke.")
 
@@ -204,7 +197,7 @@ def test_failure_inside_the_stream_is_response_failed(codex_gateway: RunningGate
 
 def _slow_reply(request: SubmitRequest) -> Iterator[msgspec.Struct | float]:
     """Reply with two words after a long prefill and with pauses."""
-    quick = reply_with(tokens("Hello you"), pause_s=0.7)(request)
+    quick = reply_with(completion_tokens("Hello you"), pause_s=0.7)(request)
     yield next(quick)
     yield next(quick)
     yield 0.8
@@ -232,7 +225,7 @@ def test_official_client_reads_stream_with_keep_alives(codex_gateway: RunningGat
         kinds = Counter(event.type for event in stream)
         assert stream.get_final_response().output_text == "Hello you"
     assert kinds["response.in_progress"] > 1
-    assert kinds["response.output_text.delta"] > len(tokens("Hello you"))
+    assert kinds["response.output_text.delta"] > len(completion_tokens("Hello you"))
 
 
 def test_model_catalog_stands_beside_the_list_of_models(codex_gateway: RunningGateway) -> None:

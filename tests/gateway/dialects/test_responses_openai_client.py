@@ -12,11 +12,11 @@ import openai
 import pydantic
 import pytest
 
-from shared.messages import token_ids
 from tests.cache_store.running_store import RunningStore
-from tests.gateway.dialects.responses_requests import TOKENIZER, call, tokens
+from tests.gateway.dialects.responses_requests import call
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import ready_status, reply_with
+from tests.gateway.tiny_tokenizer import completion_tokens, prompt_text
 from tests.support.waiting import wait_until
 
 TEXT = "Hello, how are you? 漢字 🎉"
@@ -49,7 +49,7 @@ def stored_gateway(model_folder: Path, store: RunningStore) -> Iterator[RunningG
         model_folder, store.run_dir, report=report, environment=KEYS, has_store=True
     )
     with started as running:
-        running.scheduler.reply = reply_with(tokens(TEXT))
+        running.scheduler.reply = reply_with(completion_tokens(TEXT))
         yield running
 
 
@@ -65,15 +65,9 @@ def client(stored_gateway: RunningGateway) -> Iterator[openai.OpenAI]:
     """Anna's client; the scheduler replies with a sentence."""
     stored_gateway.scheduler.reset()
     stored_gateway.scheduler.status = ready_status(context_tokens_max=4_096)
-    stored_gateway.scheduler.reply = reply_with(tokens(TEXT))
+    stored_gateway.scheduler.reply = reply_with(completion_tokens(TEXT))
     with client_of(stored_gateway, "anna") as opened:
         yield opened
-
-
-def prompt(gateway: RunningGateway) -> str:
-    """Return the text of the latest prompt."""
-    ids = token_ids.unpack(gateway.scheduler.submitted[-1].prompt)
-    return TOKENIZER.decode(ids.tolist(), skip_special_tokens=False)
 
 
 def wait_for_store(client: openai.OpenAI) -> None:
@@ -101,10 +95,12 @@ def test_openai_client_reads_whole_response_and_its_usage(
     assert response.output_text == TEXT
     assert response.status == "completed"
     assert response.usage is not None
-    assert response.usage.output_tokens == len(TOKENIZER.encode(TEXT).ids) + 1
+    assert response.usage.output_tokens == len(completion_tokens(TEXT))
     assert response.usage.input_tokens_details.cached_tokens == 4
     assert response.metadata == {"a": "b"}
-    assert prompt(stored_gateway).startswith("<|im_start|>system\nBe kind.<|im_end|>")
+    assert prompt_text(stored_gateway.scheduler.submitted[-1]).startswith(
+        "<|im_start|>system\nBe kind.<|im_end|>"
+    )
     assert stored_gateway.scheduler.submitted[-1].sampling.temperature == 0.2
 
 
@@ -125,7 +121,9 @@ def test_openai_client_reads_tool_calls_and_sends_their_results(
     client: openai.OpenAI, stored_gateway: RunningGateway
 ) -> None:
     """A call is an item with arguments, streamed or whole, and its result continues the turn."""
-    stored_gateway.scheduler.reply = reply_with(tokens("I look.\n" + call("weather", city="Köln")))
+    stored_gateway.scheduler.reply = reply_with(
+        completion_tokens("I look.\n" + call("weather", city="Köln"))
+    )
     items: list[Any] = [{"role": "user", "content": "How is Cologne?"}]
     response = client.responses.create(model="tiny", input=items, tools=TOOLS, store=False)
     message, found = response.output
@@ -138,10 +136,10 @@ def test_openai_client_reads_tool_calls_and_sends_their_results(
     assert streamed.arguments == found.arguments
     items += [one.model_dump() for one in response.output]
     items.append({"type": "function_call_output", "call_id": found.call_id, "output": "Rain."})
-    stored_gateway.scheduler.reply = reply_with(tokens("It rains."))
+    stored_gateway.scheduler.reply = reply_with(completion_tokens("It rains."))
     answer = client.responses.create(model="tiny", input=items, tools=TOOLS, store=False)
     assert answer.output_text == "It rains."
-    assert "<|im_start|>tool\nRain." in prompt(stored_gateway)
+    assert "<|im_start|>tool\nRain." in prompt_text(stored_gateway.scheduler.submitted[-1])
 
 
 def test_openai_client_reads_log_probabilities(client: openai.OpenAI) -> None:
@@ -160,7 +158,7 @@ def test_openai_client_reads_log_probabilities(client: openai.OpenAI) -> None:
     assert part.type == "output_text"
     assert part.logprobs is not None
     assert "".join(bytes(one.bytes).decode(errors="ignore") for one in part.logprobs)
-    assert len(part.logprobs) == len(TOKENIZER.encode(TEXT).ids)
+    assert len(part.logprobs) == len(completion_tokens(TEXT)) - 1
     assert len(part.logprobs[0].top_logprobs) == 2
 
 
@@ -169,7 +167,7 @@ def test_log_probabilities_stand_in_the_text_before_and_after_a_call(
 ) -> None:
     """With tools, each text has those of its tokens and a call has none, streamed and whole."""
     text = "I look." + call("weather", city="Köln") + "Done: 漢字"
-    stored_gateway.scheduler.reply = reply_with(tokens(text))
+    stored_gateway.scheduler.reply = reply_with(completion_tokens(text))
     fields: dict[str, Any] = {
         "model": "tiny",
         "input": "Hello",
@@ -212,7 +210,7 @@ def test_openai_client_parses_an_answer_that_matches_its_schema(
     client: openai.OpenAI, stored_gateway: RunningGateway
 ) -> None:
     """The schema of `text.format` reaches the ranks as a grammar, and the client reads its type."""
-    stored_gateway.scheduler.reply = reply_with(tokens('{"city": "Köln", "degrees": 7}'))
+    stored_gateway.scheduler.reply = reply_with(completion_tokens('{"city": "Köln", "degrees": 7}'))
     response = client.responses.parse(model="tiny", input="Hello", text_format=Weather, store=False)
     assert response.output_parsed == Weather(city="Köln", degrees=7)
     grammar = stored_gateway.scheduler.submitted[-1].grammar
@@ -225,7 +223,7 @@ def test_required_call_reaches_the_ranks_as_a_grammar(
     client: openai.OpenAI, stored_gateway: RunningGateway, choice: Any
 ) -> None:
     """A call that must be made is enforced in the model's own format of calls."""
-    stored_gateway.scheduler.reply = reply_with(tokens(call("weather", city="Rom")))
+    stored_gateway.scheduler.reply = reply_with(completion_tokens(call("weather", city="Rom")))
     response = client.responses.create(
         model="tiny", input="Hello", tools=TOOLS, tool_choice=choice, store=False
     )
@@ -239,7 +237,7 @@ def test_response_without_parallel_calls_ends_after_its_first_call(
     client: openai.OpenAI, stored_gateway: RunningGateway
 ) -> None:
     """`parallel_tool_calls` false is one call at most."""
-    stored_gateway.scheduler.reply = reply_with(tokens(call("weather", city="Rom") * 2))
+    stored_gateway.scheduler.reply = reply_with(completion_tokens(call("weather", city="Rom") * 2))
     response = client.responses.create(
         model="tiny", input="Hello", tools=TOOLS, parallel_tool_calls=False, store=False
     )
@@ -261,13 +259,13 @@ def test_stored_response_continues_a_conversation(
 ) -> None:
     """A request that names the response before it needs only new items."""
     wait_for_store(client)
-    stored_gateway.scheduler.reply = reply_with(tokens(call("weather", city="Rom")))
+    stored_gateway.scheduler.reply = reply_with(completion_tokens(call("weather", city="Rom")))
     first = client.responses.create(
         model="tiny", input="Question one", instructions="Once.", tools=TOOLS
     )
     [found] = first.output
     assert found.type == "function_call"
-    stored_gateway.scheduler.reply = reply_with(tokens("It rains."))
+    stored_gateway.scheduler.reply = reply_with(completion_tokens("It rains."))
     second = client.responses.create(
         model="tiny",
         input=[{"type": "function_call_output", "call_id": found.call_id, "output": "Rain."}],
@@ -278,7 +276,7 @@ def test_stored_response_continues_a_conversation(
         model="tiny", input="Question two", previous_response_id=second.id
     )
     assert third.previous_response_id == second.id
-    shown = prompt(stored_gateway)
+    shown = prompt_text(stored_gateway.scheduler.submitted[-1])
     parts = ["Question one", "Rain.", "It rains.", "Question two"]
     assert sorted(parts, key=shown.index) == parts
     assert "Once." not in shown
@@ -318,7 +316,7 @@ def test_item_references_stand_for_stored_items(
     client.responses.create(
         model="tiny", input=[reference, {"role": "user", "content": "Question two"}]
     )
-    assert TEXT in prompt(stored_gateway)
+    assert TEXT in prompt_text(stored_gateway.scheduler.submitted[-1])
     with pytest.raises(openai.NotFoundError) as refused:
         client.responses.create(
             model="tiny", input=[{"type": "item_reference", "id": "msg_00ff_0"}]

@@ -7,19 +7,18 @@ from typing import Any
 import openai
 import pytest
 
-from shared.messages import RequestRejected, token_ids
-from tests.gateway import tiny_tokenizer
+from shared.messages import token_ids
 from tests.gateway.running_gateway import RunningGateway
-from tests.gateway.scripted_scheduler import reply_with
+from tests.gateway.scripted_scheduler import reject_with, reply_with
+from tests.gateway.tiny_tokenizer import completion_tokens, prompt_text
 
-_TOKENIZER = tiny_tokenizer.train()
 _TEXT = "Hello, how are you? 漢字 🎉"
 
 
 @pytest.fixture
 def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
     """A client of the gateway; the scheduler replies with a sentence."""
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(_TEXT).ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens(_TEXT))
     with openai.OpenAI(
         base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0, timeout=20
     ) as opened:
@@ -77,7 +76,7 @@ def test_openai_client_reads_chat_stream_and_its_usage(client: openai.OpenAI) ->
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == _TEXT
     assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == len(_TOKENIZER.encode(_TEXT).ids) + 1
+    assert chunks[-1].usage.completion_tokens == len(completion_tokens(_TEXT))
 
 
 def test_openai_client_stream_helper_collects_whole_text(client: openai.OpenAI) -> None:
@@ -107,7 +106,7 @@ def test_openai_client_reads_tool_calls_and_sends_their_results(
     client: openai.OpenAI, gateway: RunningGateway
 ) -> None:
     """Tool calls are objects, streamed or not, and the client can send them back with results."""
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(f"I look.\n{_CALL}\n{_CALL}").ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens(f"I look.\n{_CALL}\n{_CALL}"))
     messages: list[Any] = [{"role": "user", "content": "How is Cologne?"}]
     response = client.chat.completions.create(model="tiny", messages=messages, tools=_TOOLS)
     choice = response.choices[0]
@@ -116,16 +115,16 @@ def test_openai_client_reads_tool_calls_and_sends_their_results(
     assert [call.type for call in calls] == ["function"] * 2
     assert calls[0].type == "function"
     assert json.loads(calls[0].function.arguments) == {"city": "Köln"}
-    prompt = list(token_ids.unpack(gateway.scheduler.submitted[0].prompt))
-    assert prompt.count(2) == 2
-    assert "weather" in _TOKENIZER.decode(prompt)
+    submitted = gateway.scheduler.submitted[0]
+    assert token_ids.unpack(submitted.prompt).count(2) == 2
+    assert "weather" in prompt_text(submitted)
     with client.chat.completions.stream(model="tiny", messages=messages, tools=_TOOLS) as stream:
         for _ in stream:
             pass
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls"
     assert [call.function.name for call in final.message.tool_calls or []] == ["weather"] * 2
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode("Rain.").ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens("Rain."))
     messages += [choice.message]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
     second = client.chat.completions.create(model="tiny", messages=messages, tools=_TOOLS)
@@ -136,7 +135,7 @@ def test_tool_choice_none_hides_tools_from_model(
     client: openai.OpenAI, gateway: RunningGateway
 ) -> None:
     """With tool_choice none the model does not see the tools, and call text stays text."""
-    gateway.scheduler.reply = reply_with([*_TOKENIZER.encode(_CALL).ids, 2])
+    gateway.scheduler.reply = reply_with(completion_tokens(_CALL))
     response = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "x"}],
@@ -144,9 +143,7 @@ def test_tool_choice_none_hides_tools_from_model(
         tool_choice="none",
     )
     assert response.choices[0].message.content == _CALL
-    assert "weather" not in _TOKENIZER.decode(
-        token_ids.unpack(gateway.scheduler.submitted[0].prompt).tolist()
-    )
+    assert "weather" not in prompt_text(gateway.scheduler.submitted[0])
 
 
 def test_openai_client_reads_text_completion_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -176,16 +173,7 @@ def test_openai_client_raises_exception_that_matches_each_error_status(
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="x", messages=[{"role": "user", "content": "x"}])
     assert missing.value.code == "model_not_found"
-
-    def reply(request: object) -> Iterator[RequestRejected]:
-        yield RequestRejected(
-            request_id=gateway.scheduler.submitted[-1].request_id,
-            cause="queue_full",
-            detail="512 requests wait.",
-            retry_after_s=3.0,
-        )
-
-    gateway.scheduler.reply = reply
+    gateway.scheduler.reply = reject_with("queue_full", "512 requests wait.", 3.0)
     with pytest.raises(openai.RateLimitError) as full:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
     assert full.value.response.headers["retry-after"] == "3"

@@ -11,6 +11,7 @@ from shared.messages import RequestAccepted, token_ids
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
 from tests.gateway.scripted_scheduler import finished, generated, reply_with
+from tests.gateway.tiny_tokenizer import prompt_text
 
 _TOKENIZER = tiny_tokenizer.train()
 
@@ -312,8 +313,7 @@ def test_prompt_contains_messages_of_all_five_roles(gateway: RunningGateway) -> 
     ]
     status, body, _ = gateway.post("/v1/chat/completions", {"model": "tiny", "messages": messages})
     assert status == 200, body
-    prompt = token_ids.unpack(gateway.scheduler.submitted[0].prompt).tolist()
-    text = _TOKENIZER.decode(prompt, skip_special_tokens=False)
+    text = prompt_text(gateway.scheduler.submitted[0])
     assert "<|im_start|>system\nReally.<|im_end|>" in text
     assert "<|im_start|>user\nab<|im_end|>" in text
     assert "<|im_start|>tool\ndone<|im_end|>" in text

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shared import limits
-from shared.messages import RequestAccepted, RequestFailed, RequestRejected, token_ids
+from shared.messages import RequestAccepted, RequestFailed, token_ids
 from shared.messages.gateway_link import FailureCause
 from tests.gateway import tiny_tokenizer
 from tests.gateway.running_gateway import RunningGateway
@@ -21,6 +21,7 @@ from tests.gateway.scripted_scheduler import (
     finished,
     generated,
     ready_status,
+    reject_with,
     reply_after,
     reply_with,
 )
@@ -89,16 +90,7 @@ def test_rejection_by_scheduler_becomes_http_error_with_its_status(
     is_streamed: bool,
 ) -> None:
     """Each cause has its status, for streams too: no byte was sent before."""
-
-    def reply(request: Any) -> Any:
-        yield RequestRejected(
-            request_id=request.request_id,
-            cause=cause,  # type: ignore[arg-type]
-            detail="No room.",
-            retry_after_s=retry_after_s,
-        )
-
-    gateway.scheduler.reply = reply
+    gateway.scheduler.reply = reject_with(cause, "No room.", retry_after_s)
     status_code, body, headers = _post(gateway, stream=is_streamed)
     assert (status_code, body["error"]["code"]) == (expected, code)
     assert body["error"]["message"] == "No room."
@@ -240,11 +232,9 @@ def test_stream_continues_with_every_token_once_after_scheduler_is_replaced(
         def reply(request: Any) -> Any:
             if rejections[0]:
                 rejections[0] -= 1
-                yield RequestRejected(
-                    request_id=request.request_id, cause="not_ready", detail="Loading."
-                )
-                return
-            yield from reply_with(tokens, pause_s=0.01)(request)
+                yield from reject_with("not_ready", "Loading.")(request)
+            else:
+                yield from reply_with(tokens, pause_s=0.01)(request)
 
         gateway.scheduler.stop()
         gateway.scheduler = ScriptedScheduler(gateway.scheduler.address, reply=reply)
