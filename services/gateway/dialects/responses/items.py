@@ -210,7 +210,7 @@ class ItemReader:
         """Return the model's message that takes the next item.
 
         An item after a call belongs to the turn of the call: templates want its result next. A text
-        right after a text is another answer.
+        right after a text begins a new turn.
 
         Args:
             is_text: whether the item is a text.

@@ -18,7 +18,7 @@ from services.gateway.output.source import SPACE, Markers, Reading, Source
 _NAME = re.compile(r"[^\s<>\"'{}|]*")
 _KEY = re.compile(r"[^<>\"\r\n]*")
 _JSON_CHARS_MAX = 16_384
-"""Longest value that is read as JSON before its end is known. If it is none, it is read again, at
+"""Longest value that is read as JSON before its end is known. Other text is then read again, at
 once and while others wait."""
 
 

@@ -130,7 +130,7 @@ def test_unknown_items_and_parts_are_left_out_and_named() -> None:
 
 
 def test_thought_between_text_and_call_is_part_of_their_turn() -> None:
-    """gpt-oss thinks again after it has said what it will do; two texts in a row are two turns."""
+    """gpt-oss thinks again after it has said its plan; two texts in a row are two turns."""
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
     text = {"type": "message", "role": "assistant", "content": "I run."}
     last, turn = read(text, text, thought, call("a")).messages
