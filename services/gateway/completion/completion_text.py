@@ -54,6 +54,7 @@ class CompletionText:
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
         self._stops = StopStrings(stops)
+        self._has_stops = bool(stops)
         self._decoded_chars = 0
         self._sent_chars = 0
         self._entries: deque[LogprobEntry] = deque()
@@ -87,7 +88,8 @@ class CompletionText:
             if position < len(logprobs):
                 json = self._logprobs_json(token, start_chars, logprobs[position])
                 self._entries.append(LogprobEntry(token, start_chars, self._decoded_chars, json))
-            piece, is_stopped = self._stops.push(piece)
+            if self._has_stops:
+                piece, is_stopped = self._stops.push(piece)
             text += piece
             if is_stopped:
                 self.tokens_after_stop = len(tokens) - position - 1

@@ -105,7 +105,7 @@ class Choice:
         self.silent_tokens += len(tokens)
         text, is_stopped = self.text.add(tokens, logprobs)
         if text and self.parser is None:
-            self._add_text(text, self.text.take_logprobs())
+            self._add_text(text, self.text.take_logprobs() if logprobs else [])
         elif text and self.parser is not None and self._add_events(self.parser.push(text)):
             self._end_after_call()
             return True

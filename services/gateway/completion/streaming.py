@@ -94,7 +94,8 @@ class EventStream:
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
         """Buffer an event for the next `flush`: text with its log probabilities, if any."""
-        self._add(*self._serializer.text(choice.index, text, logprobs))
+        self._pending += self._serializer.text(choice.index, text, logprobs)
+        self._flush_list.add(self)
 
     def add_event(self, choice: Choice, event: OutputEvent) -> None:
         """Buffer an event for the next `flush`: reasoning, or a part of a tool call."""
@@ -229,9 +230,8 @@ class EventStream:
                 self._add(self._serializer.keep_alive(choice.index))
         self.flush()
 
-    def _add(self, *parts: bytes) -> None:
-        """Buffer an event, or several parts of one."""
-        self._pending += parts
+    def _add(self, event: bytes) -> None:
+        self._pending.append(event)
         self._flush_list.add(self)
 
 
