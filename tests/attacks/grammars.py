@@ -1,6 +1,7 @@
 """Attacks with grammars that nest deeply, take long to compile, or never end."""
 
 import contextlib
+import json
 import time
 from typing import Any
 
@@ -46,6 +47,17 @@ def pattern_joins(attacker: Attacker) -> None:
     repeat_new(attacker, make)
 
 
+def huge_divisors(attacker: Attacker) -> None:
+    """Send schemas and rules for multiples of a large number, which compile for minutes."""
+
+    def make(number: int) -> list[bytes]:
+        schema = {"type": "integer", "multipleOf": 8_000_009 + 2 * number}
+        grammar = f"start: %json {json.dumps(schema)}"
+        return [post(_with_schema(schema)), post(completion(guided_grammar=grammar, max_tokens=4))]
+
+    repeat_new(attacker, make)
+
+
 def slow_schemas(attacker: Attacker) -> None:
     """Send four schemas that take long to compile with each of two keys at the same time."""
     repeat_new(
@@ -75,20 +87,19 @@ def _with_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slow_schema(number: int, part: int) -> dict[str, Any]:
-    """Return a schema that takes about a second to compile: whether a long number is divisible.
+    """Return a schema that takes about half a second to compile: it has many optional fields.
 
     Those of different numbers or parts are different.
     """
-    bounds = {
-        f"p{number}_{part}_{n}": {"type": "integer", "multipleOf": 9_001 + n} for n in range(30)
-    }
-    return {"type": "object", "properties": bounds, "required": list(bounds)}
+    fields = {f"p{number}_{part}_{n}": {"type": "string"} for n in range(2_500)}
+    return {"type": "object", "properties": fields, "additionalProperties": False}
 
 
 ATTACKS = [
     Attack("rule-chain", rule_chain, status=200),
     Attack("ref-chain", ref_chain, status=200),
     Attack("pattern-joins", pattern_joins, status=400, request_more_s=REQUEST_MORE_S),
+    Attack("huge-divisors", huge_divisors, status=400, request_more_s=REQUEST_MORE_S),
     Attack("slow-schemas", slow_schemas, status=200, request_more_s=REQUEST_MORE_S),
     Attack("grammar-aborts", grammar_aborts, must_depart=True, request_more_s=REQUEST_MORE_S),
 ]
