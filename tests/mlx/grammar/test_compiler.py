@@ -3,13 +3,18 @@
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
+from services.rank_worker.sampling.grammar import compiler as compiler_module
 from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
 from shared.messages import Grammar
+from shared.model import grammars
+from shared.model.grammars import compile_grammar
 from tests.mlx.grammar.tiny_tokenizer import (
     json_schema,
     make_compiler,
     regex,
+    token_texts,
     write_tokenizer,
 )
 from tests.support.waiting import PROCESS_DEADLINE_S, wait_until
@@ -47,18 +52,46 @@ def test_each_grammar_is_reported_once_with_its_step_and_sequence(
     assert outcomes == {(7, 1): False, (7, 2): True, (8, 3): True}
 
 
-def test_slow_grammar_delays_no_other_even_if_many_sequences_wait_for_it(
+def test_slow_grammar_of_many_sequences_delays_no_other_tenant(
     reporting: tuple[GrammarCompiler, Reports],
 ) -> None:
-    """It is compiled once, and no thread waits for it."""
+    """Each has an automaton of its own, which is compiled in the turns of its tenant."""
     compiler, reports = reporting
-    slow = [compiler.start(SLOW, [], sequence_id=n, step_id=1) for n in range(1, 9)]
-    compiler.start(regex("[a-z]+"), [], sequence_id=9, step_id=1)
+    slow = [compiler.start(SLOW, [], sequence_id=n, step_id=1, tenant="a") for n in range(1, 5)]
+    compiler.start(regex("[a-z]+"), [], sequence_id=9, step_id=1, tenant="b")
     wait_until(lambda: reports, PROCESS_DEADLINE_S, failure="the quick grammar was not compiled")
     assert reports == [(1, 9, "")]
     assert not any(one.ready.done() for one in slow)
-    wait_until(lambda: len(reports) == 9, PROCESS_DEADLINE_S, failure=lambda: reports)
+    wait_until(lambda: len(reports) == 5, PROCESS_DEADLINE_S, failure=lambda: reports)
     assert {error for _, _, error in reports} == {""}
+
+
+@pytest.mark.parametrize("has_spare", [False, True])
+def test_sequence_is_not_held_back_by_what_others_of_its_grammar_have_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_spare: bool
+) -> None:
+    """A sequence that uses up all states of its automaton ends alone. Otherwise ranks would differ,
+    because the threads that fill masks take turns in any order."""
+    monkeypatch.setattr(grammars, "LEXER_STATES_MAX", 60)
+    compiler = make_compiler(tmp_path)
+    grammar = regex("(.|\\n)*a(.|\\n){12}")
+    if has_spare:
+        for _ in range(2):
+            compiler.matcher(grammar, []).ready.result()
+    texts = token_texts()
+    drawn = [texts.index(letter) for letter in "abbaababbbaabababbababaabbbababaab"]
+    counts = []
+    first, second = compiler.matcher(grammar, []), compiler.matcher(grammar, [])
+    for matcher in (first, second):
+        matcher.ready.result()
+        count = 0
+        while count < len(drawn) and matcher.check():
+            matcher.grammar.state.compute_bitmask()
+            matcher.take(drawn[count : count + 1])
+            count += 1
+        counts.append(count)
+    assert counts[0] == counts[1]
+    assert 3 < counts[0] < len(drawn)
 
 
 def _slow(number: int) -> Grammar:
@@ -103,18 +136,19 @@ def test_grammar_that_no_sequence_waits_for_any_more_is_not_begun(
     assert reports == [(2, 99, "")]
 
 
-def test_grammar_that_two_tenants_wait_for_is_compiled_once_when_the_first_has_its_turn(
+def test_grammar_that_waits_in_the_queue_of_one_tenant_is_compiled_in_the_turn_of_another(
     reporting: tuple[GrammarCompiler, Reports],
 ) -> None:
-    """The tenant with a short queue does not wait for that of the other."""
+    """The tenant with a short queue does not wait for that of the other, nor for its spares."""
     compiler, reports = reporting
     compiler.wait_until_ready()
     for number in range(1, 13):
         compiler.start(_slow(number), [], sequence_id=number, step_id=1, tenant="many")
     shared = regex("[a-z]{2}")
-    compiler.start(shared, [], sequence_id=20, step_id=1, tenant="many")
-    compiler.start(shared, [], sequence_id=21, step_id=1, tenant="one")
-    wait_until(lambda: (1, 21, "") in reports, PROCESS_DEADLINE_S, failure=lambda: reports)
+    for number in (20, 21):
+        compiler.start(shared, [], sequence_id=number, step_id=1, tenant="many")
+    compiler.start(shared, [], sequence_id=22, step_id=1, tenant="one")
+    wait_until(lambda: (1, 22, "") in reports, failure=lambda: reports)
     assert len(reports) <= 5
 
 
@@ -130,12 +164,23 @@ def test_sequence_dropped_before_its_grammar_is_compiled_is_not_reported(
     assert reports == [(1, 2, "")]
 
 
-def test_grammar_used_before_is_compiled_at_once(tmp_path: Path) -> None:
-    """A copy of it stands at the start."""
+def test_grammar_that_comes_again_is_compiled_before_the_sequence_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent sends the same one with every turn; its matcher stands at the start."""
+    compiled: list[str] = []
+
+    def counting(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+        matcher = compile_grammar(tokenizer, text)
+        compiled.append(text)
+        return matcher
+
+    monkeypatch.setattr(compiler_module, "compile_grammar", counting)
     compiler = make_compiler(tmp_path)
-    first = compiler.matcher(SLOW, [])
-    first.ready.result()
-    first.prepare()
+    compiler.matcher(SLOW, []).ready.result()
+    assert len(compiled) == 1
+    compiler.matcher(SLOW, []).ready.result()
+    wait_until(lambda: len(compiled) == 3, PROCESS_DEADLINE_S, failure="no spare was compiled")
     again = compiler.matcher(SLOW, [])
     again.ready.result(timeout=0.5)
     assert again.constrained_drafts([]) == (0, [])

@@ -1,4 +1,4 @@
-"""Compiler of grammars. Owns the grammars used last, and which are still wanted."""
+"""Compiler of grammars. Owns which grammars are still wanted, and spares of those used last."""
 
 import dataclasses
 import hashlib
@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
 
 from llguidance import LLMatcher
 
@@ -20,8 +19,6 @@ from shared.model import tokenizer_json
 from shared.model.grammars import LIBRARY_VERSION, compile_grammar, read_tokenizer
 from shared.tenants.tenant_threads import TenantThreads
 
-_T = TypeVar("_T")
-
 ReportCompiled = Callable[[int, int, str], object]
 """Takes the step that admitted a sequence, the sequence, and why its grammar cannot be compiled, or
 ""."""
@@ -30,35 +27,29 @@ _THREADS = 4
 """Grammars that are compiled at once, so that a slow one does not hold up all others."""
 _NICENESS = 5
 """Of the threads on Linux. Beside steps on one core, a grammar of 2 s then takes about 4 s."""
-_KEPT_GRAMMARS_MAX = 64
-"""Compiled grammars that are kept; an agent sends the same one with every turn."""
-_KEPT_CHARS_MAX = 4_000_000
-"""Characters of their texts; a compiled grammar takes about 100 bytes for each."""
+_KNOWN_MAX = 32
+"""Grammars of which there may be a spare; an agent sends the same one with every turn."""
+_KNOWN_CHARS_MAX = 4_000_000
+"""Characters of their texts; a compiled grammar takes about 100 bytes for each, and at most 48 MiB
+and 128 bytes for each."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Kept:
-    """A grammar used lately, which may still be compiled, and the size of its text."""
+class _Known:
+    """A grammar used lately, and the size of its text."""
 
     chars: int
-    compiled: Future[LLMatcher] = dataclasses.field(default_factory=Future)
-    """Will be a matcher at the start, to be copied."""
-    waiting: int = 0
-    """Sequences that wait for it."""
-    queued: dict[str, Future[None]] = dataclasses.field(default_factory=dict)
-    """The work of compiling it, by each tenant in whose queue it waits."""
-    has_begun: bool = False
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    def begin(self) -> bool:
-        """Return whether the caller is the first, and so compiles it or keeps others from it."""
-        with self.lock:
-            is_first, self.has_begun = not self.has_begun, True
-        return is_first
+    spare: Future[LLMatcher] | None = None
+    """Will be a matcher at the start for the next sequence."""
 
 
 class GrammarCompiler:
     """Compiles grammars in threads of its own, while prompts are computed.
+
+    Each sequence has a matcher that was compiled for it alone. Copies of a matcher share the states
+    of its automaton, and their limit: whether one could go on would depend on what the others have
+    drawn before, and on which thread came first, so ranks could differ. A grammar that comes again
+    is also compiled for the sequence after that.
 
     The library releases Python's interpreter lock meanwhile. Tenants take turns, and a grammar for
     which no sequence waits any more is not begun. The model's tokenizer is read in one of the
@@ -78,9 +69,9 @@ class GrammarCompiler:
         self._report = report
         self._threads = TenantThreads("grammars", _THREADS, begin_thread=_yield_to_steps)
         self._tokenizer = self._threads.submit("", lambda: read_tokenizer(folder))
-        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
         """By hash of the text, the one used last at the end."""
-        self._kept_chars = 0
+        self._known_chars = 0
 
     @property
     def fingerprint(self) -> str:
@@ -136,14 +127,14 @@ class GrammarCompiler:
         """
         matcher = Matcher(grammar)
         name = hashlib.blake2b(grammar.text.encode(), digest_size=16).digest()
-        kept = self._find(name, grammar.text, tenant)
+        compiled = self._take(name, grammar.text, tenant)
 
         def begin() -> None:
             if not matcher.ready.set_running_or_notify_cancel():
                 return
             # A panic inside the library is no Exception; it must end the request, not the thread.
             try:
-                matcher.begin(self._copy(kept.compiled.result()), generated)
+                matcher.begin(self._with_facts(compiled.result()), generated)
             except Refusal as refusal:
                 matcher.fail(str(refusal))
             except BaseException as error:  # noqa: BLE001
@@ -152,46 +143,48 @@ class GrammarCompiler:
 
         def leave(ready: Future[None]) -> None:
             if ready.cancelled():
-                self._leave(name, kept)
+                compiled.cancel()
+                self._drop_spare(name)
 
-        kept.waiting += 1
+        def go_on(done: Future[LLMatcher]) -> None:
+            if not done.cancelled():
+                self._threads.submit(tenant, begin, is_first=True)
+
         matcher.ready.add_done_callback(leave)
-        # No thread waits for a grammar that another one compiles.
-        kept.compiled.add_done_callback(
-            lambda _: self._threads.submit(tenant, begin, is_first=True)
-        )
+        # No thread waits for a spare that another one compiles.
+        compiled.add_done_callback(go_on)
         return matcher
 
-    def _find(self, name: bytes, text: str, tenant: str) -> _Kept:
-        """Return a grammar, which this tenant too waits for if no thread has begun it."""
-        kept = self._kept.get(name)
-        if kept is None:
-            kept = self._kept[name] = _Kept(len(text))
-            self._kept_chars += kept.chars
-        self._kept.move_to_end(name)
-        if not kept.has_begun and tenant not in kept.queued:
+    def _take(self, name: bytes, text: str, tenant: str) -> Future[LLMatcher]:
+        """Return the future matcher of a sequence; of a grammar that comes again make a spare."""
 
-            def compile_once() -> None:
-                if kept.begin():
-                    _settle(kept.compiled, lambda: self._compile(text))
+        def compile_one() -> LLMatcher:
+            return self._compile(text)
 
-            kept.queued[tenant] = self._threads.submit(tenant, compile_once)
-        while len(self._kept) > 1 and (
-            len(self._kept) > _KEPT_GRAMMARS_MAX or self._kept_chars > _KEPT_CHARS_MAX
+        known = self._known.get(name)
+        compiled = None if known is None else known.spare
+        if compiled is None or compiled.cancel():
+            # A spare that is not begun may wait in the long queue of another tenant.
+            compiled = self._threads.submit(tenant, compile_one)
+        if known is None:
+            self._known[name] = _Known(len(text))
+            self._known_chars += len(text)
+        else:
+            known.spare = self._threads.submit(tenant, compile_one)
+        self._known.move_to_end(name)
+        while len(self._known) > 1 and (
+            len(self._known) > _KNOWN_MAX or self._known_chars > _KNOWN_CHARS_MAX
         ):
-            self._kept_chars -= self._kept.popitem(last=False)[1].chars
-        return kept
+            oldest = next(iter(self._known))
+            self._drop_spare(oldest)
+            self._known_chars -= self._known.pop(oldest).chars
+        return compiled
 
-    def _leave(self, name: bytes, kept: _Kept) -> None:
-        """Note that a sequence waits no longer; do not compile what none waits for."""
-        kept.waiting -= 1
-        if kept.waiting or not kept.begin():
-            return
-        for work in kept.queued.values():
-            work.cancel()
-        if self._kept.get(name) is kept:
-            del self._kept[name]
-            self._kept_chars -= kept.chars
+    def _drop_spare(self, name: bytes) -> None:
+        """Compile no spare of a grammar if that has not begun."""
+        known = self._known.get(name)
+        if known is not None and known.spare is not None and known.spare.cancel():
+            known.spare = None
 
     def _compile(self, text: str) -> LLMatcher:
         """Compile a grammar.
@@ -204,24 +197,16 @@ class GrammarCompiler:
         except Refusal as refusal:
             raise Refusal(f"The grammar cannot be matched: {refusal}.") from None
         if not matcher.is_error():
-            # The first mask builds tables that copies then share.
+            # The first mask builds tables, and steps should not wait for them.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise Refusal(f"The grammar cannot be matched: {describe_error(matcher)}")
         return matcher
 
-    def _copy(self, matcher: LLMatcher) -> CompiledGrammar:
-        """Return a grammar at its start for one sequence."""
+    def _with_facts(self, matcher: LLMatcher) -> CompiledGrammar:
+        """Return a compiled grammar with what its masks look like."""
         tokenizer = self._tokenizer.result()
-        return CompiledGrammar(matcher.deep_copy(), tokenizer.vocab_size, tokenizer.eos_token)
-
-
-def _settle(future: Future[_T], work: Callable[[], _T]) -> None:
-    """Do the work of a future, whose waiters get its result or error."""
-    try:
-        future.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - a panic inside the library is no Exception
-        future.set_exception(error)
+        return CompiledGrammar(matcher, tokenizer.vocab_size, tokenizer.eos_token)
 
 
 def _yield_to_steps() -> None:
