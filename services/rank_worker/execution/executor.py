@@ -371,7 +371,7 @@ class Executor:
         self.proposer.free(sequence)
         self._sampler.drop(sequence_id)
         if sequence.matcher is not None:
-            sequence.matcher.ready.cancel()
+            sequence.matcher.drop()
 
     def _admit(self, admitted: AdmittedSequence, step_id: int) -> None:
         sequence_id, slot = admitted.sequence_id, admitted.slot

@@ -1,5 +1,7 @@
 """Compilation beside the steps: its outcome is reported, and a slow grammar delays no other."""
 
+import gc
+import sys
 from pathlib import Path
 
 import pytest
@@ -184,6 +186,22 @@ def test_grammar_that_comes_again_is_compiled_before_the_sequence_after_that(
     again = compiler.matcher(SLOW, [])
     again.ready.result(timeout=0.5)
     assert again.constrained_drafts([]) == (0, [])
+
+
+def test_compiled_grammar_of_a_sequence_that_ended_is_freed_at_once(tmp_path: Path) -> None:
+    """Grammars take megabytes that the garbage collector does not know of."""
+    gc.disable()
+    try:
+        matcher = make_compiler(tmp_path).matcher(SLOW, [])
+        matcher.ready.result()
+        state = matcher.grammar.state
+        matcher.drop()
+        # The name here and the argument of the call.
+        wait_until(lambda: sys.getrefcount(state) == 2, failure=lambda: gc.get_referrers(state))
+    finally:
+        gc.enable()
+    matcher.take([5])
+    assert matcher.constrained_drafts([5]) is None
 
 
 @pytest.mark.parametrize(("count", "fails"), [(9_000, False), (20_000, True)])

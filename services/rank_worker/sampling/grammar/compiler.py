@@ -127,14 +127,15 @@ class GrammarCompiler:
         """
         matcher = Matcher(grammar)
         name = hashlib.blake2b(grammar.text.encode(), digest_size=16).digest()
-        compiled = self._take(name, grammar.text, tenant)
+        # Taken out when it is used, so that callbacks keep no compiled grammar alive.
+        compiled = [self._take(name, grammar.text, tenant)]
 
         def begin() -> None:
             if not matcher.ready.set_running_or_notify_cancel():
                 return
             # A panic inside the library is no Exception; it must end the request, not the thread.
             try:
-                matcher.begin(self._with_facts(compiled.result()), generated)
+                matcher.begin(self._with_facts(compiled.pop().result()), generated)
             except Refusal as refusal:
                 matcher.fail(str(refusal))
             except BaseException as error:  # noqa: BLE001
@@ -143,7 +144,7 @@ class GrammarCompiler:
 
         def leave(ready: Future[None]) -> None:
             if ready.cancelled():
-                compiled.cancel()
+                compiled.pop().cancel()
                 self._drop_spare(name)
 
         def go_on(done: Future[LLMatcher]) -> None:
@@ -152,7 +153,7 @@ class GrammarCompiler:
 
         matcher.ready.add_done_callback(leave)
         # No thread waits for a spare that another one compiles.
-        compiled.add_done_callback(go_on)
+        compiled[0].add_done_callback(go_on)
         return matcher
 
     def _take(self, name: bytes, text: str, tenant: str) -> Future[LLMatcher]:

@@ -61,6 +61,13 @@ class Matcher:
             raise InvariantBroken("a grammar is used before it is compiled")
         return self._grammar
 
+    def drop(self) -> None:
+        """Free the compiled grammar, or do not wait for it any more: the sequence has ended."""
+        self.ready.cancel()
+        # Callbacks of futures refer to this object, which lives until the next garbage collection.
+        self._has_ended = True
+        self._grammar = None
+
     def begin(self, compiled: CompiledGrammar, generated: Sequence[int]) -> None:
         """Begin with the compiled grammar, and take the tokens generated so far.
 
@@ -68,8 +75,9 @@ class Matcher:
             compiled: the grammar at its start, for this sequence alone.
             generated: tokens of the completion so far.
         """
-        self._grammar = compiled
-        self._advance(generated)
+        if not self._has_ended:
+            self._grammar = compiled
+            self._advance(generated)
 
     def fail(self, error: str) -> None:
         """Note, in one sentence, why the grammar cannot be compiled."""
