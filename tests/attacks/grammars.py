@@ -87,12 +87,13 @@ def _with_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slow_schema(number: int, part: int) -> dict[str, Any]:
-    """Return a schema that takes about half a second to compile: it has many optional fields.
+    """Return a schema that takes about 0.1 s to compile: it has many optional fields.
 
     Those of different numbers or parts are different.
     """
-    fields = {f"p{number}_{part}_{n}": {"type": "string"} for n in range(2_500)}
-    return {"type": "object", "properties": fields, "additionalProperties": False}
+    names = [f"p{number}_{part}_{n}" for n in range(800)]
+    fields = {name: {"type": "string"} for name in names}
+    return {"type": "object", "properties": fields, "required": names[:1]}
 
 
 ATTACKS = [
