@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 from tests.unit.gateway.structured.matching import TRIALS
 
 _HUGE = 10**9
-_REFUSAL_S_MAX = 6.0
+_REFUSAL_S_MAX = 10.0
 """Time for a refusal: two seconds of computing, beside other tests."""
 
 
