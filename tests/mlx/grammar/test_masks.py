@@ -257,8 +257,9 @@ def test_exclusions_of_device_equal_those_of_host(dtype: mx.Dtype, vocab_size: i
     random = np.random.default_rng(vocab_size)
     shape = (3, -(-vocab_size // 32))
     bits = random.integers(-(2**31), 2**31, shape).astype(np.int32)
-    host = exclusion_bits_of_host(bits, vocab_size, dtype)
-    device = exclusions_of_device(mx.array(~bits.view(np.uint8)), vocab_size, dtype)
+    forbidden = ~bits.view(np.uint8)
+    host = exclusion_bits_of_host(forbidden, vocab_size, dtype)
+    device = exclusions_of_device(mx.array(forbidden), vocab_size, dtype)
     assert device.dtype == dtype
     assert host.shape == device.shape == (3, vocab_size)
     assert mx.array_equal(host, device.view(host.dtype))
