@@ -32,6 +32,8 @@ _KEYWORDS = {"allow_pickle", "shell"}
 
 # Allowed names by file or folder. The comment gives the reason.
 _ALLOWED = {
+    # Sends bytes between a gateway and the process that tries grammars; nothing is pickled.
+    "services/gateway/structured/trial": {"multiprocessing"},
     # The bench sends HTTP requests to servers that it has started.
     "services/commands/bench/measuring/processes.py": {"http.client"},
     # Imports a command when it is called; the module names are constants of `services/commands`.
