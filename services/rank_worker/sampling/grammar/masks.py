@@ -64,7 +64,7 @@ class StepMasks:
 
     def digest(self) -> bytes:
         """Return 16 bytes that depend on all masks and failures, for the step's receipt."""
-        found = xxhash.xxh3_128(np.ascontiguousarray(self.bits))
+        found = xxhash.xxh3_128(np.ascontiguousarray(self.bits).data)
         failed = [one.sequence_id for one in self.failures]
         found.update(struct.pack(f"<{len(failed)}Q", *failed))
         return found.digest()
