@@ -172,7 +172,8 @@ def continue_cli(model: ServedModel, folder: Path) -> ClientSetup:
             "contextLength": model.context_tokens,
             "maxTokens": model.output_tokens,
         },
-        "requestOptions": {"timeout": IDLE_S},
+        # Milliseconds until headers come; Continue also takes them as seconds between bytes.
+        "requestOptions": {"timeout": IDLE_S * 1_000},
     }
     name = "continue.yaml"
     return ClientSetup(

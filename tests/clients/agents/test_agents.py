@@ -53,8 +53,11 @@ def ranks(
 
 @pytest.fixture
 def relay(ranks: ScriptedRanks, request: pytest.FixtureRequest) -> Iterator[Relay]:
-    """Writes down what a client and the server say, for the report of a failure too."""
-    with Relay.to(ranks.url) as relay:
+    """Writes down what a client and the server say, for the report of a failure too.
+
+    The first answer comes late, as that of a server which restarts its ranks.
+    """
+    with Relay.to(ranks.url, first_post_delay_s=3.0) as relay:
         yield relay
         TRANSCRIPTS.mkdir(parents=True, exist_ok=True)
         (TRANSCRIPTS / f"{request.node.callspec.id}.txt").write_text(relay.transcript)

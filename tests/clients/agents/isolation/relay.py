@@ -9,6 +9,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -35,6 +36,8 @@ class Exchange:
     answer: bytes = b""
     is_whole: bool = False
     """The answer was forwarded to its end."""
+    broken_by: str = ""
+    """Error that ended it before, and when; "CancelledError" is a client that left."""
 
     @property
     def request(self) -> dict[str, Any]:
@@ -73,8 +76,9 @@ class Exchange:
         request = self.request
         turns = request.get("messages") or request.get("input") or []
         last = json.dumps(turns[-1], ensure_ascii=False) if turns else ""
+        end = f", broken off by {self.broken_by}" if self.broken_by else ""
         lines = [
-            f"{self.method} {self.path} -> {self.status}{'' if self.is_whole else ', broken off'}",
+            f"{self.method} {self.path} -> {self.status}{end}",
             f"  request: {len(self.body):,} bytes, {len(turns)} turns, fields {sorted(request)}",
             f"  tools: {len(request.get('tools') or [])}",
             f"  cache: {self.headers.get('x-lockstep-cache', '-')}",
@@ -101,15 +105,18 @@ def _called(event: dict[str, Any]) -> list[str]:
 class Relay:
     """Forwards what arrives on listening sockets to a server, in a thread of its own."""
 
-    def __init__(self, server_url: str) -> None:
+    def __init__(self, server_url: str, first_post_delay_s: float = 0.0) -> None:
         """Start without listening.
 
         Args:
             server_url: where to forward to.
+            first_post_delay_s: time before the first POST is forwarded, as if the server had no
+                place for it: the client gets no headers meanwhile.
         """
         self.exchanges: list[Exchange] = []
         """All exchanges, in the order of the requests."""
         self._server_url = server_url
+        self._post_delay_s = first_post_delay_s
         self._watched: tuple[bytes, Callable[[], None]] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -118,9 +125,9 @@ class Relay:
 
     @classmethod
     @contextlib.contextmanager
-    def to(cls, server_url: str) -> Iterator[Self]:
-        """Run a relay for a block."""
-        relay = cls(server_url)
+    def to(cls, server_url: str, first_post_delay_s: float = 0.0) -> Iterator[Self]:
+        """Run a relay, made with these arguments, for a block."""
+        relay = cls(server_url, first_post_delay_s)
         try:
             yield relay
         finally:
@@ -169,6 +176,18 @@ class Relay:
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         exchange = Exchange(request.method, request.path_qs, await request.read())
         self.exchanges.append(exchange)
+        begun_s = time.monotonic()
+        try:
+            return await self._exchange(request, exchange)
+        except BaseException as error:
+            age_s = time.monotonic() - begun_s
+            exchange.broken_by = f"{type(error).__name__}({error}) after {age_s:.1f} s"
+            raise
+
+    async def _exchange(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
+        if request.method == "POST":
+            delay_s, self._post_delay_s = self._post_delay_s, 0.0
+            await asyncio.sleep(delay_s)
         headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _OWN_HEADERS]
         async with self._session.request(
             request.method,
