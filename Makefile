@@ -102,18 +102,19 @@ $(INSTALLED): pyproject.toml constraints.txt
 up: install
 	@exec $(BIN)/lockstep up $(UP_FLAGS)
 
-# Types are checked for Linux and for macOS; code for Linux is unreachable there.
-TYPES := $(BIN)/mypy && $(BIN)/mypy --platform darwin --no-warn-unreachable \
+# Code for Linux is unreachable on macOS, so types are checked for both.
+TYPES := $(BIN)/mypy
+TYPES_ON_MACOS := $(BIN)/mypy --platform darwin --no-warn-unreachable \
   --cache-dir .mypy_cache/darwin services shared
 .PHONY: check
 check: style
-	@echo "== Types (mypy --strict)" && $(TYPES)
+	@echo "== Walls between rooms (import-linter)" && $(BIN)/lint-imports --no-logo
+	@echo "== Types (mypy --strict)" && $(TYPES) && $(TYPES_ON_MACOS)
 
 .PHONY: style
 style: install
 	@echo "== Format (ruff format)" && $(BIN)/ruff format --check --quiet .
 	@echo "== Lint (ruff check)" && $(BIN)/ruff check --quiet .
-	@echo "== Walls between rooms (import-linter)" && $(BIN)/lint-imports --no-logo
 
 PYTEST := $(BIN)/python -m pytest --quiet --dist loadfile --no-loadscope-reorder
 
@@ -130,7 +131,7 @@ ended() { \
   if wait "$$1"; then tail -n 2 "$$output/$$2"; else cat "$$output/$$2"; return 1; fi; \
 }; \
 types=; set -m; \
-if [ -n "$(2)" ]; then { $(TYPES); } >"$$output/types" 2>&1 & types=$$!; fi; \
+{ $(2); } >"$$output/types" 2>&1 & types=$$!; \
 $(BIN)/python -m tests.support.idle --quiet --dist worksteal -m $(1) \
   --numprocesses $(JOBS) --timeout 1800 $(addprefix tests/,$(BESIDE)) >"$$output/beside" 2>&1 & \
 beside=$$!; set +m; \
@@ -140,13 +141,13 @@ for group in $(TEST_GROUPS); do \
   $(PYTEST) -m $(1) --numprocesses "$$jobs" $$(printf 'tests/%s ' $${suites//,/ }) \
     || [ $$? -eq 5 ]; \
 done; \
-if [ -n "$$types" ]; then ended "$$types" types "Types (mypy --strict)"; types=; fi; \
+ended "$$types" types "Types (mypy --strict)"; types=; \
 ended "$$beside" beside "Tests: $(BESIDE)"; beside=
 endef
 
 .PHONY: test
 test: style
-	@$(call RUN_GROUPS,'not proof and not alone',types); \
+	@$(call RUN_GROUPS,'not proof and not alone',$(TYPES)); \
 	echo "== All checks and tests passed"
 
 # Long proofs: every case of the tests that `make test` samples, faults in real processes, and tests that
@@ -156,7 +157,7 @@ proofs: export LOCKSTEP_PROOFS := 1
 proofs: install
 	@echo "== Clients (npm, PyPI; what cannot be installed is not run)"
 	@$(BIN)/python -m tests.clients.agents.installation
-	@$(call RUN_GROUPS,'(proof or deep or hypothesis) and not alone',); \
+	@$(call RUN_GROUPS,'(proof or deep or hypothesis) and not alone',$(TYPES_ON_MACOS)); \
 	echo "== Tests that measure time or need the machine for themselves: $(ALONE)"; \
 	$(BIN)/python -m pytest --quiet -m alone $(addprefix tests/,$(ALONE)); \
 	echo "== All proofs passed"

@@ -18,6 +18,7 @@ SHORT_DELAY = (
 """`lockstep` that tries a refused role again after 1 s."""
 
 
+@pytest.mark.proof
 def test_gateway_with_key_file_writable_for_others_is_tried_again_while_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLockste
         yield started
 
 
-@pytest.mark.parametrize("deleted", ["config.toml", "ranks.sock", "."])
+@pytest.mark.parametrize(
+    "deleted",
+    [
+        pytest.param("config.toml", marks=pytest.mark.proof),
+        pytest.param("ranks.sock", marks=pytest.mark.proof),
+        ".",
+    ],
+)
 def test_stream_completes_when_rank_is_killed_after_run_folder_was_cleaned(
     running: RunningLockstep, deleted: str
 ) -> None:

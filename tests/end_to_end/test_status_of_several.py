@@ -28,6 +28,7 @@ def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.proof
 def test_commands_without_flags_find_what_runs_and_ask_which_of_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_world_with_canary_off_is_ready_without_canary_results() -> None:
         assert [rank.canary for rank in client.query_status().ranks] == [[], []]
 
 
+@pytest.mark.proof
 def test_status_names_rank_with_wrong_collective_sums_after_two_failed_starts() -> None:
     """A rank with wrong sums fails the canary of two starts in a row; the status names the rank and
     the first wrong element."""
