@@ -22,7 +22,7 @@ UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)
 # tests that mostly wait for clocks and sockets, fewer serve tests that compute.
 JOBS ?= 2
 JOBS_WITH_PROCESSES ?= 3
-JOBS_THAT_WAIT ?= 5
+JOBS_THAT_WAIT ?= 4
 TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS_WITH_PROCESSES):multirank,end_to_end \
   $(JOBS_THAT_WAIT):gateway,cache_store,hosts $(JOBS):clients
 # These suites compute and hardly wait: they run at idle priority beside the groups. A worker that has
@@ -60,7 +60,7 @@ endef
 help:
 	@echo "make install   prepare .venv (PYTHON=... chooses the interpreter)"
 	@echo "make up        start Lockstep (RANKS=2 MODEL=... PORT=8080 HOST=... CONFIG=...)"
-	@echo "make test      format, lint, types, walls, tests (JOBS=2 JOBS_WITH_PROCESSES=3 JOBS_THAT_WAIT=5)"
+	@echo "make test      format, lint, types, walls, tests (JOBS=2 JOBS_WITH_PROCESSES=3 JOBS_THAT_WAIT=4)"
 	@echo "make proofs    long tests: thousands of simulated clusters, kill loops, chaos"
 	@echo "make check     format, lint, walls, types"
 	@echo "make simulate  simulate the whole system, 10,000 seeds (SEEDS=... or SEED=... alone)"
