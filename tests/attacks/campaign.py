@@ -89,7 +89,7 @@ def run_attack(
         latency_p50_s=statistics.median(
             list(itertools.chain(*experience.latencies_s.values())) or [0.0]
         ),
-        statuses=statuses,
+        statuses=dict(statuses),
         memory=memory,
         departure_s=departure_s,
         problems=problems,
