@@ -125,7 +125,7 @@ async def _answer_grammar(
     try:
         return (await service.check_grammars(request, works, wishes.param))[-1]
     except ApiError:
-        # There was no time to check a grammar that the request does not demand.
+        # The grammar is refused or could not be checked now, and the request does not demand it.
         if wishes.must_match:
             raise
         return None

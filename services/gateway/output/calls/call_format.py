@@ -256,7 +256,7 @@ class CallFormat(abc.ABC):
         return random_id()
 
 
-def as_json(value: Any) -> str:
+def written_json(value: Any) -> str:
     """Return a value as JSON in the layout that models write."""
     return json.dumps(value, ensure_ascii=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 from services.gateway.conversation.conversation import Call
 from services.gateway.output import argument_types, json_text
 from services.gateway.output.argument_types import ANY, Types
-from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
+from services.gateway.output.calls.call_format import CallContext, CallFormat, written_json
 from services.gateway.output.source import SPACE, Markers, Reading
 
 _NAME = re.compile(r"[^\s<>\"'{}:,]*")
@@ -73,7 +73,7 @@ class GemmaCalls(CallFormat):
             return f"{{{','.join(pairs)}}}"
         if isinstance(value, list):
             return f"[{','.join(map(self._literal, value))}]"
-        return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else as_json(value)
+        return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else written_json(value)
 
     def _key(self, name: str) -> str:
         """Return an argument's name, in quotes if it would not be read back without them."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from services.gateway.conversation.conversation import Call
 from services.gateway.output import json_text
 from services.gateway.output.calls import json_calls
-from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
+from services.gateway.output.calls.call_format import CallContext, CallFormat, written_json
 from services.gateway.output.source import SPACE, Markers, Reading
 
 SHORT_ID_CHARS = 9
@@ -80,7 +80,7 @@ class HeaderCalls(CallFormat):
         """Return calls as the model writes them, for DeepSeek those of V3 and R1."""
         items = []
         for number, call in enumerate(calls):
-            head, arguments = call.name + self.separator, as_json(call.arguments)
+            head, arguments = call.name + self.separator, written_json(call.arguments)
             if self.has_id_as_name:
                 head = f"functions.{call.name}:{number}{self.separator}"
             elif not self.id_opening:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from services.gateway.conversation.conversation import Call
 from services.gateway.output import json_text
-from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
+from services.gateway.output.calls.call_format import CallContext, CallFormat, written_json
 from services.gateway.output.source import SPACE, Markers, Reading, Write, drop
 
 HELD_CHARS_MAX = 65_536
@@ -81,7 +81,9 @@ class JsonCalls(CallFormat):
         for number, call in enumerate(calls):
             fields = {self.number_key: str(number)} if self.number_key else {}
             items.append(
-                as_json({**fields, self.name_key: call.name, self.arguments_key: call.arguments})
+                written_json(
+                    {**fields, self.name_key: call.name, self.arguments_key: call.arguments}
+                )
             )
         if self.has_list:
             closing = self.closing if self.writes_closing else ""

@@ -9,7 +9,7 @@ from typing import Any
 from services.gateway.conversation.conversation import Call
 from services.gateway.output import argument_types, json_text
 from services.gateway.output.argument_types import ANY, Types
-from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
+from services.gateway.output.calls.call_format import CallContext, CallFormat, written_json
 from services.gateway.output.source import SPACE, Markers, Reading, Source
 
 _NAME = re.compile(r"[\w.\-]*")
@@ -229,8 +229,8 @@ def _read_escape(source: Source) -> Reading[str]:
 def _literal(value: Any) -> str:
     """Return a JSON value in Python's syntax."""
     if isinstance(value, dict):
-        pairs = [f"{as_json(name)}: {_literal(one)}" for name, one in value.items()]
+        pairs = [f"{written_json(name)}: {_literal(one)}" for name, one in value.items()]
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"
-    return as_json(value) if isinstance(value, str) else repr(value)
+    return written_json(value) if isinstance(value, str) else repr(value)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from services.gateway.conversation.conversation import Call
 from services.gateway.output import json_text
 from services.gateway.output.argument_types import STRING, ArgumentValue, Types
-from services.gateway.output.calls.call_format import CallContext, CallFormat, as_json
+from services.gateway.output.calls.call_format import CallContext, CallFormat, written_json
 from services.gateway.output.source import SPACE, Markers, Reading, Source
 
 _NAME = re.compile(r"[^\s<>\"'{}|]*")
@@ -108,7 +108,7 @@ class TaggedCalls(CallFormat):
             closing = self.string_key_closing if is_text else ""
             lines.append(
                 f"{self.key.opening}{name}{closing or self.key.closing}{self.value.opening}{line}"
-                f"{value if is_text else as_json(value)}{line}{self.value.closing}"
+                f"{value if is_text else written_json(value)}{line}{self.value.closing}"
             )
         return "\n".join([*lines, *([self.call_closing] if self.call_closing else [])])
 

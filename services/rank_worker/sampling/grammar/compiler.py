@@ -1,4 +1,4 @@
-"""Compiler of grammars. Owns which grammars are still wanted, and spares of those used last."""
+"""Compiler of grammars. Owns which grammars are still wanted, and which are compiled ahead."""
 
 import dataclasses
 import hashlib
@@ -49,7 +49,7 @@ class GrammarCompiler:
     Each sequence has a matcher that was compiled for it alone. Copies of a matcher share the states
     of its automaton, and their limit: whether one could go on would depend on what the others have
     drawn before, and on which thread came first, so ranks could differ. A grammar that comes again
-    is also compiled for the sequence after that.
+    is also compiled ahead, for the sequence after that: its spare.
 
     The library releases Python's interpreter lock meanwhile. Tenants take turns, and a grammar for
     which no sequence waits any more is not begun. The model's tokenizer is read in one of the

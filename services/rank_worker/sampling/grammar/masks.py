@@ -103,7 +103,8 @@ class MaskFiller:
                 allowed = one.matcher.constrained_drafts(one.drafts)
                 if allowed is not None:
                     begin, ids = allowed
-                    barred[one.matcher.barred_ids] += range(row_count, row_count + begin)
+                    if begin:
+                        barred[one.matcher.barred_ids] += range(row_count, row_count + begin)
                     if begin <= len(one.drafts):
                         filled.append(_FilledRows(one.matcher, row_count + begin, ids))
             row_count += len(one.drafts) + 1
@@ -112,11 +113,11 @@ class MaskFiller:
         self._fill_rows(bits, filled)
         bits = self._widen(bits, filled)
         for barred_ids, rows in barred.items():
-            for token in barred_ids if rows else ():
+            for token in barred_ids:
                 _set_bit(bits, rows, token, 0)
         _allow_ends(bits, filled)
-        for rows_of_one in filled:
-            rows_of_one.check(bits[rows_of_one.first : rows_of_one.stop])
+        for part in filled:
+            part.check(bits[part.first : part.stop])
         failures = [
             GrammarFailure(sequence_id=one.sequence_id, detail=one.matcher.error[:4_000])
             for one in sequences

@@ -76,11 +76,14 @@ def test_home_folder_of_unknown_user_in_setting_is_refused_before_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_default_run_folders_are_not_in_temporary_folder(tmp_path: Path) -> None:
-    """The folder is in the state folder, which no cleaner empties."""
-    folder = user_folders.run_folders()
-    assert folder.is_absolute()
-    assert not folder.is_relative_to("/tmp")
+def test_default_run_folders_are_in_home_folder_of_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The folder is in the state folder, which no cleaner empties, and not in the temporary one."""
+    home = Path("/home/someone")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert user_folders.run_folders().is_relative_to(home)
     with pytest.raises(ConfigError, match=r"paths\.run_dir is ~nouser/run, but there is no user"):
         user_folders.expand("~nouser/run", "paths.run_dir")
     assert user_folders.expand(str(tmp_path), "paths.run_dir") == tmp_path
