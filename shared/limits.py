@@ -26,6 +26,10 @@ SOCKET_MESSAGES_MAX = 16_384
 """ZeroMQ's high-water mark. Above UNACKED_MESSAGES_MAX, so that the link's own bound is reached
 first."""
 
+RECEIVED_BYTES_MAX = 1024 * 1024
+"""A socket is read up to the message that exceeds this, so that documents of 15 MB do not keep a
+process from everything else."""
+
 ACK_EVERY_MESSAGES = 64
 """A receiver acknowledges after this many messages at the latest, so that resends stay short."""
 

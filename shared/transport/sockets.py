@@ -42,8 +42,7 @@ _FAILURES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side uses keys and the other does not",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the listener has another key than the one known here",
 }
-"""What a dialer learns of a failed handshake. The last cause is an inference: the listener just
-hangs up."""
+"""Why a dialer's handshake failed. The last cause is inferred: the listener just hangs up."""
 
 _monitor_numbers = itertools.count()
 
@@ -176,13 +175,7 @@ class LinkSocket:
         self._socket.setsockopt(zmq.IDENTITY, identity)
 
     def use_keys_as_listener(self, own: Keys) -> None:
-        """Prove this host's key, and admit only keys that this process's `AccessControl` allows.
-
-        Call it before `bind`.
-
-        Args:
-            own: key pair of this host.
-        """
+        """Prove this host's key; admit only keys that `access` allows. Call it before `bind`."""
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
         self._socket.setsockopt(zmq.ZAP_DOMAIN, b"lockstep")
@@ -270,11 +263,15 @@ class LinkSocket:
             os.read(self._wake_read, 4_096)
 
     def receive(self, count_max: int) -> Iterator[tuple[list[bytes], str]]:
-        """Answer handshakes; yield up to `count_max` frames as (parts, proven key or "")."""
+        """Answer handshakes; yield up to `count_max` frames as (parts, proven key or "").
+
+        It ends earlier after the frame with which `limits.RECEIVED_BYTES_MAX` are reached.
+        """
         if self._access is not None:
             self._answer_handshakes(self._access)
         self.is_drained = False
-        for _ in range(count_max):
+        left_bytes = limits.RECEIVED_BYTES_MAX
+        while count_max > 0 and left_bytes > 0:
             try:
                 # Faster than `recv_multipart`, which queries the socket after every part.
                 frame = self._socket.recv(_NO_WAIT, copy=False)
@@ -286,6 +283,8 @@ class LinkSocket:
             while frame.more:
                 frame = self._socket.recv(_NO_WAIT, copy=False)
                 parts.append(frame.bytes)
+            count_max -= 1
+            left_bytes -= sum(map(len, parts))
             yield parts, key
 
     def send(self, parts: list[bytes]) -> bool:
@@ -383,8 +382,7 @@ def _proven_key(frame: zmq.Frame) -> str:
 
 def _set_options(socket: zmq.Socket[bytes], kind: int, address: str) -> None:
     """Set every option explicitly: ZeroMQ's defaults drop frames, block or grow without bound."""
-    socket.setsockopt(zmq.SNDHWM, limits.SOCKET_MESSAGES_MAX)
-    socket.setsockopt(zmq.RCVHWM, limits.SOCKET_MESSAGES_MAX)
+    socket.set_hwm(limits.SOCKET_MESSAGES_MAX)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MESSAGE_BYTES_MAX)
     socket.setsockopt(zmq.IMMEDIATE, 1)

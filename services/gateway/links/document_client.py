@@ -1,10 +1,11 @@
 """Link to this host's cache store, which keeps documents for the gateway. Owns no document."""
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable
 
 from services.gateway.links.loop_dialer import LoopDialer
 from shared import limits
@@ -24,6 +25,7 @@ from shared.messages import (
     ToStore,
 )
 from shared.tenants.fair_share import FairShare
+from shared.tenants.tenant_queues import TenantQueues
 from shared.transport.links import Connected, LinkEvent, Lost, Received
 
 ANSWER_S_MAX = 10.0
@@ -33,9 +35,52 @@ KEEPING_BYTES_MAX = 112 * 1024 * 1024
 """Bytes of documents that were sent and that the store has not written yet. Far enough below the
 link's own bound for all other messages."""
 READING_MAX = 4_096
-"""Documents that were asked for and have not arrived yet."""
+"""Documents that requests wait for."""
+READS_AT_ONCE = 4
+"""Documents that the store is asked for at once. They arrive one after the other, each in up to
+30 ms of the event loop, so a short document must not wait for all that another owner reads."""
 
 _log = Log("gateway.documents")
+
+
+class _Read:
+    """A document to be read, which waits for its owner's turn."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class _Turns:
+    """Owners take turns, and the last place is kept for an owner that has none."""
+
+    def __init__(self) -> None:
+        self._waiting: TenantQueues[_Read] = TenantQueues()
+        self._places: Counter[str] = Counter()
+        """Places that each owner occupies."""
+
+    @contextlib.asynccontextmanager
+    async def place(self, owner: str) -> AsyncIterator[None]:
+        """Wait for a place, and occupy it during the block."""
+        read = _Read(owner)
+        self._waiting.add(owner, read)
+        self._give_places()
+        try:
+            await read.turn
+            yield
+        finally:
+            if not self._waiting.drop(owner, read):
+                self._places -= Counter((owner,))
+                self._give_places()
+
+    def _give_places(self) -> None:
+        while self._places.total() < READS_AT_ONCE:
+            read = self._waiting.take(lambda read: self._places[read.owner] < READS_AT_ONCE - 1)
+            if read is None:
+                return
+            self._places[read.owner] += 1
+            if not read.turn.done():
+                read.turn.set_result(None)
 
 
 class DocumentClient:
@@ -56,6 +101,7 @@ class DocumentClient:
         self._query_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[DocumentRead | DocumentDeleted]] = {}
         self._reading = FairShare(READING_MAX, config.tenants.share)
+        self._turns = _Turns()
         self._keeping = FairShare(KEEPING_BYTES_MAX, config.tenants.share)
         self._keeping_bytes: defaultdict[str, deque[int]] = defaultdict(deque)
         """Bytes of each document that the store has not answered yet, by the digest of its owner.
@@ -118,9 +164,10 @@ class DocumentClient:
         if not self._reading.take(digest, 1):
             raise UnavailableError("Too much is being read from the cache store for you.")
         try:
-            answer = await self._ask(
-                lambda query_id: ReadDocument(query_id=query_id, owner=digest, name=name)
-            )
+            async with self._turns.place(digest):
+                answer = await self._ask(
+                    lambda query_id: ReadDocument(query_id=query_id, owner=digest, name=name)
+                )
         finally:
             self._reading.release(digest, 1)
         assert isinstance(answer, DocumentRead)

@@ -13,7 +13,15 @@ from services.gateway.links.document_client import DocumentClient
 from shared.configuration.settings import CacheConfig, Config
 from shared.errors import UnavailableError
 from shared.identifiers import PeerId
-from shared.messages import DocumentKept, KeepDocument, QueryStore, StoreReported, ToStore
+from shared.messages import (
+    DocumentKept,
+    DocumentRead,
+    KeepDocument,
+    QueryStore,
+    ReadDocument,
+    StoreReported,
+    ToStore,
+)
 from shared.transport.links import Listener, Received
 
 _DOCUMENT = bytes(1_000_000)
@@ -26,6 +34,7 @@ class SilentStore:
         self._link: Listener[msgspec.Struct] = Listener(address, ToStore)
         self._gateway = PeerId(b"")
         self.kept: list[KeepDocument] = []
+        self.asked: list[ReadDocument] = []
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Receive messages until a condition holds."""
@@ -38,6 +47,8 @@ class SilentStore:
                             self._link.send(peer, _REPORT)
                         case Received(message=KeepDocument() as order):
                             self.kept.append(order)
+                        case Received(message=ReadDocument() as question):
+                            self.asked.append(question)
                 await asyncio.sleep(0.005)
 
     def answer(self, *, is_accepted: bool) -> None:
@@ -48,6 +59,11 @@ class SilentStore:
             )
             self._link.send(self._gateway, answer)
         self.kept.clear()
+
+    def send_document(self) -> None:
+        """Answer the oldest question with a document."""
+        answer = DocumentRead(query_id=self.asked.pop(0).query_id, data=_DOCUMENT)
+        self._link.send(self._gateway, answer)
 
     def close(self) -> None:
         """End the session."""
@@ -128,5 +144,31 @@ def test_owner_that_asks_for_many_documents_leaves_room_for_others(
         assert all(isinstance(result, UnavailableError) for result in results)
         refused = [number for number, result in enumerate(results) if "Too much" in str(result)]
         assert refused == [6]
+
+    _run(tmp_path, scenario)
+
+
+def test_document_of_one_owner_is_asked_for_while_another_reads_many(tmp_path: Path) -> None:
+    """Documents arrive one after the other, so the store is asked for few of one owner at once."""
+
+    async def scenario(client: DocumentClient, store: SilentStore) -> None:
+        reads = [asyncio.create_task(client.load("anna", f"resp_{one}")) for one in range(6)]
+        await store.wait_for(lambda: len(store.asked) == 3)
+        reads.append(asyncio.create_task(client.load("ben", "resp_b")))
+        await store.wait_for(lambda: len(store.asked) == 4)
+        names = [one.name for one in store.asked]
+        assert names == ["resp_0", "resp_1", "resp_2", "resp_b"]
+        reads.pop(3).cancel()  # it waits for its turn, and one that has its turn comes next
+        reads.pop(1).cancel()
+        await store.wait_for(lambda: len(store.asked) == 5)
+        assert store.asked[-1].name == "resp_4"
+
+        def have_all_arrived() -> bool:
+            if store.asked:
+                store.send_document()
+            return all(read.done() for read in reads)
+
+        await store.wait_for(have_all_arrived)
+        assert await asyncio.gather(*reads) == [_DOCUMENT] * 5
 
     _run(tmp_path, scenario)

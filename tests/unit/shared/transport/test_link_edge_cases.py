@@ -17,7 +17,15 @@ import zmq
 
 from shared import limits
 from shared.errors import LinkFull
-from shared.messages import AbortRequest, QueryStatus, RequestFailed, ToGateway, ToScheduler
+from shared.messages import (
+    AbortRequest,
+    QueryStatus,
+    RequestFailed,
+    Sampling,
+    SubmitRequest,
+    ToGateway,
+    ToScheduler,
+)
 from shared.transport import codec, sockets
 from shared.transport.links import Connected, Dialer, LinkEvent, Listener, Lost, Received
 from tests.support.waiting import wait_until
@@ -87,6 +95,22 @@ def test_link_descriptor_becomes_readable_when_message_arrives_after_last_one_wa
             events += pair.dialer.poll(0.0, 1)
 
     assert 20 <= waits <= 50
+
+
+def test_link_that_got_several_long_messages_reads_one_at_a_time(pair: _Pair) -> None:
+    """A process with other work handles it between two documents of many megabytes."""
+    prompt = bytes(limits.RECEIVED_BYTES_MAX)
+    for name in "abc":
+        pair.dialer.send(
+            SubmitRequest(request_id=name, prompt=prompt, sampling=Sampling(seed=0), max_tokens=1)
+        )
+    time.sleep(0.3)  # until ZeroMQ has received all of them
+    turns: list[list[str]] = []
+    while sum(map(len, turns)) < 3:
+        events = pair.listener.poll(DEADLINE_S)
+        received = [one.message for one in events if isinstance(one, Received)]
+        turns.append([one.request_id for one in received if isinstance(one, SubmitRequest)])
+    assert turns == [["a"], ["b"], ["c"]]
 
 
 _CLOSE_AND_EXIT = """
