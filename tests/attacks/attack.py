@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,26 +88,35 @@ def new_number() -> int:
 def keep_open(attacker: Attacker, requests: Sequence[bytes]) -> None:
     """Send requests, and read their answers until the attacker's time is over."""
     with contextlib.ExitStack() as connections, contextlib.suppress(OSError):
-        opened = []
+        opened: list[socket.socket] = []
+        unanswered: set[socket.socket] = set()
         for request in requests:
             if attacker.is_over:
                 return
-            opened.append(connections.enter_context(attacker.connected()))
-            opened[-1].settimeout(attacker.left_s)
+            connection = connections.enter_context(attacker.connected())
+            connection.settimeout(attacker.left_s)
             # One that is refused must not end the others.
             with contextlib.suppress(OSError):
-                opened[-1].sendall(request)
-        unread = set(opened)
-        for connection in opened:
+                connection.sendall(request)
             connection.setblocking(False)
+            opened.append(connection)
+            unanswered.add(connection)
+            _read_available(attacker, opened, unanswered)
         while not attacker.is_over:
-            for connection in opened:
-                with contextlib.suppress(OSError):
-                    received = connection.recv(1 << 16)
-                    if connection in unread:
-                        unread.remove(connection)
-                        attacker.note(received)
+            _read_available(attacker, opened, unanswered)
             time.sleep(0.02)
+
+
+def _read_available(
+    attacker: Attacker, opened: Sequence[socket.socket], unanswered: set[socket.socket]
+) -> None:
+    """Read the bytes that have arrived; note the status of each answer that begins."""
+    for connection in opened:
+        with contextlib.suppress(OSError):
+            received = connection.recv(1 << 16)
+            if connection in unanswered:
+                unanswered.remove(connection)
+                attacker.note(received)
 
 
 def leave(attacker: Attacker, request: bytes) -> None:
