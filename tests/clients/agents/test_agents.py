@@ -57,7 +57,7 @@ def relay(ranks: ScriptedRanks, request: pytest.FixtureRequest) -> Iterator[Rela
 
     The first answer comes late, as that of a server which restarts its ranks.
     """
-    with Relay.to(ranks.url, first_post_delay_s=3.0) as relay:
+    with Relay.to(ranks.url, first_posts_delay_s=3.0) as relay:
         yield relay
         TRANSCRIPTS.mkdir(parents=True, exist_ok=True)
         (TRANSCRIPTS / f"{request.node.callspec.id}.txt").write_text(relay.transcript)

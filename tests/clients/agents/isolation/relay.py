@@ -20,6 +20,7 @@ from aiohttp import web
 _OWN_HEADERS = {"connection", "content-length", "transfer-encoding", "keep-alive"}
 """Headers that belong to one connection."""
 _CACHE = re.compile(r"(\w+)=(\d+)")
+_LAST_EVENTS = (b"data: [DONE]\n", b"event: message_stop\n", b"event: response.completed\n")
 SHOWN_CHARACTERS = 1_500
 """Limit for one text in the transcript."""
 
@@ -34,10 +35,18 @@ class Exchange:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     answer: bytes = b""
-    is_whole: bool = False
-    """The answer was forwarded to its end."""
+    is_forwarded: bool = False
+    """All of the answer was forwarded."""
     broken_by: str = ""
     """Error that ended it before, and when; "CancelledError" is a client that left."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the client has got the whole answer.
+
+        Clients may leave after the last event of a stream, before its end.
+        """
+        return self.is_forwarded or any(one in self.answer for one in _LAST_EVENTS)
 
     @property
     def request(self) -> dict[str, Any]:
@@ -105,18 +114,20 @@ def _called(event: dict[str, Any]) -> list[str]:
 class Relay:
     """Forwards what arrives on listening sockets to a server, in a thread of its own."""
 
-    def __init__(self, server_url: str, first_post_delay_s: float = 0.0) -> None:
+    def __init__(self, server_url: str, first_posts_delay_s: float = 0.0) -> None:
         """Start without listening.
 
         Args:
             server_url: where to forward to.
-            first_post_delay_s: time before the first POST is forwarded, as if the server had no
-                place for it: the client gets no headers meanwhile.
+            first_posts_delay_s: time after the first POST in which none is forwarded, as if the
+                server had no place: the client gets no headers meanwhile.
         """
         self.exchanges: list[Exchange] = []
         """All exchanges, in the order of the requests."""
         self._server_url = server_url
-        self._post_delay_s = first_post_delay_s
+        self._posts_delay_s = first_posts_delay_s
+        self._posts_from_s: float | None = None
+        """When POSTs are forwarded; None: none has come."""
         self._watched: tuple[bytes, Callable[[], None]] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -125,9 +136,9 @@ class Relay:
 
     @classmethod
     @contextlib.contextmanager
-    def to(cls, server_url: str, first_post_delay_s: float = 0.0) -> Iterator[Self]:
+    def to(cls, server_url: str, first_posts_delay_s: float = 0.0) -> Iterator[Self]:
         """Run a relay, made with these arguments, for a block."""
-        relay = cls(server_url, first_post_delay_s)
+        relay = cls(server_url, first_posts_delay_s)
         try:
             yield relay
         finally:
@@ -186,8 +197,9 @@ class Relay:
 
     async def _exchange(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         if request.method == "POST":
-            delay_s, self._post_delay_s = self._post_delay_s, 0.0
-            await asyncio.sleep(delay_s)
+            if self._posts_from_s is None:
+                self._posts_from_s = time.monotonic() + self._posts_delay_s
+            await asyncio.sleep(max(0.0, self._posts_from_s - time.monotonic()))
         headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _OWN_HEADERS]
         async with self._session.request(
             request.method,
@@ -207,7 +219,7 @@ class Relay:
                 exchange.answer += piece
                 self._watch(exchange)
                 await response.write(piece)
-            exchange.is_whole = True
+            exchange.is_forwarded = True
         return response
 
     def _watch(self, exchange: Exchange) -> None:
