@@ -3,7 +3,7 @@
 A bound that an operator may change is a setting (`shared.configuration.settings`) instead.
 """
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised when a message changes its meaning or its fields. Peers with another version are refused,
 and both versions are logged."""
 
@@ -54,6 +54,9 @@ PEER_SILENCE_MAX_S = 120.0
 
 HELLO_INTERVAL_S = 0.1
 """A dialer repeats its hello at this interval until it receives a welcome."""
+
+STEPS_PER_MESSAGE_MAX = 4_096
+"""Most steps whose measurements a rank reports at once, 96 KiB. Of more only the last are kept."""
 
 GOODBYE_S = 1.0
 """Longest wait in `close` for the peer's acknowledgements. Without it ipc loses the last

@@ -25,6 +25,7 @@ from shared.messages import (
     RankHello,
     RestoreBlocks,
     StepPlan,
+    StepsMeasured,
     ToRank,
 )
 from shared.transport.links import Connected, Dialer, LinkEvent, Lost, Received
@@ -69,6 +70,10 @@ class SchedulerLink:
         """
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         """The order to join, then the step plans, in the order of arrival."""
+        self.arrivals_s: deque[float] = deque()
+        """When each of the plans in `orders` has arrived."""
+        self.take_measurements: Callable[[], StepsMeasured | None] | None = None
+        """Called in this thread with each heartbeat; returns the new measurements."""
         self.step_started = 0
         """Id of the last step that was launched; the main thread sets it for heartbeats."""
         self.step_finished = 0
@@ -176,6 +181,7 @@ class SchedulerLink:
                 self._handle_join(message)
             case Received(message=StepPlan() as message):
                 if message.epoch == self._epoch:
+                    self.arrivals_s.append(self._clock.now())
                     self.orders.put(message)
                 else:
                     self._refuse("step_plan", message.epoch)
@@ -225,6 +231,8 @@ class SchedulerLink:
                     step_finished=self.step_finished,
                 )
             )
+            if self.take_measurements is not None and (measured := self.take_measurements()):
+                self._outgoing.append(measured)
 
     def _flush(self) -> None:
         while self._outgoing:

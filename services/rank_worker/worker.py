@@ -15,6 +15,7 @@ from services.rank_worker.device.description import Device
 from services.rank_worker.device.execution_profile import execution_profile
 from services.rank_worker.device.fast_synch_proof import FastSynchProof
 from services.rank_worker.execution.executor import Executor
+from services.rank_worker.execution.measurements import StepMeasurements
 from services.rank_worker.execution.step_loop import StepLoop
 from services.rank_worker.execution.warmup import warm_up
 from services.rank_worker.joining import agreement, code_version, rendezvous
@@ -361,6 +362,8 @@ class Worker:
         gc.freeze()
         step_watchdog = Watchdog(self.clock)
         step_watchdog.start()
+        measurements = StepMeasurements(self.order.epoch, self.order.rank)
+        self.link.take_measurements = measurements.take
         StepLoop(
             self.order,
             executor,
@@ -368,6 +371,7 @@ class Worker:
             tier,
             step_watchdog,
             self.clock,
+            measurements,
             on_cpu=self._on_cpu,
             on_first_step=on_first_step,
         ).run()

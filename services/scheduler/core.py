@@ -6,7 +6,6 @@ changes the state. The shell in `main` receives events, reads the clock and perf
 
 from collections import defaultdict
 
-from services.scheduler import status_report
 from services.scheduler.batch.running_batch import RunningBatch
 from services.scheduler.cache.index.block_format import make_block_format
 from services.scheduler.events import (
@@ -33,7 +32,9 @@ from services.scheduler.requests.waiting_limits import WaitingLimits
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.speculation.methods import check_roll_back
 from services.scheduler.stall_detector import StallDetector
+from services.scheduler.status_report import StatusReporter
 from services.scheduler.step_pipeline import StepPipeline
+from services.scheduler.telemetry.telemetry import Telemetry
 from services.scheduler.world.world import World, WorldState
 from services.scheduler.world.world_change import WorldChange, WorldFacts
 from shared import limits
@@ -54,6 +55,7 @@ from shared.messages import (
     RankReady,
     StatusReported,
     StepFinished,
+    StepsMeasured,
     SubmitRequest,
     ToScheduler,
 )
@@ -90,19 +92,32 @@ class SchedulerCore:
         self._batch = RunningBatch(config, self._waiting, self._requests.turns)
         self._world = World(config, jaccl_devices, self._actions, hostfile)
         self._change = WorldChange(config, before, self._actions)
+        self._telemetry = Telemetry()
         self._pipeline = StepPipeline(
             config.scheduler.plans_in_flight,
             self._batch,
             self._world,
             self._requests,
+            self._telemetry,
             self._actions,
         )
-        self._reports = RankReports(self._world, self._batch, self._requests)
+        self._reports = RankReports(self._world, self._batch, self._requests, self._telemetry)
         self._stall_detector = StallDetector()
         self._counters: defaultdict[str, float] = self._requests.counters
         self._gateways: set[PeerId] = set()
         self._status_at_s = 0.0
         self._drain = Drain(config.scheduler.drain_s)
+        self._status = StatusReporter(
+            config,
+            self._world,
+            self._change,
+            self._batch,
+            self._pipeline,
+            self._telemetry,
+            self._requests,
+            self._waiting,
+            self._drain,
+        )
         self._context_tokens_max = 0
         self._has_stopped = False
 
@@ -209,6 +224,8 @@ class SchedulerCore:
     # --- ranks -------------------------------------------------------------------------------
 
     def _handle_rank_message(self, peer: PeerId, message: ToScheduler, now_s: float) -> None:
+        if (rank := self._world.rank_of(peer)) is not None:
+            self._telemetry.hear(rank, now_s)
         match message:
             case StepFinished():
                 if problem := self._pipeline.receive(peer, message, now_s):
@@ -220,7 +237,7 @@ class SchedulerCore:
                 self._world.handle_loading(peer, message)
             case RankReady():
                 self._handle_rank_ready(peer, message, now_s)
-            case BlocksRestored() | BlocksSpilled() | GrammarCompiled():
+            case BlocksRestored() | BlocksSpilled() | GrammarCompiled() | StepsMeasured():
                 self._reports.handle(peer, message, now_s)
             case Heartbeat():
                 pass
@@ -373,20 +390,8 @@ class SchedulerCore:
             self._actions.extend(SendToGateway(gateway, report) for gateway in self._gateways)
 
     def _report(self, now_s: float) -> StatusReported:
-        return status_report.report(
-            config=self._config,
-            world=self._world,
-            change=self._change,
-            batch=self._batch,
-            in_flight=self._pipeline.in_flight,
-            rates=self._pipeline.rates,
-            counters=self._counters,
-            waiting=self._waiting,
-            turns=self._requests.turns,
-            tokens_limit=self._tokens_limit() if self._world.was_ready else 0,
-            drain=self._drain,
-            now_s=now_s,
-        )
+        tokens_limit = self._tokens_limit() if self._world.was_ready else 0
+        return self._status.report(tokens_limit, now_s)
 
     def _log_refused_message(self, peer: PeerId, message: ToScheduler) -> None:
         fields = {"peer": peer.decode(errors="replace"), "message": type(message).__name__}

@@ -1,22 +1,29 @@
-"""Reports of ranks about work beside the steps: restores, spills and grammars. Pure."""
+"""Reports of ranks beside their receipts: restores, spills, grammars and measurements. Pure."""
 
 from services.scheduler.batch.running_batch import RunningBatch
 from services.scheduler.requests.request_table import RequestTable
+from services.scheduler.telemetry.telemetry import Telemetry
 from services.scheduler.world.world import World
 from shared.identifiers import PeerId
-from shared.messages import BlocksRestored, BlocksSpilled, GrammarCompiled
+from shared.messages import BlocksRestored, BlocksSpilled, GrammarCompiled, StepsMeasured
 
 
 class RankReports:
     """Hands each report to the part of the batch that it concerns; ends requests that it fails."""
 
-    def __init__(self, world: World, batch: RunningBatch, requests: RequestTable) -> None:
+    def __init__(
+        self, world: World, batch: RunningBatch, requests: RequestTable, telemetry: Telemetry
+    ) -> None:
         self._world = world
         self._batch = batch
         self._requests = requests
+        self._telemetry = telemetry
 
     def handle(
-        self, peer: PeerId, message: BlocksRestored | BlocksSpilled | GrammarCompiled, now_s: float
+        self,
+        peer: PeerId,
+        message: BlocksRestored | BlocksSpilled | GrammarCompiled | StepsMeasured,
+        now_s: float,
     ) -> None:
         """Handle a report. One of another epoch or of an unknown peer is only counted.
 
@@ -28,6 +35,8 @@ class RankReports:
         rank, cache = self._world.rank_of(peer), self._batch.cache
         if rank is None or message.epoch != self._world.epoch:
             self._requests.counters["stale_receipts_total"] += 1
+        elif isinstance(message, StepsMeasured):
+            self._telemetry.add_report(rank, message, self._world.size)
         elif isinstance(message, GrammarCompiled):
             failed = self._batch.grammars.record(rank, message, self._world.size)
             if failed is not None:

@@ -11,7 +11,8 @@ from services.scheduler.events import Action, SaveEvidence, SendToGateway, SendT
 from services.scheduler.requests.burst import Burst
 from services.scheduler.requests.request_table import RequestTable
 from services.scheduler.requests.sequence import Sequence, SequenceState
-from services.scheduler.status_report import TokenRates
+from services.scheduler.telemetry.telemetry import Telemetry
+from services.scheduler.telemetry.token_rates import TokenRates
 from services.scheduler.world.world import World, WorldState
 from shared.identifiers import PeerId, Slot
 from shared.messages import StepFinished, TokenLogprobs, TokensGenerated
@@ -29,6 +30,7 @@ class StepPipeline:
         batch: RunningBatch,
         world: World,
         requests: RequestTable,
+        telemetry: Telemetry,
         actions: list[Action],
     ) -> None:
         self.in_flight = InFlightSteps()
@@ -37,6 +39,7 @@ class StepPipeline:
         self._batch = batch
         self._world = world
         self._requests = requests
+        self._telemetry = telemetry
         self._turns = requests.turns
         self._counters = requests.counters
         self._actions = actions
@@ -81,6 +84,7 @@ class StepPipeline:
             if step is None:
                 break
             self.in_flight.add(step, now_s)
+            self._telemetry.begin_step(step, now_s)
             self._actions.append(SendToRanks(self._world.peers, step.plan, self._world.epoch))
             for sequence in step.first_admitted:
                 self._requests.report_admitted(sequence)
@@ -112,6 +116,8 @@ class StepPipeline:
         if problem is not None:
             return problem
         self._world.note_memory(peer, receipt.memory_bytes)
+        has_requests = self._had_open_requests
+        self._telemetry.add_receipt(rank, receipt, now_s, has_requests=has_requests)
         while (step := self.in_flight.pop_finished(self._world.size, now_s)) is not None:
             disagreement = find_disagreement(step, self._world.vocab_size())
             if disagreement is not None:
@@ -126,6 +132,7 @@ class StepPipeline:
         """Emit the tokens of a step whose receipts agree."""
         planned, receipt = step.planned, step.receipts[0]
         self._count(step, receipt)
+        self._telemetry.history.finish(planned.plan.epoch, planned.plan.step_id, now_s)
         # Idle time of the device is a cost only while requests are open.
         idle_ms = receipt.idle_ms if self._had_open_requests else 0.0
         self._batch.record_step(planned, receipt.busy_ms, idle_ms)

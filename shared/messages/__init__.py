@@ -39,6 +39,7 @@ from shared.messages.rank_link import RankLoading as RankLoading
 from shared.messages.rank_link import RankReady as RankReady
 from shared.messages.rank_link import RestoreBlocks as RestoreBlocks
 from shared.messages.rank_link import RestoreItem as RestoreItem
+from shared.messages.rank_link import StepsMeasured as StepsMeasured
 from shared.messages.step_plan import AdmittedSequence as AdmittedSequence
 from shared.messages.step_plan import AdoptedRestore as AdoptedRestore
 from shared.messages.step_plan import DraftChunk as DraftChunk
@@ -89,6 +90,7 @@ ToScheduler = (
     | GrammarCompiled
     | RankFailed
     | Heartbeat
+    | StepsMeasured
 )
 """Messages that the scheduler accepts."""
 

@@ -215,7 +215,23 @@ class RankStatus(MessagePart, frozen=True, kw_only=True):
     loaded: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """Loaded share of the weights, 0 to 1."""
     memory_bytes: Count = 0
-    """Active memory reported by MLX."""
+    """Memory that MLX's arrays use."""
+    peak_bytes: Count = 0
+    """The most memory that they have used since this process started."""
+    cached_bytes: Count = 0
+    """Freed memory that MLX keeps for new arrays."""
+    busy_s: Seconds = 0.0
+    """Time in which its device had steps, since the scheduler's start; so are the next two."""
+    idle_s: Seconds = 0.0
+    """Time in which its device waited for a step although requests were open."""
+    late_s: Seconds = 0.0
+    """Time by which it ended steps after the first rank had."""
+    silence_s: Seconds = 0.0
+    """Time since its last message."""
+    clock_offset_s: float = 0.0
+    """Its monotonic clock minus the scheduler's."""
+    clock_error_s: Seconds = 0.0
+    """Largest error of that; 0 before it has reported steps."""
     shard_bytes: Count = 0
     """Bytes of weights on this rank."""
     canary: Annotated[list[CanaryFinding], Meta(max_length=64)] = []

@@ -16,6 +16,7 @@ from shared.messages.base import (
     Seconds,
     ShortText,
 )
+from shared.messages.step_times import STEP_BYTES
 
 Backend = Literal["off", "ring", "nccl", "jaccl"]
 Sharding = Literal["none", "tensor", "expert", "pipeline"]
@@ -158,6 +159,33 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
     step_started: Count
     step_finished: Count
+
+
+class StepsMeasured(Message, frozen=True, kw_only=True):
+    """Fact: what a rank has measured in its last steps. No decision depends on it.
+
+    Sent with the heartbeat if steps have finished since the last one.
+    """
+
+    epoch: Count
+    rank: Count
+    first_step_id: Count
+    """Id of the first step; the ids of the others follow it without gaps."""
+    origin_s: Annotated[float, Meta(ge=0.0)]
+    """A time on the rank's monotonic clock, from which `times` count."""
+    times: Annotated[bytes, Meta(max_length=limits.STEPS_PER_MESSAGE_MAX * STEP_BYTES)]
+    """The times of each step (`step_times.pack`)."""
+    active_bytes: Count
+    """Memory that MLX's arrays use on this rank, after the last step."""
+    peak_bytes: Count
+    """The most memory that they have used since the rank started."""
+    cached_bytes: Count
+    """Freed memory that MLX keeps for new arrays."""
+
+    def __post_init__(self) -> None:
+        """Refuse bytes that are not the times of a whole number of steps."""
+        if len(self.times) % STEP_BYTES:
+            raise ValueError(f"Times of a step have {STEP_BYTES} bytes")
 
 
 class RestoreItem(MessagePart, frozen=True, kw_only=True):

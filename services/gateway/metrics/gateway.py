@@ -21,7 +21,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from services.gateway.links.scheduler_status import StatusBoard
-from services.gateway.metrics import drafts, scheduler
+from services.gateway.metrics import drafts, ranks, scheduler
 
 PREFIX = "lockstep_"
 IGNORED_FIELDS_MAX = 200
@@ -133,6 +133,7 @@ class GatewayMetrics(Collector):
         last = self._status.last
         if last is not None:
             yield from scheduler.families(PREFIX, last)
+            yield from ranks.families(PREFIX, last.ranks)
             yield from drafts.families(PREFIX, last.drafts)
 
     def _own(self) -> Iterator[Metric]:

@@ -9,6 +9,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from services.rank_worker.execution.executor import Executor, LaunchedStep
+from services.rank_worker.execution.measurements import StepMeasurements
 from services.rank_worker.kv_cache.stored.tier import StoredTier
 from services.rank_worker.peers.watchdog import Watchdog
 from services.rank_worker.scheduler_link import SchedulerLink
@@ -16,6 +17,7 @@ from shared import limits
 from shared.clock import Clock
 from shared.errors import InvariantBroken
 from shared.messages import JoinWorld, StepFinished, StepPlan
+from shared.messages.step_times import StepTimes
 
 PLAN_WAIT_MAX_S = 0.002
 """Longest wait for a plan to launch ahead; the scheduler needs 0.1 to 1 ms to send one."""
@@ -24,13 +26,21 @@ PLAN_WAIT_SHARE_MAX = 0.5
 """The wait is at most this part of the last step's duration, so that no finished step waits."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """A step whose graph was built while the previous step was being computed."""
+@dataclasses.dataclass(slots=True)
+class TimedStep:
+    """A step whose graph is built, and its times so far, in seconds of the loop's clock."""
 
     launched: LaunchedStep
-    is_started: bool
-    """Whether its first layers have been started."""
+    came_s: float
+    """Its plan arrived."""
+    built_s: float
+    """Its graph was built."""
+    is_started: bool = False
+    """Its first layers were started while the previous step was being computed."""
+    handed_over_s: float = 0.0
+    """All its work was handed to the device."""
+    idle_s: float = 0.0
+    """The device had no work for this time before it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,14 +62,16 @@ class StepLoop:
     """Ends the process when a step takes too long."""
     clock: Clock
     """Measures durations."""
+    measurements: StepMeasurements
+    """Gets the times of each step."""
     on_cpu: bool = dataclasses.field(kw_only=True)
     """Whether the model runs on the CPU."""
     on_first_step: Callable[[], None] | None = None
     """Called once, when the first receipt is sent."""
     _held_plan: StepPlan | None = None
     """A plan taken from the queue that must wait until the previous step is finished."""
-    _launched: deque[tuple[LaunchedStep, float]] = dataclasses.field(default_factory=deque)
-    """Steps on the device, and the seconds that the device was idle before each."""
+    _launched: deque[TimedStep] = dataclasses.field(default_factory=deque)
+    """Steps on the device."""
     _launching_plan: StepPlan | None = None
     """The plan that is being launched."""
     _step_id: int = 0
@@ -117,7 +129,7 @@ class StepLoop:
         self._step_id = order.step_id
         return order
 
-    def _launch(self, plan: StepPlan, prepared: PreparedStep | None = None) -> None:
+    def _launch(self, plan: StepPlan, prepared: TimedStep | None = None) -> None:
         now_s = self.clock.now()
         idle_s = 0.0
         self._launching_plan = plan
@@ -131,15 +143,21 @@ class StepLoop:
         if prepared is None:
             # The launch finishes the previous step when the device has enough work of this one,
             # so that its tokens are sent while the rest of this step is started.
-            finish_before = self._finish_oldest if self._launched else None
-            launched = self.executor.launch(plan, finish_before)
-        else:
-            launched = prepared.launched
-            self.executor.start(launched)
-        self._launched.append((launched, idle_s))
+            prepared = self._build(plan, self._finish_oldest if self._launched else None)
+        self.executor.start(prepared.launched)
+        prepared.handed_over_s = self.clock.now()
+        prepared.idle_s = idle_s
+        self._launched.append(prepared)
         self._launching_plan = None
 
-    def _prepare_next(self) -> PreparedStep | None:
+    def _build(
+        self, plan: StepPlan, finish_before: Callable[[], object] | None = None
+    ) -> TimedStep:
+        came_s = self.link.arrivals_s.popleft()
+        launched = self.executor.prepare(plan, finish_before)
+        return TimedStep(launched, came_s, built_s=self.clock.now())
+
+    def _prepare_next(self) -> TimedStep | None:
         """Build the graph of the next plan while the device computes, if the plan only decodes.
 
         Its first layers are started too, so that the device has work while the result of the
@@ -154,9 +172,9 @@ class StepLoop:
             # A prefill is computed while it is built, which takes longer than the current step.
             self._held_plan = plan
             return None
-        launched = self.executor.prepare(plan)
-        is_started = self.executor.start_first_layers(launched)
-        return PreparedStep(launched, is_started)
+        prepared = self._build(plan)
+        prepared.is_started = self.executor.start_first_layers(prepared.launched)
+        return prepared
 
     def _finish(self) -> None:
         prepared = self._prepare_next() if self.on_cpu else None
@@ -165,16 +183,16 @@ class StepLoop:
             self._launch(prepared.launched.plan, prepared)
 
     def _finish_oldest(self) -> None:
-        launched, idle_s = self._launched.popleft()
-        plan = launched.plan
-        result = self.executor.finish(launched)
-        now_s = self.clock.now()
-        busy_s = now_s - self._device_start_s
+        step = self._launched.popleft()
+        plan = step.launched.plan
+        result = self.executor.finish(step.launched)
+        now_s, began_s = self.clock.now(), self._device_start_s
+        busy_s = now_s - began_s
         if plan.prefill_chunks or plan.decodes:
             # Other steps take no time and must not shorten the wait for the next plan.
             self._busy_s = busy_s
         self._device_start_s = self._finished_at_s = now_s
-        next_plan = self._launched[0][0].plan if self._launched else self._launching_plan
+        next_plan = self._launched[0].launched.plan if self._launched else self._launching_plan
         if next_plan is not None:
             self.watchdog.start_step(next_plan.step_id, next_plan.deadline_s)
         else:
@@ -190,10 +208,14 @@ class StepLoop:
                 logprobs=result.logprobs if is_primary else [],
                 grammar_failures=result.grammar_failures if is_primary else [],
                 busy_ms=busy_s * 1e3,
-                idle_ms=idle_s * 1e3,
+                idle_ms=step.idle_s * 1e3,
                 memory_bytes=mx.get_active_memory(),
             )
         )
+        times = StepTimes(
+            step.came_s, step.built_s, step.handed_over_s, began_s, now_s, self.clock.now()
+        )
+        self.measurements.add(plan.step_id, times)
         self.link.step_finished = plan.step_id
         if self.on_first_step is not None:
             on_first_step, self.on_first_step = self.on_first_step, None

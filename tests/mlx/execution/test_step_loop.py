@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution.executor import Executor, LaunchedStep, StepResult
+from services.rank_worker.execution.measurements import StepMeasurements
 from services.rank_worker.execution.step_loop import StepLoop
 from services.rank_worker.kv_cache.stored import arrays
 from services.rank_worker.kv_cache.stored.context import TierSettings
@@ -35,8 +37,10 @@ from shared.messages import (
     SpillOrder,
     StepFinished,
     StepPlan,
+    StepsMeasured,
     ToScheduler,
 )
+from shared.messages.step_times import StepTimes, unpack
 from shared.transport.links import Listener, Received
 from tests.mlx.executor_driver import admission, make_executor, make_prompt, prefill_chunk
 from tests.mlx.models import make_llama
@@ -130,6 +134,8 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
         )
         tier.expect(executor.store.block_bytes, 2**24)
         link.on_restore = tier.restore
+        measurements = StepMeasurements(order.epoch, order.rank)
+        link.take_measurements = measurements.take
         steps = StepLoop(
             order,
             executor,
@@ -137,6 +143,7 @@ def _serving(make: Callable[[], nn.Module], tmp_path: Path, *, on_cpu: bool) -> 
             tier,
             Watchdog(clock),
             clock,
+            measurements,
             on_cpu=on_cpu,
             on_first_step=lambda: made.receipts_at_first_step.append(link.step_finished),
         )
@@ -349,3 +356,41 @@ def test_long_prefill_of_divided_experts_starts_after_earlier_results_are_sent(
     assert ahead[5] == 0
     assert max(ahead[3], ahead[4]) == 1, "nothing is launched ahead"
     assert ahead[9] == 1
+
+
+def test_reported_times_of_steps_agree_with_clock_of_this_test(scheduler: Scheduler) -> None:
+    """Each step is reported once. Its times lie between the plan and the receipt, in their order,
+    and say the same as the receipt."""
+    sent_s, received_s = [], []
+    for number in range(20):
+        sent_s.append(time.monotonic())
+        if number == 0:
+            chunk = prefill_chunk(1, 0, 20, 20)
+            scheduler.plan(admitted=[admission(1, 0, PROMPT)], prefill_chunks=[chunk])
+        else:
+            scheduler.plan(decodes=[1])
+        if number % 3 == 2:
+            receipts = scheduler.finished()
+        received_s.append(time.monotonic() if number % 3 == 2 else 0.0)
+    receipts = scheduler.finished()
+
+    def steps() -> list[tuple[int, StepTimes]]:
+        return [
+            (report.first_step_id + number, times)
+            for report in scheduler.wait_for(StepsMeasured, 1)
+            for number, times in enumerate(unpack(report.times, report.origin_s))
+        ]
+
+    wait_until(lambda: len(steps()) == 20, 30.0)
+    measured = steps()
+    assert [step_id for step_id, _ in measured] == list(range(1, 21))
+    for number, (_, times) in enumerate(measured):
+        assert sent_s[number] <= times.came_s + 2e-6
+        assert times.came_s <= times.built_s <= times.handed_over_s <= times.ended_s
+        assert times.began_s <= times.ended_s <= times.reported_s
+        if received_s[number]:
+            assert times.reported_s <= received_s[number]
+        busy_s = receipts[number].busy_ms / 1e3
+        assert times.ended_s - times.began_s == pytest.approx(busy_s, abs=4e-6)
+    last = scheduler.wait_for(StepsMeasured, 1)[-1]
+    assert 0 < last.active_bytes <= last.peak_bytes

@@ -6,7 +6,8 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect as types
 
-from shared.messages import SubmitRequest, token_ids
+from shared.messages import StepsMeasured, SubmitRequest, token_ids
+from shared.messages.step_times import STEP_BYTES
 
 _INT_MAX = 2**63 - 1
 
@@ -20,6 +21,8 @@ def instances(struct: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
         required["prompt"] = _packed_ids(1)
         optional["generated"] = _packed_ids(0)
         optional["prediction"] = _packed_ids(0)
+    if struct is StepsMeasured:
+        required["times"] = st.integers(0, 3).map(lambda steps: bytes(steps * STEP_BYTES))
     return st.fixed_dictionaries(required, optional=optional).map(lambda kwargs: struct(**kwargs))
 
 

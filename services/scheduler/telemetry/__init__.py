@@ -1,0 +1,1 @@
+"""What the scheduler keeps of the steps that it planned and the ranks measured."""

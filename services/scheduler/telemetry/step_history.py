@@ -1,0 +1,129 @@
+"""History of the last steps. Owns what each had to do and what each rank measured in it. Pure."""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Literal
+
+from services.scheduler.batch.plan_builder import PlannedStep
+from services.scheduler.telemetry.clock_offsets import ClockOffsets
+from shared.messages import StepsMeasured
+from shared.messages.step_times import StepTimes, pack, unpack
+
+STEPS_KEPT = 16_384
+"""Steps in the history: some minutes, about 8 MB with two ranks."""
+
+StepKind = Literal["prefill", "decode", "verify", "other"]
+"""`prefill`: has prompt tokens, and may decode too. `verify`: decodes with drafts. `other`: only
+moves and blocks."""
+
+
+@dataclasses.dataclass(slots=True)
+class StepRecord:
+    """One step. Times are the scheduler's monotonic seconds."""
+
+    epoch: int
+    step_id: int
+    kind: StepKind
+    prefill_tokens: int
+    decodes: int
+    drafts: int
+    sent_at_s: float
+    """The plan was sent."""
+    received_at_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    """When each rank's receipt arrived."""
+    finished_at_s: float | None = None
+    """The receipts of all ranks agreed; None: not yet, or the epoch ended before."""
+    times: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    """By rank: its times by the scheduler's clock, packed from `sent_at_s` on. It comes up to a
+    second after the receipt."""
+
+    def rank_times(self, rank: int) -> StepTimes:
+        """Return a rank's times by the scheduler's clock; it must have reported them."""
+        return next(unpack(self.times[rank], self.sent_at_s))
+
+
+def kind_of(planned: PlannedStep) -> StepKind:
+    """Return the kind of a planned step."""
+    plan = planned.plan
+    if plan.prefill_chunks:
+        return "prefill"
+    if planned.has_drafts:
+        return "verify"
+    return "decode" if plan.decodes else "other"
+
+
+class StepHistory:
+    """The last steps of all epochs, oldest first, bounded in number."""
+
+    def __init__(self) -> None:
+        self.offsets = ClockOffsets()
+        """Clocks of the present epoch's ranks."""
+        self._epoch = 0
+        self._records: OrderedDict[tuple[int, int], StepRecord] = OrderedDict()
+        """By epoch and step id."""
+
+    def add(self, planned: PlannedStep, now_s: float) -> None:
+        """Add a step whose plan is being sent at `now_s`."""
+        plan = planned.plan
+        if plan.epoch != self._epoch:
+            # Other processes, which may run on other hosts.
+            self._epoch, self.offsets = plan.epoch, ClockOffsets()
+        drafts = sum(max(0, one) for one in plan.draft_counts) + sum(map(len, plan.drafts))
+        self._records[plan.epoch, plan.step_id] = StepRecord(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            kind=kind_of(planned),
+            prefill_tokens=planned.work.chunk_tokens,
+            decodes=planned.work.decodes,
+            drafts=drafts,
+            sent_at_s=now_s,
+        )
+        if len(self._records) > STEPS_KEPT:
+            self._records.popitem(last=False)
+
+    def receive(self, epoch: int, step_id: int, rank: int, now_s: float) -> None:
+        """Note when a rank's receipt has arrived."""
+        if (record := self._records.get((epoch, step_id))) is not None:
+            record.received_at_s[rank] = now_s
+
+    def finish(self, epoch: int, step_id: int, now_s: float) -> StepRecord | None:
+        """Note that all receipts of a step agree; return its record, None if it is too old."""
+        record = self._records.get((epoch, step_id))
+        if record is not None:
+            record.finished_at_s = now_s
+        return record
+
+    def measure(self, rank: int, message: StepsMeasured) -> list[StepRecord]:
+        """Add what a rank of the present epoch has measured.
+
+        Returns:
+            The steps in the message that are known, in order; `times` has the rank's times.
+        """
+        steps = [
+            (record, times)
+            for number, times in enumerate(unpack(message.times, message.origin_s))
+            if (record := self._records.get((message.epoch, message.first_step_id + number)))
+        ]
+        self.offsets.add_report(
+            rank,
+            [
+                (one.sent_at_s, times.came_s, times.reported_s, one.received_at_s[rank])
+                for one, times in steps
+                if rank in one.received_at_s
+            ],
+        )
+        clock = self.offsets.find(rank)
+        offset_s = clock.offset_s if clock is not None else 0.0
+        for record, times in steps:
+            record.times[rank] = pack([times], record.sent_at_s + offset_s)
+        return [record for record, _ in steps]
+
+    def since(self, after: tuple[int, int]) -> Iterable[StepRecord]:
+        """Return the steps after this one (epoch, step id), oldest first."""
+        newer = []
+        for key in reversed(self._records):
+            if key <= after:
+                break
+            newer.append(self._records[key])
+        return reversed(newer)

@@ -1,0 +1,103 @@
+"""Telemetry of the scheduler. Owns the history of steps and the sums of each rank. Pure.
+
+No decision depends on it.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+import msgspec
+
+from services.scheduler.batch.plan_builder import PlannedStep
+from services.scheduler.telemetry.step_history import StepHistory, StepRecord
+from shared.messages import RankStatus, StepFinished, StepsMeasured
+
+
+@dataclasses.dataclass(slots=True)
+class _RankTotals:
+    """One rank: sums in seconds since the scheduler's start, and its last report."""
+
+    busy_s: float = 0.0
+    idle_s: float = 0.0
+    late_s: float = 0.0
+    peak_bytes: int = 0
+    cached_bytes: int = 0
+    heard_at_s: float | None = None
+    """When its last message arrived."""
+
+
+class Telemetry:
+    """The history of the last steps, and sums of each rank since the scheduler's start."""
+
+    def __init__(self) -> None:
+        self.history = StepHistory()
+        self._ranks: defaultdict[int, _RankTotals] = defaultdict(_RankTotals)
+
+    def hear(self, rank: int, now_s: float) -> None:
+        """Note that a message of a rank has arrived."""
+        self._ranks[rank].heard_at_s = now_s
+
+    def begin_step(self, planned: PlannedStep, now_s: float) -> None:
+        """Note that a plan is being sent."""
+        self.history.add(planned, now_s)
+
+    def add_receipt(
+        self, rank: int, receipt: StepFinished, now_s: float, *, has_requests: bool
+    ) -> None:
+        """Add a rank's receipt.
+
+        Args:
+            rank: the rank.
+            receipt: its receipt.
+            now_s: when it arrived.
+            has_requests: requests were open before the step; if not, the device rightly idled.
+        """
+        self.history.receive(receipt.epoch, receipt.step_id, rank, now_s)
+        totals = self._ranks[rank]
+        totals.busy_s += receipt.busy_ms / 1e3
+        if has_requests:
+            totals.idle_s += receipt.idle_ms / 1e3
+
+    def add_report(self, rank: int, message: StepsMeasured, world_size: int) -> None:
+        """Add what a rank of the present epoch has measured.
+
+        Args:
+            rank: the rank.
+            message: its report.
+            world_size: number of ranks.
+        """
+        totals = self._ranks[rank]
+        totals.peak_bytes, totals.cached_bytes = message.peak_bytes, message.cached_bytes
+        for step in self.history.measure(rank, message):
+            # The report of the last rank completes a step, so each counts once.
+            if len(step.times) == world_size:
+                self._add_lateness(step)
+
+    def complete(self, status: RankStatus, now_s: float) -> RankStatus:
+        """Add sums, memory and clock to a rank's status."""
+        totals = self._ranks[status.rank]
+        clock = self.history.offsets.find(status.rank)
+        heard_at_s = totals.heard_at_s
+        known = msgspec.structs.replace(
+            status,
+            busy_s=totals.busy_s,
+            idle_s=totals.idle_s,
+            late_s=totals.late_s,
+            silence_s=max(0.0, now_s - heard_at_s) if heard_at_s is not None else 0.0,
+        )
+        if clock is None:
+            # Its process has not reported in this epoch.
+            return known
+        return msgspec.structs.replace(
+            known,
+            peak_bytes=totals.peak_bytes,
+            cached_bytes=totals.cached_bytes,
+            clock_offset_s=clock.offset_s,
+            clock_error_s=clock.error_s,
+        )
+
+    def _add_lateness(self, step: StepRecord) -> None:
+        ended_s = {rank: step.rank_times(rank).ended_s for rank in step.times}
+        first_s = min(ended_s.values())
+        for rank, time_s in ended_s.items():
+            self._ranks[rank].late_s += time_s - first_s
