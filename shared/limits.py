@@ -58,6 +58,10 @@ HELLO_INTERVAL_S = 0.1
 STEPS_PER_MESSAGE_MAX = 4_096
 """Most steps whose measurements a rank reports at once, 96 KiB. Of more only the last are kept."""
 
+PROFILES_PER_MESSAGE_MAX = 64
+"""Most profiles that a rank reports at once, of up to 180 KiB each. Of more only the last are
+kept."""
+
 GOODBYE_S = 1.0
 """Longest wait in `close` for the peer's acknowledgements. Without it ipc loses the last
 messages."""

@@ -16,6 +16,7 @@ from shared.messages.base import (
     Seconds,
     ShortText,
 )
+from shared.messages.step_profile import StepProfile
 from shared.messages.step_times import STEP_BYTES
 
 Backend = Literal["off", "ring", "nccl", "jaccl"]
@@ -175,6 +176,8 @@ class StepsMeasured(Message, frozen=True, kw_only=True):
     """A time on the rank's monotonic clock, from which `times` count."""
     times: Annotated[bytes, Meta(max_length=limits.STEPS_PER_MESSAGE_MAX * STEP_BYTES)]
     """The times of each step (`step_times.pack`)."""
+    profiles: Annotated[list[StepProfile], Meta(max_length=limits.PROFILES_PER_MESSAGE_MAX)] = []
+    """Of the steps that were measured part by part."""
     active_bytes: Count
     """Memory that MLX's arrays use on this rank, after the last step."""
     peak_bytes: Count

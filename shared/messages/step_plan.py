@@ -1,6 +1,6 @@
 """Messages of one step: the plan that every rank executes, and the receipt of each rank."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -166,6 +166,9 @@ class StepPlan(Message, frozen=True, kw_only=True):
     """[], or per decode (with `drafts` empty) how many drafts the rank's own draft model or head
     proposes for verification. 0: none, but the draft row is extended; -1: none, and it is not. An
     extended draft row has as many tokens as the sequence's row and is rolled back with it."""
+    profile: Literal["", "times", "primitives"] = ""
+    """Measure this step part by part, once all earlier steps have ended; `primitives`: count
+    operations too. The tokens are the same."""
     checkpoints: list[Count] = []
     """Sequences whose state after this step is saved, under the length of their rows. Only the
     latest saved state of a sequence exists."""

@@ -16,6 +16,7 @@ from services.rank_worker.sampling.grammar.masks import StepMasks
 from services.rank_worker.sampling.grammar.matcher import Matcher
 from services.rank_worker.sampling.sampler import SampledTokens
 from shared.messages import GrammarFailure, StepPlan, TokenLogprobs
+from shared.messages.step_profile import StepProfile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class LaunchedStep:
     """Arrays of the state snapshots for checkpoints; their computation starts with the sampling."""
     spills: list[PendingSpill]
     """Blocks that the plan orders to write to files."""
+    profile: StepProfile | None = None
+    """Where the plan is measured part by part."""
 
     @property
     def ends_in_plain_decodes(self) -> bool:

@@ -12,14 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 
 from services.rank_worker.batch.decode_groups import FORWARD_COST_TOKENS
-from services.rank_worker.batch.running_batch import RunningSequence, SequenceBatch
+from services.rank_worker.batch.running_batch import SequenceBatch
 from services.rank_worker.batch.step_outputs import ForwardOutputs, LaunchedStep, StepResult
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.device.freed_buffers import FreedBuffers
+from services.rank_worker.execution.batch_changes import BatchChanges
 from services.rank_worker.execution.decode import DecodeExecutor
 from services.rank_worker.execution.prefill import PrefillExecutor
 from services.rank_worker.execution.receipt import ReceiptChain
@@ -27,7 +27,6 @@ from services.rank_worker.execution.split_launcher import SplitLauncher
 from services.rank_worker.execution.step_sampling import StepSampling, read_sample
 from services.rank_worker.kv_cache.blocks.block_executor import (
     BlockExecutor,
-    PendingSpill,
     TakeRestored,
     read_spills,
     refuse_restores,
@@ -36,12 +35,14 @@ from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.forward import Forward
 from services.rank_worker.model.unsharded_traits import UnshardedTraits
+from services.rank_worker.profiling.step_profiler import StepParts, StepProfiler
+from services.rank_worker.sampling.drafts import StepDrafts
 from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
 from services.rank_worker.sampling.grammar.masks import StepMasks
 from services.rank_worker.sampling.sampler import Sampler, id_synchronizer
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter, open_proposer
 from shared.errors import InvariantBroken
-from shared.messages import AdmittedSequence, RolledBack, StepPlan, TokenLogprobs
+from shared.messages import StepPlan, TokenLogprobs
 from shared.transport import codec
 
 __all__ = ["Executor", "LaunchedStep", "StepResult"]
@@ -105,15 +106,25 @@ class Executor:
         synchronize = id_synchronizer(rank, world_size, synchronization, sum_ids)
         self._sampler = Sampler(shape.vocab_size, synchronize)
         self._sampling = StepSampling(self._batch, self.store, self._sampler)
-        self._grammars = grammars
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._forward = Forward(model, can_select=traits.can_select if traits else None)
         self.proposer = open_proposer(
             drafter, self._forward, self.store, self._sampler, synchronize
         )
+        self._changes = BatchChanges(
+            self.store,
+            self.blocks,
+            self._batch,
+            self.proposer,
+            self._sampler,
+            grammars,
+            shape.vocab_size,
+        )
         parts = (self.store, self._forward, self._batch, self.proposer)
         self._prefill = PrefillExecutor(*parts, profile)
         self._decode = DecodeExecutor(*parts, shape.vocab_size, forward_cost_tokens)
+        draft_model = drafter.model if drafter is not None else None
+        self._profiler = StepProfiler(model, draft_model, self.store)
         self._receipt = ReceiptChain()
         self._receipt_logits = receipt_logits
         self._freed_buffers = FreedBuffers(profile.freed_bytes_max)
@@ -125,7 +136,7 @@ class Executor:
         plan.
         """
         return (
-            bool(plan.keep_blocks or plan.keep_checkpoints)
+            bool(plan.keep_blocks or plan.keep_checkpoints or plan.profile)
             or self.store.resize_waits_for_device(plan.row_count, plan.row_tokens)
             or self._prefill.waits_for_earlier_steps(plan.prefill_chunks, plan.row_tokens)
         )
@@ -184,19 +195,32 @@ class Executor:
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
         """
+        with self._profiler.step(plan) as parts:
+            launched = self._build(plan, finish_before, parts)
+        launched.profile = parts.profile
+        return launched
+
+    def _build(
+        self, plan: StepPlan, finish_before: Callable[[], object] | None, parts: StepParts
+    ) -> LaunchedStep:
         self._launcher.begin(finish_before)
-        kept, spills = self._apply(plan)
+        with parts.part("blocks"):
+            kept, spills = self._changes.apply(plan)
+            parts.wait(kept)
         forwards = ForwardOutputs(self._launcher.start_forward)
-        self._prefill.run(plan.prefill_chunks, forwards)
-        draft_readers = [
-            self._batch.find_verified(chunk.sequence_id) for chunk in plan.draft_chunks
-        ]
-        self.proposer.read(plan.draft_chunks, draft_readers, forwards)
-        drafts = self._decode.run(plan, forwards)
+        with parts.part("norms"):
+            drafts = self._build_forwards(plan, forwards)
+            parts.wait(forwards.logits, forwards.markers)
         build = functools.partial(self._sampling.build, plan, forwards, drafts)
         fill = functools.partial(self._sampling.fill_masks, plan, forwards, drafts)
-        builds_later = self._sampling.needs_tokens(plan)
-        sample = None if builds_later else build()
+        builds_later, masks = self._sampling.needs_tokens(plan), None
+        if builds_later and parts.is_measured:
+            # All earlier steps have ended.
+            with parts.part("masks"):
+                builds_later, masks = False, fill()
+        with parts.part("sampling"):
+            sample = None if builds_later else build(masks)
+            parts.wait(sample.arrays() if sample is not None else [])
         if sample is None and not builds_later and not forwards.markers:
             forwards.start_marker(self.store.marker())
         rows = [
@@ -217,33 +241,14 @@ class Executor:
             spills,
         )
 
-    def _apply(self, plan: StepPlan) -> tuple[list[mx.array], list[PendingSpill]]:
-        """Apply the parts of a plan that come before its forwards, in the order of its fields.
-
-        Returns:
-            (payloads of the blocks that it keeps, blocks to write to files).
-        """
-        self._roll_back(plan.rolled_back)
-        self._check_kept(plan)
-        kept = self.blocks.keep(plan, lambda one: self._batch.find(one).slot)
-        if plan.prefill_chunks or plan.moves:
-            # Prefill and moves start to write rows at once: see `BlockExecutor.keep`.
-            mx.eval(kept)
-        self.blocks.adopt(plan)
-        spills = self.blocks.spill(plan)
-        for sequence_id in plan.dropped:
-            self._drop(sequence_id)
-        self.blocks.evict(plan)
-        for move in plan.moves:
-            old = self._batch.move(move.sequence_id, move.slot)
-            self.store.move(old, move.slot)
-            self.proposer.move(old, move.slot)
-        self._batch.check_row_count(plan.row_count)
-        self.store.resize(plan.row_count, plan.row_tokens)
-        self.proposer.resize(plan.row_count, plan.row_tokens)
-        for admitted in plan.admitted:
-            self._admit(admitted, plan.step_id)
-        return kept, spills
+    def _build_forwards(self, plan: StepPlan, forwards: ForwardOutputs) -> StepDrafts:
+        """Build all forwards of a plan; return the drafts that its decodes verify."""
+        self._prefill.run(plan.prefill_chunks, forwards)
+        draft_readers = [
+            self._batch.find_verified(chunk.sequence_id) for chunk in plan.draft_chunks
+        ]
+        self.proposer.read(plan.draft_chunks, draft_readers, forwards)
+        return self._decode.run(plan, forwards)
 
     def start_first_layers(self, launched: LaunchedStep) -> bool:
         """Start the first layers of the step that `prepare` built, if it only decodes.
@@ -331,69 +336,3 @@ class Executor:
         self._freed_buffers.step_finished(launched.plan)
         failures = masks.failures if masks is not None else []
         return StepResult(tokens, logprobs, digest, read_spills(launched.spills), failures)
-
-    def _roll_back(self, rolled_back: Sequence[RolledBack]) -> None:
-        """Cut rows to their accepted tokens; the last accepted token is decoded next."""
-        generated: list[tuple[int, mx.array]] = []
-        for cut in rolled_back:
-            sequence = self._batch.find(cut.sequence_id)
-            verification = sequence.verification
-            accepted = cut.length - verification.base_length - 1 if verification is not None else 0
-            if verification is None or not verification.allows(accepted):
-                raise InvariantBroken(
-                    f"sequence {cut.sequence_id} cannot be cut to {cut.length} tokens: "
-                    f"{verification.description if verification else 'it has no unverified drafts'}"
-                )
-            self.store.roll_back(sequence.slot, cut.length)
-            self.proposer.roll_back(sequence, verification.base_length, cut.length)
-            last_index = verification.first_index + accepted
-            sequence.last_token = verification.sampled_ids, last_index
-            sequence.verification = None
-            accepted_ids = verification.sampled_ids[verification.first_index : last_index + 1]
-            generated.append((cut.sequence_id, accepted_ids))
-        self._sampler.count(generated)
-
-    def _check_kept(self, plan: StepPlan) -> None:
-        """Refuse to keep drafts that may still be rejected."""
-        for block in plan.keep_blocks:
-            verification = self._batch.find(block.sequence_id).verification
-            stop = block.start + block.length
-            if verification is not None and stop > verification.base_length + 1:
-                raise InvariantBroken(
-                    f"tokens up to {stop} of sequence {block.sequence_id} are to be kept, but "
-                    f"those from {verification.base_length + 1} on are unverified drafts"
-                )
-
-    def _drop(self, sequence_id: int) -> None:
-        sequence = self._batch.remove(sequence_id)
-        self.blocks.forget(sequence_id)
-        self.store.free(sequence.slot)
-        self.proposer.free(sequence)
-        self._sampler.drop(sequence_id)
-        if sequence.matcher is not None:
-            sequence.matcher.drop()
-
-    def _admit(self, admitted: AdmittedSequence, step_id: int) -> None:
-        sequence_id, slot = admitted.sequence_id, admitted.slot
-        tokens = np.array(admitted.tokens, dtype=np.int32)
-        prompt_tokens = admitted.prompt_tokens
-        if not 0 <= prompt_tokens <= len(tokens) or int(tokens.max()) >= self.vocab_size:
-            raise InvariantBroken(
-                f"sequence {sequence_id} has {len(tokens)} tokens, {prompt_tokens} in the prompt, "
-                f"with ids up to {int(tokens.max())}; the vocabulary size is {self.vocab_size}"
-            )
-        sequence = RunningSequence(sequence_id, slot, tokens)
-        if admitted.grammar is not None:
-            if self._grammars is None:
-                raise InvariantBroken(
-                    f"sequence {sequence_id} has a grammar, but this rank compiles none"
-                )
-            generated = tokens[prompt_tokens:].tolist()
-            sequence.matcher = self._grammars.start(
-                admitted.grammar, generated, sequence_id, step_id, admitted.tenant
-            )
-        self._batch.add(sequence, self.store.row_count)
-        self.blocks.begin_row(slot, admitted)
-        self._sampler.admit(
-            sequence_id, admitted.sampling, tokens[:prompt_tokens], tokens[prompt_tokens:]
-        )

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from shared import limits
 from shared.messages import StepsMeasured
+from shared.messages.step_profile import StepProfile
 from shared.messages.step_times import StepTimes, pack
 
 
@@ -25,10 +26,19 @@ class StepMeasurements:
         self._epoch = epoch
         self._rank = rank
         self._steps: deque[tuple[int, StepTimes]] = deque(maxlen=limits.STEPS_PER_MESSAGE_MAX)
+        self._profiles: deque[StepProfile] = deque(maxlen=limits.PROFILES_PER_MESSAGE_MAX)
         self._memory = (0, 0, 0)
 
-    def add(self, step_id: int, times: StepTimes) -> None:
-        """Add a finished step, by the id that follows the last one; read the memory in use."""
+    def add(self, step_id: int, times: StepTimes, profile: StepProfile | None = None) -> None:
+        """Add a finished step; read the memory in use.
+
+        Args:
+            step_id: the id that follows that of the last step.
+            times: its times.
+            profile: where it was measured part by part.
+        """
+        if profile is not None:
+            self._profiles.append(profile)
         self._memory = mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory()
         self._steps.append((step_id, times))
 
@@ -45,6 +55,7 @@ class StepMeasurements:
             first_step_id=steps[0][0],
             origin_s=origin_s,
             times=pack((times for _, times in steps), origin_s),
+            profiles=[self._profiles.popleft() for _ in range(len(self._profiles))],
             active_bytes=active_bytes,
             peak_bytes=peak_bytes,
             cached_bytes=cached_bytes,

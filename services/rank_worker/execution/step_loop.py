@@ -168,8 +168,8 @@ class StepLoop:
             plan = self._check(self.link.orders.get(block=False))
         except queue.Empty:
             return None
-        if plan.prefill_chunks or plan.draft_chunks:
-            # A prefill is computed while it is built, which takes longer than the current step.
+        if plan.prefill_chunks or plan.draft_chunks or plan.profile:
+            # These are computed while they are built, which takes longer than the current step.
             self._held_plan = plan
             return None
         prepared = self._build(plan)
@@ -215,7 +215,7 @@ class StepLoop:
         times = StepTimes(
             step.came_s, step.built_s, step.handed_over_s, began_s, now_s, self.clock.now()
         )
-        self.measurements.add(plan.step_id, times)
+        self.measurements.add(plan.step_id, times, step.launched.profile)
         self.link.step_finished = plan.step_id
         if self.on_first_step is not None:
             on_first_step, self.on_first_step = self.on_first_step, None

@@ -3,10 +3,12 @@
 Except while a rank loads, collectives run only as part of a step plan (ARCHITECTURE.md, I3).
 """
 
+import contextlib
+import functools
 import os
 import re
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +25,18 @@ _NO_RDMA_RESOURCES = re.compile(
     r"|Couldn't (allocate protection domain|create queue pair|create completion queue))"
 )
 """MLX's messages when an RDMA device has nothing left to give."""
+
+
+_COLLECTIVES = (
+    "all_sum",
+    "all_max",
+    "all_min",
+    "all_gather",
+    "sum_scatter",
+    "send",
+    "recv",
+    "recv_like",
+)
 
 
 class Collectives:
@@ -97,6 +111,25 @@ class Collectives:
                 f"The first collective returned {total.tolist()} instead of {expected}: the links "
                 "between the ranks are faulty."
             )
+
+
+@contextlib.contextmanager
+def observed(observe: Callable[..., Any]) -> Iterator[None]:
+    """Pass every collective that is called within the block through a function.
+
+    mlx-lm's and MLX's layers call collectives themselves, so MLX's own functions are replaced.
+
+    Args:
+        observe: called as `observe(function, *args, **kwargs)`; returns the function's result.
+    """
+    originals = {name: getattr(mx.distributed, name) for name in _COLLECTIVES}
+    for name, original in originals.items():
+        setattr(mx.distributed, name, functools.partial(observe, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(mx.distributed, name, original)
 
 
 def init(backend: Backend, rank: int, world_size: int) -> Collectives:

@@ -1,5 +1,7 @@
 """History of steps and sums of ranks, from what ranks with clocks of their own report."""
 
+from typing import Any
+
 import pytest
 
 from services.scheduler.events import GatewayMessageReceived, RankMessageReceived
@@ -37,7 +39,7 @@ def _report(world: InMemoryWorld, peer: PeerId, steps: range, **fields: int) -> 
         ended = (0.006 + late_s, 0.007 + late_s)
         own = [came_s + one + offset_s for one in (0.0, 0.001, 0.002, 0.002, *ended)]
         times.append(StepTimes(*own))
-    memory = {"active_bytes": 1, "peak_bytes": 2, "cached_bytes": 3, **fields}
+    memory: dict[str, Any] = {"active_bytes": 1, "peak_bytes": 2, "cached_bytes": 3, **fields}
     report = StepsMeasured(
         epoch=1,
         rank=rank,

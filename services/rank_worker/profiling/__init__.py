@@ -1,0 +1,1 @@
+"""Measures steps part by part, by waiting for the device where a part begins and ends."""

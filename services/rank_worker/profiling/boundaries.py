@@ -1,0 +1,178 @@
+"""Boundaries between the parts of a model. Owns which module is which part.
+
+While a step is measured, the modules' classes are replaced by subclasses that time their calls.
+Nothing else of mlx-lm's code changes, so every family is measured in the same way.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from services.rank_worker.model.forward import EMBEDDING_NAMES
+from services.rank_worker.model.sharding.local_experts import is_switch
+from services.rank_worker.model.sharding.mlp_split import is_linear, is_mlp
+from services.rank_worker.peers import collectives
+from services.rank_worker.profiling.part_timer import PartTimer
+from shared.messages.step_profile import NO_LAYER, Part
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)$")
+"""Path of a decoder layer in mlx-lm's families."""
+_OTHER_MODEL = re.compile(r"vision|visual|audio|mtp")
+"""Paths of models that answer no text: their layers are never called in a step."""
+_MLP_NAMES = re.compile(r"mlp|feed_forward|ffn|ff\b|moe")
+
+
+@dataclasses.dataclass(slots=True)
+class _Boundary:
+    """A module that is a part of the model."""
+
+    module: nn.Module
+    part: Part
+    layer: int
+    bytes: int
+    """Bytes of its weights."""
+    original: type
+    timed: type
+    """A subclass of the module's class that times calls."""
+
+
+class ModelParts:
+    """The modules of a model that are parts of a step, for measuring them."""
+
+    def __init__(self, model: nn.Module, draft_model: nn.Module | None = None) -> None:
+        """Find the parts; nothing is changed yet.
+
+        Args:
+            model: this rank's shard, as it is called in steps.
+            draft_model: the module that proposes drafts, which is one part; None: there is none.
+        """
+        self._timer: PartTimer | None = None
+        parts = list(_find_parts(model))
+        if draft_model is not None:
+            parts.append((draft_model, "drafting", NO_LAYER))
+        self._boundaries = [self._make_boundary(*one) for one in parts]
+        self._cache_types: dict[type, type] = {}
+
+    @contextlib.contextmanager
+    def timed(self, timer: PartTimer) -> Iterator[None]:
+        """Time all calls of the model's parts and all collectives within the block."""
+        self._timer = timer
+        for one in self._boundaries:
+            one.original = type(one.module)
+            one.module.__class__ = one.timed
+        try:
+            with collectives.observed(functools.partial(_time_collective, timer)):
+                yield
+        finally:
+            for one in self._boundaries:
+                one.module.__class__ = one.original
+            self._timer = None
+
+    def _make_boundary(self, module: nn.Module, part: Part, layer: int) -> _Boundary:
+        original: Any = type(module)
+        size = _weight_bytes(module)
+
+        def call(one: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            timer = self._timer
+            assert timer is not None
+            timer.add_bytes(part, 0 if part == "embedding" else size)
+            bound = functools.partial(original.__call__, one)
+            with self._timed_writes([*args, *kwargs.values()]):
+                return timer.call(part, layer, bound, *args, **kwargs)
+
+        def as_linear(one: nn.Module, hidden: Any) -> Any:
+            timer = self._timer
+            assert timer is not None
+            timer.add_bytes("head", size)
+            return timer.call("head", NO_LAYER, functools.partial(original.as_linear, one), hidden)
+
+        methods: dict[str, Any] = {"__call__": call}
+        if part == "embedding":
+            # Where the head has no weights of its own, it is a method of the embedding.
+            methods["as_linear"] = as_linear
+        timed = type(original.__name__, (original,), methods)
+        return _Boundary(module, part, layer, size, original, timed)
+
+    @contextlib.contextmanager
+    def _timed_writes(self, values: list[Any]) -> Iterator[None]:
+        """Time the writes of new keys and values into the caches among a part's arguments."""
+        caches = [(one, type(one)) for one in values if hasattr(type(one), "update_and_fetch")]
+        for cache, original in caches:
+            if original not in self._cache_types:
+                self._cache_types[original] = self._timed_cache(original)
+            cache.__class__ = self._cache_types[original]
+        try:
+            yield
+        finally:
+            for cache, original in caches:
+                cache.__class__ = original
+
+    def _timed_cache(self, original: Any) -> type:
+        def update_and_fetch(cache: Any, *args: Any, **kwargs: Any) -> Any:
+            timer = self._timer
+            assert timer is not None
+            write = functools.partial(original.update_and_fetch, cache)
+            return timer.call("kv_write", NO_LAYER, write, *args, **kwargs)
+
+        return type(original.__name__, (original,), {"update_and_fetch": update_and_fetch})
+
+
+def _time_collective(timer: PartTimer, function: Any, *args: Any, **kwargs: Any) -> Any:
+    timer.add_bytes("collective", getattr(args[0], "nbytes", 0) if args else 0)
+    return timer.call("collective", NO_LAYER, function, *args, **kwargs)
+
+
+def _find_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Part, int]]:
+    """Yield (module, part, number of its layer) for every part; parts do not nest."""
+    layers: dict[str, nn.Module] = {}
+    by_path = sorted(model.named_modules(), key=lambda item: len(item[0]))
+    for path, module in by_path:
+        found = _LAYER.search(path)
+        if found and not _OTHER_MODEL.search(path) and not _is_below(path, layers):
+            layers[path] = module
+            for name, child in _modules(module):
+                if (part := _part_of(name, child)) is not None:
+                    yield child, part, int(found[1])
+    for path, module in by_path:
+        name = path.rpartition(".")[2]
+        if not path or _is_below(path, layers) or _OTHER_MODEL.search(path):
+            continue
+        if name in EMBEDDING_NAMES and hasattr(type(module), "as_linear"):
+            yield module, "embedding", NO_LAYER
+        elif is_linear(module):
+            yield module, "head", NO_LAYER
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    parameters: Any = module.parameters()
+    arrays: Any = tree_flatten(parameters)
+    return sum(array.nbytes for _, array in arrays)
+
+
+def _is_below(path: str, layers: dict[str, nn.Module]) -> bool:
+    return any(path.startswith(f"{one}.") for one in layers)
+
+
+def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in layer.children().items():
+        for one in child if isinstance(child, list) else [child]:
+            if isinstance(one, nn.Module):
+                yield name, one
+
+
+def _part_of(name: str, module: nn.Module) -> Part | None:
+    """Return which part of a layer a module is; None: it has no matrices, as norms."""
+    inner = list(module.modules())
+    if any(map(is_switch, inner)):
+        return "experts"
+    if is_mlp(module) or _MLP_NAMES.search(name):
+        return "mlp"
+    if any(is_linear(one) or "Sharded" in type(one).__name__ for one in inner):
+        return "attention"
+    return None

@@ -1,0 +1,112 @@
+"""Profiler of steps. Measures part by part the steps whose plans say so, the same on all ranks."""
+
+import contextlib
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from services.rank_worker.kv_cache.rows.interface import KVStore
+from services.rank_worker.profiling.boundaries import ModelParts
+from services.rank_worker.profiling.part_timer import PartTimer
+from shared.clock import Clock, SystemClock
+from shared.messages import StepPlan
+from shared.messages.step_profile import Part, StepProfile
+
+_COPIED_BYTES = {mx.cpu: 64 * 1024 * 1024, mx.gpu: 512 * 1024 * 1024}
+"""Size of the array that is copied to measure what the device can move; larger than its caches."""
+_COPIES = 5
+
+
+class StepParts:
+    """Parts of a step that is not measured: nothing is timed, and nothing waits."""
+
+    is_measured = False
+    profile: StepProfile | None = None
+    """Of a measured step, once it has ended."""
+
+    def part(self, _part: Part) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose time counts to a part."""
+        return contextlib.nullcontext()
+
+    def wait(self, *values: Any) -> None:
+        """Wait for arrays where the step is measured."""
+
+
+class _MeasuredParts(StepParts):
+    is_measured = True
+
+    def __init__(self, timer: PartTimer) -> None:
+        self.timer = timer
+
+    def part(self, part: Part) -> contextlib.AbstractContextManager[None]:
+        return self.timer.part(part)
+
+    def wait(self, *values: Any) -> None:
+        self.timer.wait(*values)
+
+
+_NOT_MEASURED = StepParts()
+
+
+class StepProfiler:
+    """Measures the steps whose plans say so."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        draft_model: nn.Module | None,
+        store: KVStore,
+        clock: Clock | None = None,
+    ) -> None:
+        """Prepare; the modules are searched when the first step is measured.
+
+        Args:
+            model: this rank's shard.
+            draft_model: the drafter's module, whose calls are one part.
+            store: the rows, whose lengths say what attention reads.
+            clock: measures times.
+        """
+        self._model = model
+        self._draft_model = draft_model
+        self._store = store
+        self._clock = clock or SystemClock()
+        self._parts: ModelParts | None = None
+        self._bytes_per_s = 0.0
+
+    @contextlib.contextmanager
+    def step(self, plan: StepPlan) -> Iterator[StepParts]:
+        """Yield the parts of a step that is executed within the block.
+
+        All earlier steps must have ended if the plan is to be measured. The profile is complete
+        after the block.
+        """
+        if not plan.profile:
+            yield _NOT_MEASURED
+            return
+        if self._parts is None:
+            self._parts = ModelParts(self._model, self._draft_model)
+        if plan.profile == "primitives" and not self._bytes_per_s:
+            self._bytes_per_s = measure_bytes_per_s(self._clock)
+        timer = PartTimer(self._clock, counts_primitives=plan.profile == "primitives")
+        measured = _MeasuredParts(timer)
+        with self._parts.timed(timer):
+            yield measured
+        tokens = sum(self._store.length(slot) for slot in range(plan.row_count))
+        kv_bytes = tokens * self._store.bytes_per_token
+        measured.profile = timer.finish(plan.step_id, kv_bytes, self._bytes_per_s)
+
+
+def measure_bytes_per_s(clock: Clock) -> float:
+    """Measure how many bytes the device reads and writes in a second, by copying a large array."""
+    count = _COPIED_BYTES[mx.default_device().type] // mx.float32.size
+    source = mx.zeros((count,), dtype=mx.float32)
+    mx.eval(source)
+    seconds = []
+    for _ in range(_COPIES):
+        began_s = clock.now()
+        mx.eval(source + 1.0)
+        seconds.append(clock.now() - began_s)
+    return 2 * source.nbytes / statistics.median(seconds)

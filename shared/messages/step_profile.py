@@ -1,0 +1,102 @@
+"""Profile of one step on one rank: how its time divides between parts."""
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Literal, NamedTuple, get_args
+
+from msgspec import Meta
+
+from shared.messages.base import Count, MessagePart, Seconds
+
+Part = Literal[
+    "host",
+    "blocks",
+    "embedding",
+    "attention",
+    "kv_write",
+    "mlp",
+    "experts",
+    "collective",
+    "norms",
+    "head",
+    "drafting",
+    "masks",
+    "sampling",
+]
+"""What a step consists of. `host`: plan and receipt. `blocks`: changes of rows and blocks. `norms`:
+norms, residuals and all else between the other parts of the model. `attention`: also other mixers
+of tokens, with their projections. `kv_write`: writing new keys and values into rows."""
+
+PARTS: tuple[Part, ...] = get_args(Part)
+
+_SPAN = struct.Struct("<BhII")
+SPAN_BYTES = _SPAN.size
+SPANS_MAX = 16_384
+NO_LAYER = -1
+
+
+class Span(NamedTuple):
+    """One run of a part. Spans nest: a collective within attention within nothing."""
+
+    part: Part
+    layer: int
+    """Number of the model's layer; NO_LAYER outside of layers."""
+    began_s: float
+    """Seconds after the step began."""
+    seconds: float
+
+
+class PartTotal(MessagePart, frozen=True, kw_only=True):
+    """All runs of one part in a step."""
+
+    part: Part
+    runs: Count
+    seconds: Seconds
+    """Without the parts within it, so that all parts add up to the step."""
+    bytes: Count = 0
+    """Bytes of the weights that it reads; of a collective, bytes that this rank contributes."""
+    primitives: Count = 0
+    """MLX operations, without those of the parts within it; 0 where they were not counted."""
+
+
+class StepProfile(MessagePart, frozen=True, kw_only=True):
+    """How the time of one step divides between its parts, on one rank."""
+
+    step_id: Count
+    began_s: Seconds
+    """By the rank's monotonic clock."""
+    seconds: Seconds
+    """Duration of the step, which waiting makes longer than that of others."""
+    kv_bytes: Count
+    """Bytes of keys and values that attention reads."""
+    parts: Annotated[list[PartTotal], Meta(max_length=len(PARTS))]
+    spans: Annotated[bytes, Meta(max_length=SPANS_MAX * SPAN_BYTES)]
+    """Every run of a part in the order of their ends (`pack_spans`); of too many the first ones."""
+    bytes_per_s: float = 0.0
+    """Bytes that the device reads and writes in a second, measured; 0: not measured."""
+
+
+def pack_spans(spans: Iterable[Span]) -> bytes:
+    """Return spans as bytes: index of the part, layer, begin and duration in microseconds."""
+    return b"".join(
+        _SPAN.pack(PARTS.index(one.part), one.layer, _us(one.began_s), _us(one.seconds))
+        for one in spans
+    )
+
+
+def unpack_spans(packed: bytes) -> Iterator[Span]:
+    """Yield the spans in what `pack_spans` has returned.
+
+    Raises:
+        ValueError: when the bytes are not a whole number of spans, or name an unknown part.
+    """
+    if len(packed) % SPAN_BYTES:
+        raise ValueError(f"A span has {SPAN_BYTES} bytes")
+    for part, layer, began_us, microseconds in _SPAN.iter_unpack(packed):
+        if part >= len(PARTS):
+            raise ValueError(f"There is no part {part}")
+        yield Span(PARTS[part], layer, began_us / 1e6, microseconds / 1e6)
+
+
+def _us(seconds: float) -> int:
+    return max(0, min(2**32 - 1, round(seconds * 1e6)))
