@@ -45,6 +45,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Refuse new requests and let running ones finish.",
     ),
     "logs": ("services.commands.lifecycle.logs:logs", "Show the log files of this host."),
+    "profile": (
+        "services.commands.lifecycle.profile:profile",
+        "Show where the time of a step goes, by part and rank.",
+    ),
     "launch": (
         "services.commands.launch.command:launch",
         "Print or run a client's configuration for a running Lockstep.",

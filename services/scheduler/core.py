@@ -48,6 +48,8 @@ from shared.messages import (
     GrammarCompiled,
     Heartbeat,
     OrderDrain,
+    OrderProfile,
+    QueryProfiles,
     QueryStatus,
     RankFailed,
     RankHello,
@@ -92,7 +94,7 @@ class SchedulerCore:
         self._batch = RunningBatch(config, self._waiting, self._requests.turns)
         self._world = World(config, jaccl_devices, self._actions, hostfile)
         self._change = WorldChange(config, before, self._actions)
-        self._telemetry = Telemetry()
+        self._telemetry = Telemetry(config.scheduler.profile_every_steps)
         self._pipeline = StepPipeline(
             config.scheduler.plans_in_flight,
             self._batch,
@@ -143,7 +145,8 @@ class SchedulerCore:
             case RankLost():
                 lost = self._world.explain_loss(event.peer, event.cause)
                 if self._world.handle_lost(event.peer, event.cause, now_s):
-                    self._end_epoch(lost, now_s, is_symptom=event.cause.startswith("silent"))
+                    is_silent = event.cause.startswith("silent")
+                    self._end_epoch("rank_lost", lost, now_s, is_symptom=is_silent)
             case PeerSilent():
                 self._counters["peer_silences_total"] += 1
             case DrainRequested():
@@ -189,6 +192,11 @@ class SchedulerCore:
                 self._actions.append(SendToGateway(gateway, self._report(now_s)))
             case OrderDrain() if gateway.startswith(_OPERATOR):
                 self._set_operator_drain(gateway, now_s, is_on=message.is_on)
+            case OrderProfile() if gateway.startswith(_OPERATOR):
+                self._telemetry.profiles.order(message)
+            case QueryProfiles():
+                report = self._telemetry.profiles.report(message)
+                self._actions.append(SendToGateway(gateway, report))
             case _:
                 self._log_refused_message(gateway, message)
 
@@ -229,10 +237,10 @@ class SchedulerCore:
         match message:
             case StepFinished():
                 if problem := self._pipeline.receive(peer, message, now_s):
-                    self._end_epoch(problem, now_s)
+                    self._end_epoch("receipts", problem, now_s)
             case RankHello():
                 if replaced := self._world.handle_hello(peer, message, now_s):
-                    self._end_epoch(replaced, now_s)
+                    self._end_epoch("replaced", replaced, now_s)
             case RankLoading():
                 self._world.handle_loading(peer, message)
             case RankReady():
@@ -244,14 +252,14 @@ class SchedulerCore:
             case RankFailed() if self._world.knows(peer):
                 cause = self._world.explain_failure(peer, message)
                 if self._world.handle_failed(peer, message, now_s):
-                    self._end_epoch(cause, now_s, is_symptom=message.cause == "peer")
+                    self._end_epoch("rank_failed", cause, now_s, is_symptom=message.cause == "peer")
             case _:
                 self._log_refused_message(peer, message)
 
     def _handle_rank_ready(self, peer: PeerId, message: RankReady, now_s: float) -> None:
         before = self._world.state
         if problem := self._world.handle_ready(peer, message):
-            self._end_epoch(problem, now_s)
+            self._end_epoch("load", problem, now_s)
         elif before is not self._world.state:
             self._begin_epoch(now_s)
 
@@ -264,7 +272,7 @@ class SchedulerCore:
             may_draft = check_roll_back(self._config.speculation, reports)
         except ConfigError as error:
             self._world.recovery.abandon_start("configuration", str(error))
-            self._end_epoch(str(error), now_s)
+            self._end_epoch("configuration", str(error), now_s)
             return
         self._batch.start(budget, form, self._world.epoch, can_roll_back=may_draft)
         self._change.note_ready(self._world.statuses(), form.namespace if form else "", now_s)
@@ -285,33 +293,19 @@ class SchedulerCore:
                     f"and this request has {len(sequence.tokens)} already.",
                 )
 
-    def _end_epoch(self, cause: str, now_s: float, *, is_symptom: bool = False) -> None:
+    def _end_epoch(self, kind: str, cause: str, now_s: float, *, is_symptom: bool = False) -> None:
         """End the epoch: dismiss its ranks and return running sequences to the waiting queue."""
+        self._counters[f"epochs_ended_{kind}_total"] += 1
         was_stuck = self._pipeline.is_stuck
         suspects = self._batch.running
         self._pipeline.discard_in_flight()
         self._batch.requeue_running()
         self._world.end_epoch(cause, now_s, was_stuck=was_stuck, is_symptom=is_symptom)
-        self._fail_suspects(suspects, cause)
+        for sequence, detail in list(self._requests.suspects(suspects, cause)):
+            self._fail(sequence, "failed", detail)
         if self._world.state is WorldState.FAILED:
             self._fail_all("failed", self._world.explain())
         self._report_to_gateways(now_s)
-
-    def _fail_suspects(self, ran: list[Sequence], cause: str) -> None:
-        """Fail sequences that ran without a token in several failed epochs in a row.
-
-        A kernel may crash on one prompt only, and the other requests should be served. The limit is
-        one below `epochs_failed_max`, so that one more epoch shows whether these were the cause.
-        """
-        lost_max = max(1, self._config.scheduler.epochs_failed_max - 1)
-        for sequence in ran:
-            sequence.epochs_without_token += 1
-            if sequence.epochs_without_token >= lost_max:
-                detail = (
-                    f"{lost_max} epochs in a row have failed while this request ran, and it got no "
-                    f"token in any of them. The last one: {cause}"
-                )
-                self._fail(sequence, "failed", detail[:4_000])
 
     # --- time --------------------------------------------------------------------------------
 
@@ -327,7 +321,7 @@ class SchedulerCore:
             self._counters["steps_late_total"] += 1
             self._actions.append(WriteLog("warning", "step_late", late))
         if overdue := in_flight.overdue_reason(now_s) or self._world.overdue_reason(now_s):
-            self._end_epoch(overdue, now_s, is_symptom=True)
+            self._end_epoch("late", overdue, now_s, is_symptom=True)
         for sequence, cause, detail in self._requests.expired(now_s):
             self._fail(sequence, cause, detail)
         self._reports.end_late_grammars(now_s)

@@ -65,6 +65,7 @@ class StatusReporter:
             context_tokens_max=tokens_limit,
             steps=in_flight.finished_step_id,
             drafts=batch.speculation.counters.statistics(),
+            durations=self.telemetry.durations.report(),
             counters={**self.requests.counters, **_counters(world, batch)},
             gauges=_queue_gauges(self.waiting, self.requests.turns)
             | _gauges(batch, in_flight, self.pipeline.rates, now_s),
@@ -96,6 +97,7 @@ def _gauges(
         "row_count": float(batch.rows.row_count),
         "row_tokens": float(batch.rows.row_tokens),
         "plans_in_flight": float(len(in_flight)),
+        "tokens_in_flight": float(in_flight.tokens),
         "step_stalled_s": in_flight.stalled_s(now_s),
         **batch.cache.report_gauges(),
     }

@@ -83,11 +83,12 @@ class StepPipeline:
             step = self._batch.next_step(self._world.epoch, self.in_flight.next_step_id, now_s)
             if step is None:
                 break
+            step = self._telemetry.begin_step(step, now_s)
             self.in_flight.add(step, now_s)
-            self._telemetry.begin_step(step, now_s)
             self._actions.append(SendToRanks(self._world.peers, step.plan, self._world.epoch))
             for sequence in step.first_admitted:
                 self._requests.report_admitted(sequence)
+                self._telemetry.durations.observe("queue", now_s - sequence.accepted_at_s)
         self._batch.look_ahead(now_s)
         for restore in self._batch.cache.restorer.take_outbox():
             self._actions.append(SendToRanks(self._world.peers, restore, self._world.epoch))
@@ -132,7 +133,7 @@ class StepPipeline:
         """Emit the tokens of a step whose receipts agree."""
         planned, receipt = step.planned, step.receipts[0]
         self._count(step, receipt)
-        self._telemetry.history.finish(planned.plan.epoch, planned.plan.step_id, now_s)
+        self._telemetry.finish_step(planned, receipt, now_s)
         # Idle time of the device is a cost only while requests are open.
         idle_ms = receipt.idle_ms if self._had_open_requests else 0.0
         self._batch.record_step(planned, receipt.busy_ms, idle_ms)
@@ -163,6 +164,9 @@ class StepPipeline:
             by_gateway[sequence.gateway].append((sequence, position, taken, logprobs))
             generated += len(taken)
             self._turns.charge(sequence.tenant, len(taken))
+            if not sequence.first_token_at_s:
+                sequence.first_token_at_s = now_s
+                self._telemetry.durations.observe("prefill", now_s - sequence.admitted_at_s)
             if reason is not None:
                 ended.append((sequence, reason))
         self._counters["generation_tokens_total"] += generated
@@ -176,6 +180,7 @@ class StepPipeline:
             self._requests.finish(sequence, "stop" if reason == "stop" else "length")
             self.burst.record_end(now_s)
             self._requests.record_duration(now_s - sequence.admitted_at_s)
+            self._telemetry.durations.observe("decode", now_s - sequence.first_token_at_s)
         self._had_open_requests = len(self._requests) > 0
         self.rates.record(now_s, generated)
 

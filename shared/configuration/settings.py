@@ -168,6 +168,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     step_deadline_max_s: Annotated[float, Meta(ge=10.0, le=3_600.0)] = limits.STEP_DEADLINE_MAX_S
     """Longest deadline of a step, and the deadline of the first step of its kind, in which kernels
     are compiled."""
+    profile_every_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 1_000
+    """Of this many steps of a kind (prefill, decode, verify) one is measured part by part, which
+    makes it two to four times as long. 0: only those that an operator orders."""
     epochs_failed_max: Annotated[int, Meta(ge=1, le=1_000)] = 5
     """Failed epochs within `epochs_failed_window_s` after which no further start is tried. Requests
     then end with an error, and `/readyz` contains the reason."""

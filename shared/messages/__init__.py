@@ -11,11 +11,15 @@ from shared.messages.base import GrammarFailure as GrammarFailure
 from shared.messages.base import Message as Message
 from shared.messages.base import Sampling as Sampling
 from shared.messages.base import TokenLogprobs as TokenLogprobs
+from shared.messages.durations import DurationCounts as DurationCounts
 from shared.messages.gateway_link import AbortRequest as AbortRequest
 from shared.messages.gateway_link import CachedPrefix as CachedPrefix
 from shared.messages.gateway_link import DismissedRank as DismissedRank
 from shared.messages.gateway_link import DraftStatistics as DraftStatistics
 from shared.messages.gateway_link import OrderDrain as OrderDrain
+from shared.messages.gateway_link import OrderProfile as OrderProfile
+from shared.messages.gateway_link import ProfilesReported as ProfilesReported
+from shared.messages.gateway_link import QueryProfiles as QueryProfiles
 from shared.messages.gateway_link import QueryStatus as QueryStatus
 from shared.messages.gateway_link import RankStatus as RankStatus
 from shared.messages.gateway_link import RequestAccepted as RequestAccepted
@@ -51,6 +55,9 @@ from shared.messages.step_plan import SlotMove as SlotMove
 from shared.messages.step_plan import SpillOrder as SpillOrder
 from shared.messages.step_plan import StepFinished as StepFinished
 from shared.messages.step_plan import StepPlan as StepPlan
+from shared.messages.step_profile import MeasuredStep as MeasuredStep
+from shared.messages.step_profile import PartTotal as PartTotal
+from shared.messages.step_profile import StepProfile as StepProfile
 from shared.messages.store_link import BlockPlace as BlockPlace
 from shared.messages.store_link import BlocksCleared as BlocksCleared
 from shared.messages.store_link import BlocksCommitted as BlocksCommitted
@@ -81,6 +88,8 @@ ToScheduler = (
     | AbortRequest
     | QueryStatus
     | OrderDrain
+    | OrderProfile
+    | QueryProfiles
     | RankHello
     | RankLoading
     | RankReady
@@ -102,6 +111,7 @@ ToGateway = (
     | RequestRejected
     | RequestFailed
     | StatusReported
+    | ProfilesReported
 )
 """Messages that a gateway accepts."""
 

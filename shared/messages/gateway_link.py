@@ -19,6 +19,8 @@ from shared.messages.base import (
     TokenId,
     TokenLogprobs,
 )
+from shared.messages.durations import DurationCounts
+from shared.messages.step_profile import MeasuredStep, PartTotal
 from shared.messages.token_ids import TOKEN_BYTES
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -140,6 +142,30 @@ class OrderDrain(Message, frozen=True, kw_only=True):
     """False cancels an earlier order."""
 
 
+class OrderProfile(Message, frozen=True, kw_only=True):
+    """Order by an operator: measure the next steps part by part, as they come."""
+
+    steps: Annotated[int, Meta(ge=1, le=limits.PROFILES_PER_MESSAGE_MAX)]
+    """Steps that compute something."""
+    primitives: bool
+    """Count operations too."""
+
+
+class QueryProfiles(Message, frozen=True, kw_only=True):
+    """Query of the steps that were measured part by part last."""
+
+    epoch: Count = 0
+    step_id: Count = 0
+    """Only steps after this one of the epoch."""
+
+
+class ProfilesReported(Message, frozen=True, kw_only=True):
+    """Answer to QueryProfiles."""
+
+    steps: Annotated[list[MeasuredStep], Meta(max_length=limits.PROFILES_PER_MESSAGE_MAX)]
+    """Oldest first. The last ones may lack the profiles of some ranks."""
+
+
 class RequestAccepted(Message, frozen=True, kw_only=True):
     """Fact: the request will end exactly once, by RequestFinished or RequestFailed."""
 
@@ -226,6 +252,10 @@ class RankStatus(MessagePart, frozen=True, kw_only=True):
     """Time in which its device waited for a step although requests were open."""
     late_s: Seconds = 0.0
     """Time by which it ended steps after the first rank had."""
+    awaited_s: Seconds = 0.0
+    """Time for which others waited for it in the collectives of measured steps."""
+    parts: list[PartTotal] = []
+    """Sums over all steps that were measured part by part."""
     silence_s: Seconds = 0.0
     """Time since its last message."""
     clock_offset_s: float = 0.0
@@ -306,6 +336,8 @@ class StatusReported(Message, frozen=True, kw_only=True):
     """Latest step id finished by all ranks in this epoch."""
     drafts: list[DraftStatistics] = []
     """One entry per method whose drafts were verified."""
+    durations: list[DurationCounts] = []
+    """Of steps and requests, since the scheduler's start."""
     counters: dict[str, float]
     """Monotonic sums since the scheduler's start, by Prometheus-style names."""
     gauges: dict[str, float]

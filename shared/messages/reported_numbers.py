@@ -71,9 +71,22 @@ GAUGES = {
     "row_count": "KV rows that the ranks' arrays have.",
     "row_tokens": "Tokens that each KV row holds.",
     "step_stalled_s": "Time since the oldest step in flight should have ended; 0 if none is late.",
+    "tokens_in_flight": "Tokens of prompts, decodes and drafts in plans without receipts.",
     "tokens_per_second": "Tokens released per second, mean of the last two seconds.",
     "waiting_tokens": "Tokens of waiting requests.",
 }
+
+
+EPOCH_ENDS = {
+    "rank_lost": "the connection to a rank was lost, or it was silent",
+    "rank_failed": "a rank reported that it fails",
+    "replaced": "a new process took the place of a rank",
+    "receipts": "receipts of a step did not agree",
+    "late": "a step, joining or loading took too long",
+    "load": "the ranks do not fit together",
+    "configuration": "the settings do not fit the model",
+}
+"""Why epochs end, by the part of their counters' names: `epochs_ended_late_total`."""
 
 
 def meaning(name: str) -> str:
@@ -83,4 +96,6 @@ def meaning(name: str) -> str:
     """
     if name.startswith("requests_rejected_"):
         return "Requests rejected before they started, by cause."
+    if name.startswith("epochs_ended_"):
+        return "Ended epochs by cause; each end restarts all ranks."
     return COUNTERS.get(name) or GAUGES.get(name, "")

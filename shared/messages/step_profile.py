@@ -50,7 +50,9 @@ class PartTotal(MessagePart, frozen=True, kw_only=True):
     """All runs of one part in a step."""
 
     part: Part
+    """The part of the step."""
     runs: Count
+    """How often it ran."""
     seconds: Seconds
     """Without the parts within it, so that all parts add up to the step."""
     bytes: Count = 0
@@ -62,6 +64,7 @@ class PartTotal(MessagePart, frozen=True, kw_only=True):
 class StepProfile(MessagePart, frozen=True, kw_only=True):
     """How the time of one step divides between its parts, on one rank."""
 
+    rank: Count
     step_id: Count
     began_s: Seconds
     """By the rank's monotonic clock."""
@@ -70,10 +73,26 @@ class StepProfile(MessagePart, frozen=True, kw_only=True):
     kv_bytes: Count
     """Bytes of keys and values that attention reads."""
     parts: Annotated[list[PartTotal], Meta(max_length=len(PARTS))]
+    """Sums of its parts."""
     spans: Annotated[bytes, Meta(max_length=SPANS_MAX * SPAN_BYTES)]
     """Every run of a part in the order of their ends (`pack_spans`); of too many the first ones."""
     bytes_per_s: float = 0.0
     """Bytes that the device reads and writes in a second, measured; 0: not measured."""
+
+
+class MeasuredStep(MessagePart, frozen=True, kw_only=True):
+    """One step that was measured part by part, with its profiles."""
+
+    epoch: Count
+    step_id: Count
+    kind: Literal["prefill", "decode", "verify", "other"]
+    """Its kind; `verify`: decodes with drafts."""
+    prefill_tokens: Count
+    """Prompt tokens that it computed."""
+    decodes: Count
+    """Rows that decoded, with or without drafts."""
+    profiles: list[StepProfile] = []
+    """One per rank that has reported it."""
 
 
 def pack_spans(spans: Iterable[Span]) -> bytes:

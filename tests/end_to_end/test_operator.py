@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -174,3 +175,41 @@ def test_lockstep_becomes_ready_when_scheduler_is_restarted_after_failed_epochs(
         assert running.text.count("no further start is tried") == 1
         running.interrupt()
         assert running.wait() == 0
+
+
+def test_profile_shows_parts_of_real_steps_and_compares_them_with_earlier_ones(
+    running: RunningLockstep, tmp_path: Path
+) -> None:
+    """Without a running request it sends one. The JSON of one run is compared with the next."""
+    code, output = _run_command(running, "profile", "--steps", "6", "--json")
+    assert code == 0, output
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(output[output.index("{") :])
+    found = json.loads(earlier.read_text())
+    assert sum(kind["steps"] for kind in found["kinds"]) == 6
+    for kind in found["kinds"]:
+        (rank,) = kind["ranks"]
+        assert sum(part["share"] for part in rank["parts"]) == pytest.approx(1.0)
+        names = {part["part"] for part in rank["parts"]}
+        assert {"attention", "mlp", "head", "sampling", "kv_write"} <= names
+        assert rank["bytes_per_s"] > 1e8
+        assert kind["losses"]
+
+    code, output = _run_command(
+        running, "profile", "--steps", "6", "--request", "One.", "--compare", str(earlier)
+    )
+    assert code == 0, output
+    assert "decode: " in output
+    assert "ratio" in output
+    assert "reading its bytes would take" in output
+
+
+def test_profile_with_wrong_file_to_compare_ends_with_sentence(
+    running: RunningLockstep, tmp_path: Path
+) -> None:
+    """Nothing is measured then."""
+    (tmp_path / "other.json").write_text('{"kinds": 3}')
+    compare = ("--compare", str(tmp_path / "other.json"))
+    code, output = _run_command(running, "profile", *compare)
+    assert code == limits.EXIT_USAGE
+    assert "is no result of `lockstep profile --json`" in output

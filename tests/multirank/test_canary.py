@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from shared.canary_names import parse_decode_name
+from shared.measurements.canary_names import parse_decode_name
 from shared.model.location import demo_folder
 from tests.chaos.cluster.stack import StackOptions
 from tests.chaos.cluster.unsupervised_stack import UnsupervisedStack

@@ -65,6 +65,8 @@ class Choice:
     """Tokens whose text is reasoning; one that begins or ends it counts as its neighbour."""
     silent_tokens: int = 0
     """The last tokens, whose text has made no event yet."""
+    calls: int = 0
+    """Tool calls in it so far."""
     finish_reason: str = ""
     """Empty while the choice runs."""
     is_accepted: bool = False
@@ -165,6 +167,7 @@ class Choice:
         Only tokens of the answer have log probabilities, not those of reasoning and calls.
         """
         assert self.parser is not None
+        self.calls = self.parser.call_count
         places = iter(self.parser.take_text_places())
         if events:
             if isinstance(events[0], Reasoning):

@@ -186,9 +186,13 @@ class OpenRequests:
                 if choice is not None:
                     choice.is_confirmed = True
                     self._metrics.ends["error"] += 1
+                    self._metrics.failures[message.cause] += 1
                     choice.generation.fail(errors.ended(message))
             case messages.StatusReported():
                 self._status.report(message, now_s)
+            case messages.ProfilesReported():
+                # The answer to `lockstep profile`, which has a link of its own.
+                pass
             case _:
                 assert_never(message)
 
@@ -219,7 +223,7 @@ class OpenRequests:
             self._metrics.generation_tokens += len(tokens)
             choice.last_token_s = now_s
             if choice.add(tokens, logprobs[entry]):
-                self._metrics.observe_end("stop", now_s - choice.submitted_s)
+                self._metrics.observe_end("stop", now_s - choice.submitted_s, choice.calls)
                 self._abort(choice, "stop")
 
     def _handle_finished(self, message: messages.RequestFinished, now_s: float) -> None:
@@ -236,8 +240,9 @@ class OpenRequests:
                 if message.completion_tokens != len(choice.tokens):
                     self._fail_count(choice, message.completion_tokens)
                     return
-                self._metrics.observe_end(message.finish_reason, now_s - choice.submitted_s)
                 choice.finish(message.finish_reason)
+                seconds = now_s - choice.submitted_s
+                self._metrics.observe_end(message.finish_reason, seconds, choice.calls)
             else:
                 self._metrics.ends[message.finish_reason] += 1
                 choice.generation.fail(_finish_error(message))

@@ -60,7 +60,24 @@ def _openai_model(service: CompletionService, name: str) -> dict[str, Any]:
         "owned_by": "lockstep",
         "max_model_len": service.status.context_tokens_max or None,
         **service.output_formats,
+        "speculation": _speculation(service),
     }
+
+
+def _speculation(service: CompletionService) -> list[dict[str, Any]]:
+    """Return the verified and accepted drafts of each method, in all and by position."""
+    report = service.status.last
+    return [
+        {
+            "method": one.method,
+            "rows": one.rows,
+            "proposed": one.proposed,
+            "accepted": one.accepted,
+            "accepted_per_row": one.accepted / one.rows if one.rows else 0.0,
+            "accepted_by_position": one.accepted_at,
+        }
+        for one in (report.drafts if report is not None else [])
+    ]
 
 
 def _anthropic_model(service: CompletionService, name: str) -> dict[str, Any]:

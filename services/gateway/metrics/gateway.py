@@ -91,6 +91,10 @@ class GatewayMetrics(Collector):
         self._request = Histogram(_REQUEST_BOUNDS_S)
         self.ends = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         """Ended completions by reason."""
+        self.failures: Counter[str] = Counter({"grammar": 0, "grammar_deadline": 0})
+        """Accepted requests that failed, by the scheduler's cause."""
+        self.tool_calls = 0
+        """Tool calls in finished completions."""
         self.rejections: Counter[str] = Counter()
         """Rejected requests by the scheduler's cause, such as `queue_full`; those included that the
         gateway rejects itself by repeating the scheduler's rejection."""
@@ -106,14 +110,16 @@ class GatewayMetrics(Collector):
         page: bytes = generate_latest(self._registry)
         return page
 
-    def observe_end(self, finish_reason: str, seconds: float) -> None:
+    def observe_end(self, finish_reason: str, seconds: float, tool_calls: int) -> None:
         """Record that a completion ended because it was finished or had reached its length.
 
         Args:
             finish_reason: `stop` or `length`.
             seconds: time since the completion was submitted.
+            tool_calls: tool calls in it.
         """
         self._request.observe(seconds)
+        self.tool_calls += tool_calls
         self.ends[finish_reason] += 1
 
     def count_ignored(self, field: str) -> None:
@@ -150,6 +156,10 @@ class GatewayMetrics(Collector):
         yield _by_label(
             "request_success", "Completions by finish reason.", "finished_reason", self.ends
         )
+        yield _by_label(
+            "request_failed", "Accepted requests that failed, by cause.", "cause", self.failures
+        )
+        yield _counter("tool_calls", "Tool calls in finished completions.", self.tool_calls)
         yield _by_label(
             "request_rejected", "Requests that the scheduler rejected, by cause.", "cause",
             self.rejections,

@@ -47,8 +47,24 @@ def families(prefix: str, ranks: Sequence[RankStatus]) -> Iterator[Metric]:
         ("rank_late_seconds",
          "Time by which the rank ended steps after the first rank had.",
          [one.late_s for one in ranks]),
+        ("rank_awaited_seconds",
+         "Time for which other ranks waited for this one in collectives of measured steps.",
+         [one.awaited_s for one in ranks]),
     ):  # fmt: skip
         counter = CounterMetricFamily(prefix + name, text, labels=_LABELS)
         for rank, value in zip(ranks, values, strict=True):
             counter.add_metric([str(rank.rank), rank.host], value)
+        yield counter
+    for name, text, field in (
+        ("rank_part_seconds", "Time of a part in the steps that were measured.", "seconds"),
+        ("rank_part_runs", "Runs of a part in the steps that were measured.", "runs"),
+        ("rank_part_bytes",
+         "Bytes of weights that a part read in measured steps, or that a collective was given.",
+         "bytes"),
+    ):  # fmt: skip
+        counter = CounterMetricFamily(prefix + name, text, labels=[*_LABELS, "part"])
+        for rank in ranks:
+            for part in rank.parts:
+                value = getattr(part, field)
+                counter.add_metric([str(rank.rank), rank.host, part.part], value)
         yield counter

@@ -3,18 +3,33 @@
 Reported durations have names that end in `_ms` or `_s`; exposed durations are in seconds.
 """
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
-from shared.messages import StatusReported
+from shared.messages import DurationCounts, StatusReported
+from shared.messages.durations import BOUNDS_S
 from shared.messages.reported_numbers import meaning
 
 CACHE = "cache_"
 """First part of the names that the prefix cache reports."""
 _HITS = re.compile(r"cache_hit_tokens_(\w+)_total")
 _MISSES = re.compile(r"cache_miss_tokens_(\w+)_total")
+_EPOCH_ENDS = re.compile(r"epochs_ended_(\w+)_total")
+_DURATIONS = {
+    "step": ("step_duration_seconds", "Duration of a step on the primary rank, by kind.", ["kind"]),
+    "queue": ("request_queue_time_seconds", "From acceptance to the first slot.", []),
+    "prefill": ("request_prefill_time_seconds", "From the last admission to the first token.", []),
+    "decode": ("request_decode_time_seconds", "From the first token to the end.", []),
+}
+"""By reported name: name, meaning and labels of the metric; those of requests are vLLM's."""
 _FORBIDDEN = re.compile(r"[^a-zA-Z0-9_]")
 _SCHEDULER = "scheduler_"
 
@@ -31,6 +46,7 @@ def families(prefix: str, status: StatusReported) -> Iterator[Metric]:
     yield from _state(prefix, status)
     yield from _counters(prefix, status.counters)
     yield from _cached_tokens(prefix, status.counters)
+    yield from _durations(prefix, status.durations)
     for reported, value in sorted(status.gauges.items()):
         name, in_unit = base_unit(reported, value)
         yield GaugeMetricFamily(prefix + name, meaning(reported), value=in_unit)
@@ -70,11 +86,28 @@ def _state(prefix: str, status: StatusReported) -> Iterator[Metric]:
         yield GaugeMetricFamily(prefix + name, text, value=value)
 
 
+def _durations(prefix: str, durations: Sequence[DurationCounts]) -> Iterator[Metric]:
+    for reported, (name, text, labels) in _DURATIONS.items():
+        family = HistogramMetricFamily(prefix + name, text, labels=labels)
+        for one in durations:
+            if one.name == reported:
+                bounds = [*map(str, BOUNDS_S[one.name]), "+Inf"]
+                buckets = list(zip(bounds, itertools.accumulate(one.counts), strict=True))
+                family.add_metric([one.label] if labels else [], buckets, one.sum_s)
+        yield family
+
+
 def _counters(prefix: str, counters: Mapping[str, float]) -> Iterator[Metric]:
+    ends = CounterMetricFamily(
+        prefix + "scheduler_epochs_ended", meaning("epochs_ended_"), labels=["cause"]
+    )
     for reported, value in sorted(counters.items()):
-        if not (_HITS.fullmatch(reported) or _MISSES.fullmatch(reported)):
+        if end := _EPOCH_ENDS.fullmatch(reported):
+            ends.add_metric([end[1]], value)
+        elif not (_HITS.fullmatch(reported) or _MISSES.fullmatch(reported)):
             name, in_unit = base_unit(reported, value)
             yield CounterMetricFamily(prefix + name, meaning(reported), value=in_unit)
+    yield ends
 
 
 def _cached_tokens(prefix: str, counters: Mapping[str, float]) -> Iterator[Metric]:

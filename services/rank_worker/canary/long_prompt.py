@@ -13,9 +13,9 @@ from services.rank_worker.canary.sums import CHUNK_TOKENS, of_rank_0
 from services.rank_worker.execution.executor import Executor, StepResult
 from services.rank_worker.peers.collectives import Collectives
 from shared import limits
-from shared.canary_names import PROMPT_PREFIX
 from shared.clock import Clock
 from shared.errors import CanaryFailed, InvariantBroken
+from shared.measurements.canary_names import PROMPT_PREFIX
 from shared.messages import AdmittedSequence, CanaryFinding, PrefillChunk, Sampling, StepPlan
 
 PROMPT_TOKENS = (64, 256, 1_024, 4_500)

@@ -17,10 +17,10 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from services.rank_worker.peers.collectives import Collectives
-from shared.canary_names import SUM_PREFIX, decode_name
 from shared.clock import Clock
 from shared.errors import CanaryFailed
 from shared.log import Log
+from shared.measurements.canary_names import SUM_PREFIX, decode_name
 from shared.messages import CanaryFinding
 
 CHUNK_TOKENS = 2_048

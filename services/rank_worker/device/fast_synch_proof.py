@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from services.rank_worker.device.description import Device
-from shared import canary_names
 from shared.errors import CanaryFailed, ConfigError
 from shared.log import Log
+from shared.measurements import canary_names
 from shared.messages import CanaryFinding, LeaveWorld
 from shared.os import fast_synch
 

@@ -21,7 +21,7 @@ from shared.messages import AdmittedSequence, RolledBack, StepPlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchChanges:
-    """Applies the parts of plans that come before their forwards. Owns none of what it changes."""
+    """Applies the parts of plans that come before their forwards. Owns no state."""
 
     store: KVStore
     """KV of all rows."""

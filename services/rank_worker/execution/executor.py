@@ -8,7 +8,7 @@ the state ends the world.
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Literal
 
 import mlx.core as mx
@@ -106,25 +106,15 @@ class Executor:
         synchronize = id_synchronizer(rank, world_size, synchronization, sum_ids)
         self._sampler = Sampler(shape.vocab_size, synchronize)
         self._sampling = StepSampling(self._batch, self.store, self._sampler)
-        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._forward = Forward(model, can_select=traits.can_select if traits else None)
-        self.proposer = open_proposer(
-            drafter, self._forward, self.store, self._sampler, synchronize
-        )
-        self._changes = BatchChanges(
-            self.store,
-            self.blocks,
-            self._batch,
-            self.proposer,
-            self._sampler,
-            grammars,
-            shape.vocab_size,
-        )
-        parts = (self.store, self._forward, self._batch, self.proposer)
+        forward = Forward(model, can_select=traits.can_select if traits else None)
+        self.proposer = open_proposer(drafter, forward, self.store, self._sampler, synchronize)
+        state = (self.store, self.blocks, self._batch, self.proposer, self._sampler)
+        self._changes = BatchChanges(*state, grammars, shape.vocab_size)
+        parts = (self.store, forward, self._batch, self.proposer)
         self._prefill = PrefillExecutor(*parts, profile)
         self._decode = DecodeExecutor(*parts, shape.vocab_size, forward_cost_tokens)
         draft_model = drafter.model if drafter is not None else None
-        self._profiler = StepProfiler(model, draft_model, self.store)
+        self._profiler = StepProfiler(model, draft_model, self.store, rank)
         self._receipt = ReceiptChain()
         self._receipt_logits = receipt_logits
         self._freed_buffers = FreedBuffers(profile.freed_bytes_max)
@@ -292,7 +282,7 @@ class Executor:
         # is started. On a CPU `async_eval` returns when the forwards are nearly computed.
         filling: Future[Future[StepMasks]] = Future()
         self._launcher.when_previous_step_is_finished(
-            lambda: filling.set_result(self._mask_thread.submit(fill))
+            lambda: filling.set_result(self._sampling.mask_thread.submit(fill))
         )
         self._start_outputs(launched, launched.logits)
         self._launcher.finish_previous_step()

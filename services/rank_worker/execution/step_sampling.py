@@ -6,6 +6,7 @@ Does not compute tokens from logits; `Sampler` does.
 import dataclasses
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 
@@ -32,10 +33,13 @@ class StepSampling:
     """Samples tokens from the logits."""
     mask_filler: MaskFiller = dataclasses.field(init=False)
     """Fills the masks where a sequence has a grammar."""
+    mask_thread: ThreadPoolExecutor = dataclasses.field(init=False)
+    """Runs `fill_masks` while the device computes."""
 
     def __post_init__(self) -> None:
         """Start the threads that fill masks."""
         self.mask_filler = MaskFiller(self.sampler.vocab_size)
+        self.mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def sequences(self, plan: StepPlan) -> list[RunningSequence]:
         """Return the sequences that a plan samples: those of prefill chunks, then the decodes."""

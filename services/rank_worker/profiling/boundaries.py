@@ -50,7 +50,7 @@ class ModelParts:
 
         Args:
             model: this rank's shard, as it is called in steps.
-            draft_model: the module that proposes drafts, which is one part; None: there is none.
+            draft_model: the module that proposes drafts, as one part; None: without one.
         """
         self._timer: PartTimer | None = None
         parts = list(_find_parts(model))

@@ -61,7 +61,7 @@ class PartTimer:
     def part(self, part: Part, layer: int = NO_LAYER) -> Iterator[None]:
         """Count the time of the block to a part.
 
-        The caller waits for what it has begun (`wait`), before the block and at its end.
+        The caller waits (`wait`) for the arrays that it has begun, before the block and at its end.
 
         Args:
             part: the part.
@@ -105,16 +105,20 @@ class PartTimer:
         """Add bytes that a part has moved."""
         self._totals[part].bytes += count
 
-    def finish(self, step_id: int, kv_bytes: int, bytes_per_s: float = 0.0) -> StepProfile:
+    def finish(
+        self, rank: int, step_id: int, kv_bytes: int, bytes_per_s: float = 0.0
+    ) -> StepProfile:
         """End the step now and return its profile.
 
         Args:
+            rank: this rank.
             step_id: id of the step.
             kv_bytes: bytes of keys and values that its attention reads.
             bytes_per_s: what the device can move, 0 if that is not known.
         """
         seconds = self._mark() - self._began_s
         return StepProfile(
+            rank=rank,
             step_id=step_id,
             began_s=self._began_s,
             seconds=seconds,

@@ -59,6 +59,7 @@ class StepProfiler:
         model: nn.Module,
         draft_model: nn.Module | None,
         store: KVStore,
+        rank: int,
         clock: Clock | None = None,
     ) -> None:
         """Prepare; the modules are searched when the first step is measured.
@@ -67,8 +68,10 @@ class StepProfiler:
             model: this rank's shard.
             draft_model: the drafter's module, whose calls are one part.
             store: the rows, whose lengths say what attention reads.
+            rank: this rank.
             clock: measures times.
         """
+        self._rank = rank
         self._model = model
         self._draft_model = draft_model
         self._store = store
@@ -96,7 +99,7 @@ class StepProfiler:
             yield measured
         tokens = sum(self._store.length(slot) for slot in range(plan.row_count))
         kv_bytes = tokens * self._store.bytes_per_token
-        measured.profile = timer.finish(plan.step_id, kv_bytes, self._bytes_per_s)
+        measured.profile = timer.finish(self._rank, plan.step_id, kv_bytes, self._bytes_per_s)
 
 
 def measure_bytes_per_s(clock: Clock) -> float:

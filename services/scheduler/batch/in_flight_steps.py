@@ -42,6 +42,18 @@ class InFlightSteps:
         """Return the number of plans in flight."""
         return len(self._steps)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that all plans in flight compute: of prompts, decodes and drafts."""
+        plans = [step.planned.plan for step in self._steps]
+        return sum(
+            sum(chunk.length for chunk in plan.prefill_chunks)
+            + len(plan.decodes)
+            + sum(map(len, plan.drafts))
+            + sum(max(0, count) for count in plan.draft_counts)
+            for plan in plans
+        )
+
     def add(self, planned: PlannedStep, now_s: float) -> None:
         """Add a plan that is being sent.
 

@@ -118,6 +118,9 @@ class RunningBatch:
             busy_ms: StepFinished.busy_ms of its receipt.
             idle_ms: StepFinished.idle_ms if requests were open all the time, else 0.
         """
+        if step.plan.profile:
+            # It waited at every boundary between its parts.
+            return
         work = step.work
         if work.width == 1 and (work.chunk_tokens or not work.read_tokens):
             self.timing.record_step(work.chunk_tokens, work.decodes, busy_ms, work.chunk_position)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -107,6 +107,7 @@ class RequestTable:
             prompt_tokens=message.prompt_tokens,
             tokens_max=min(message.prompt_tokens + message.max_tokens, bounds.tokens_max),
             arrival_number=self._arrivals + 1,
+            accepted_at_s=now_s,
             deadline_at_s=now_s + message.deadline_s,
             queue_deadline_at_s=self._queue_deadline_at_s(message, now_s),
             stop_ids=frozenset(message.stop_ids),
@@ -232,6 +233,29 @@ class RequestTable:
                 waited_s = self._config.queue_deadline_s
                 detail = f"Waited {waited_s:.0f} s for a slot, which is the longest allowed."
                 yield sequence, "queue_deadline", detail
+
+    def suspects(self, ran: Iterable[Sequence], cause: str) -> Iterator[tuple[Sequence, str]]:
+        """Yield each sequence that ran without a token in several failed epochs in a row.
+
+        A kernel may crash on one prompt only, and the other requests should be served. The limit is
+        one below `epochs_failed_max`, so that one more epoch shows whether these were the cause.
+
+        Args:
+            ran: sequences that ran when an epoch ended.
+            cause: why it ended.
+
+        Yields:
+            The sequence, and a sentence for the client.
+        """
+        lost_max = max(1, self._config.epochs_failed_max - 1)
+        for sequence in ran:
+            sequence.epochs_without_token += 1
+            if sequence.epochs_without_token >= lost_max:
+                detail = (
+                    f"{lost_max} epochs in a row have failed while this request ran, and it got no "
+                    f"token in any of them. The last one: {cause}"
+                )
+                yield sequence, detail[:4_000]
 
     def record_duration(self, seconds: float) -> None:
         """Record the seconds that a finished request ran, from which Retry-After is estimated."""

@@ -40,6 +40,8 @@ class Sequence:
     """Most tokens of prompt and completion, by request, model context and KV budget."""
     arrival_number: int
     """Order of arrival; unchanged by preemption, so a preempted sequence comes first again."""
+    accepted_at_s: float
+    """When its request was accepted, on the scheduler's clock."""
     deadline_at_s: float
     """When its request fails if it has not finished, on the scheduler's clock."""
     owns_tokens: bool = False
@@ -60,6 +62,8 @@ class Sequence:
     """Token ids that end the completion."""
     admitted_at_s: float = 0.0
     """Time of its last admission."""
+    first_token_at_s: float = 0.0
+    """Time of its first token since this scheduler accepted it; 0: none has come."""
     draft_state: DraftState | None = None
     """State of its speculation; None: it takes no drafts."""
     is_draft_state_chosen: bool = False

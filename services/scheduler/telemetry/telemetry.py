@@ -9,7 +9,9 @@ from collections import defaultdict
 import msgspec
 
 from services.scheduler.batch.plan_builder import PlannedStep
-from services.scheduler.telemetry.step_history import StepHistory, StepRecord
+from services.scheduler.telemetry.durations import Durations
+from services.scheduler.telemetry.step_history import StepHistory, StepRecord, kind_of
+from services.scheduler.telemetry.step_profiles import StepProfiles
 from shared.messages import RankStatus, StepFinished, StepsMeasured
 
 
@@ -29,17 +31,37 @@ class _RankTotals:
 class Telemetry:
     """The history of the last steps, and sums of each rank since the scheduler's start."""
 
-    def __init__(self) -> None:
+    def __init__(self, profile_every_steps: int) -> None:
+        """Begin without steps.
+
+        Args:
+            profile_every_steps: of how many steps of a kind one is measured part by part; 0: none.
+        """
         self.history = StepHistory()
+        self.profiles = StepProfiles(profile_every_steps)
+        self.durations = Durations()
         self._ranks: defaultdict[int, _RankTotals] = defaultdict(_RankTotals)
 
     def hear(self, rank: int, now_s: float) -> None:
         """Note that a message of a rank has arrived."""
         self._ranks[rank].heard_at_s = now_s
 
-    def begin_step(self, planned: PlannedStep, now_s: float) -> None:
-        """Note that a plan is being sent."""
+    def begin_step(self, planned: PlannedStep, now_s: float) -> PlannedStep:
+        """Note a step whose plan is being sent; return it, with the order to measure it if due."""
         self.history.add(planned, now_s)
+        return self.profiles.choose(planned)
+
+    def finish_step(self, planned: PlannedStep, receipt: StepFinished, now_s: float) -> None:
+        """Note that all receipts of a step agree.
+
+        Args:
+            planned: the step.
+            receipt: of the primary rank.
+            now_s: when the last one arrived.
+        """
+        self.history.finish(receipt.epoch, receipt.step_id, now_s)
+        if not planned.plan.profile:
+            self.durations.observe("step", receipt.busy_ms / 1e3, kind_of(planned))
 
     def add_receipt(
         self, rank: int, receipt: StepFinished, now_s: float, *, has_requests: bool
@@ -72,6 +94,8 @@ class Telemetry:
             # The report of the last rank completes a step, so each counts once.
             if len(step.times) == world_size:
                 self._add_lateness(step)
+        for profile in message.profiles:
+            self.profiles.add(message.epoch, profile, world_size)
 
     def complete(self, status: RankStatus, now_s: float) -> RankStatus:
         """Add sums, memory and clock to a rank's status."""
@@ -83,6 +107,8 @@ class Telemetry:
             busy_s=totals.busy_s,
             idle_s=totals.idle_s,
             late_s=totals.late_s,
+            awaited_s=self.profiles.awaited_s(status.rank),
+            parts=self.profiles.totals(status.rank),
             silence_s=max(0.0, now_s - heard_at_s) if heard_at_s is not None else 0.0,
         )
         if clock is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shared.canary_names import PROMPT_PREFIX, SUM_PREFIX, parse_decode_name
+from shared.measurements.canary_names import PROMPT_PREFIX, SUM_PREFIX, parse_decode_name
 from shared.messages import CanaryFinding
 
 

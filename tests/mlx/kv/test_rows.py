@@ -229,6 +229,6 @@ def test_model_computing_logits_of_all_positions_gets_tokens_of_mlx_lm(
     for _ in range(4):
         driver.step(decodes=[1, 2])
 
-    assert not driver.executor._forward.can_select
+    assert not driver.executor._decode.forward.can_select
     for one, prompt in prompts.items():
         assert driver.tokens[one] == generate_with_mlx_lm(model, prompt, 5)[0]

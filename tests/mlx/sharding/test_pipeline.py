@@ -73,7 +73,7 @@ def _row_handling(model: nn.Module, traits: UnshardedTraits | None) -> tuple[obj
     return (
         type(executor.store),
         executor._prefill._groups_chunks,
-        executor._forward.can_select,
+        executor._decode.forward.can_select,
         executor.store.can_roll_back,
         executor.store.needs_state,
         bool(executor.store.layout_text),
@@ -118,7 +118,7 @@ def test_pipeline_rank_computes_selected_logits_only_if_whole_model_can() -> Non
     wide = make_executor(
         make_moe_model("qwen2"), traits=dataclasses.replace(traits, can_select=False)
     )
-    assert not wide._forward.can_select
+    assert not wide._decode.forward.can_select
     assert not wide._prefill._groups_chunks
     model = make_moe_model("qwen2")
     inner = type(model.model)

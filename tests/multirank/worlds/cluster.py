@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,9 +38,9 @@ class Client:
     """A gateway's side of the scheduler; checks the positions of tokens and each request's end."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._link: Dialer[ToGateway] = Dialer(
-            f"ipc://{run_dir}/gateways.sock", "gateway-test", ToGateway
-        )
+        self.address = f"ipc://{run_dir}/gateways.sock"
+        """The scheduler's address for gateways."""
+        self._link: Dialer[ToGateway] = Dialer(self.address, "gateway-test", ToGateway)
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, RequestFinished | RequestFailed | RequestRejected] = {}
         self.accepted: set[str] = set()
@@ -144,35 +144,34 @@ class Client:
 
 
 @contextmanager
-def cluster(ranks: int, blocks: Path | None = None, /, **settings: str) -> Iterator[Client]:
+def cluster(
+    ranks: int,
+    blocks: Path | None = None,
+    programs: Mapping[int, Sequence[str]] | None = None,
+    /,
+    **settings: str,
+) -> Iterator[Client]:
     """Start a scheduler and `ranks` rank workers on the demo model; end them all at the exit.
 
     Args:
         ranks: how many.
         blocks: folder for a cache store, which is started too; None: blocks in memory only.
+        programs: by rank, a module and its arguments in place of the rank worker; None: no rank has
+            one. They get the option `--rank`.
         settings: environment overrides, for example WORLD_SYNCHRONIZATION="independent".
     """
     run_dir = Path(tempfile.mkdtemp(prefix="ls-"))
-    environment = {
-        **os.environ,
-        "LOCKSTEP_PATHS_RUN_DIR": str(run_dir),
-        "LOCKSTEP_WORLD_SIZE": str(ranks),
-        # No rank is restarted here, so a step late on busy cores must not end the world.
-        "LOCKSTEP_SCHEDULER_STEP_DEADLINE_MIN_S": "60",
-        "LOCKSTEP_CACHE_SSD": str(blocks is not None).lower(),
-        "LOCKSTEP_CACHE_DIRECTORY": str(blocks or run_dir / "blocks"),
-        **{f"LOCKSTEP_{name}": value for name, value in settings.items()},
-    }
+    environment = _environment(run_dir, ranks, blocks, settings)
     log = (run_dir / "log").open("wb")
     processes: list[subprocess.Popen[bytes]] = []
     # The children end when this pipe closes, also if this test process is killed.
     lifeline, lifeline_end = os.pipe()
     environment[VARIABLE] = str(lifeline)
 
-    def start(*arguments: str) -> None:
+    def start(*arguments: str, program: Sequence[str] = ("services.commands.main",)) -> None:
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "services.commands.main", *arguments],
+                [sys.executable, "-m", *program, *arguments],
                 cwd=REPOSITORY,
                 env=environment,
                 pass_fds=[lifeline],
@@ -183,7 +182,8 @@ def cluster(ranks: int, blocks: Path | None = None, /, **settings: str) -> Itera
 
     start("scheduler")
     for rank in range(ranks):
-        start("rank-worker", "--rank", str(rank))
+        program = (programs or {}).get(rank, ("services.commands.main", "rank-worker"))
+        start("--rank", str(rank), program=program)
     if blocks is not None:
         start("cache-store")
     client = Client(run_dir)
@@ -202,10 +202,26 @@ def cluster(ranks: int, blocks: Path | None = None, /, **settings: str) -> Itera
         shutil.rmtree(run_dir)
 
 
+def _environment(
+    run_dir: Path, ranks: int, blocks: Path | None, settings: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment of all processes."""
+    return {
+        **os.environ,
+        "LOCKSTEP_PATHS_RUN_DIR": str(run_dir),
+        "LOCKSTEP_WORLD_SIZE": str(ranks),
+        # No rank is restarted here, so a step late on busy cores must not end the world.
+        "LOCKSTEP_SCHEDULER_STEP_DEADLINE_MIN_S": "60",
+        "LOCKSTEP_CACHE_SSD": str(blocks is not None).lower(),
+        "LOCKSTEP_CACHE_DIRECTORY": str(blocks or run_dir / "blocks"),
+        **{f"LOCKSTEP_{name}": value for name, value in settings.items()},
+    }
+
+
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
     """Terminate scheduler and store, on which ranks end; fail if a process does not end."""
     for process in processes:
-        if "rank-worker" not in list(process.args):  # type: ignore[arg-type]
+        if "--rank" not in list(process.args):  # type: ignore[arg-type]
             process.send_signal(signal.SIGTERM)
     left: list[object] = []
     for process in processes:

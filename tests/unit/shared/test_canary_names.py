@@ -2,7 +2,12 @@
 
 import pytest
 
-from shared.canary_names import PROMPT_PREFIX, SUM_PREFIX, decode_name, parse_decode_name
+from shared.measurements.canary_names import (
+    PROMPT_PREFIX,
+    SUM_PREFIX,
+    decode_name,
+    parse_decode_name,
+)
 
 
 @pytest.mark.parametrize(("sums", "rows"), [(0, 1), (65, 1), (129, 8)])

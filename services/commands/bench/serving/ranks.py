@@ -22,8 +22,8 @@ from services.commands.bench.measuring.plan import StackPlan
 from services.commands.bench.measuring.report import PART, Case, Report, from_json
 from services.commands.bench.measuring.stack import started_stack
 from services.commands.bench.serving.overhead import STACK
-from shared.canary_names import parse_decode_name
 from shared.errors import UsageError
+from shared.measurements.canary_names import parse_decode_name
 
 COLUMNS = [
     "ttft_ms",

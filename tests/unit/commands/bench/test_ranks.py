@@ -7,8 +7,8 @@ import pytest
 
 from services.commands.bench.measuring.report import Case, Report, from_json, to_json, to_text
 from services.commands.bench.serving import ranks
-from shared.canary_names import decode_name
 from shared.errors import UsageError
+from shared.measurements.canary_names import decode_name
 from tests.unit.commands.bench.bench_arguments import plan_of
 
 

@@ -74,7 +74,7 @@ def test_request_metrics_have_vllm_names_and_observed_values() -> None:
     metrics.first_token.observe(0.02)
     metrics.next_token.observe(0.01)
     metrics.generation_tokens += 3
-    metrics.observe_end("stop", 1.0)
+    metrics.observe_end("stop", 1.0, 2)
     metrics.rejections["queue_full"] += 1
     page = metrics.exposition().decode()
     samples = {

@@ -19,7 +19,7 @@ SLEEP_S = 0.02
 
 
 def _generate(model: nn.Module, profile: Callable[[int], str]) -> tuple[Any, list[StepProfile]]:
-    """Prefill two sequences and decode them; `profile` says by step how it is measured."""
+    """Prefill two sequences and decode them; `profile` returns how to measure a step."""
     driver = ExecutorDriver(model)
     profiles = []
     for number in range(12):

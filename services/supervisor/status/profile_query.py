@@ -1,0 +1,113 @@
+"""Order to measure steps part by part, and the query of their profiles. Owns the link for both."""
+
+import time
+from collections.abc import Callable
+from typing import Self
+
+from services.supervisor.status.service_queries import ANSWER_DEADLINE_S, no_answer_error
+from shared.clock import SystemClock
+from shared.configuration.settings import Config
+from shared.errors import UnavailableError
+from shared.messages import (
+    MeasuredStep,
+    OrderProfile,
+    ProfilesReported,
+    QueryProfiles,
+    QueryStatus,
+    StatusReported,
+    ToGateway,
+)
+from shared.transport.links import Connected, Dialer, Received
+
+_INTERVAL_S = 0.25
+"""Seconds between two queries."""
+
+
+class ProfileQuery:
+    """Has the scheduler measure steps, and collects what the ranks report of them."""
+
+    def __init__(self, config: Config) -> None:
+        """Open the link.
+
+        Args:
+            config: contains the scheduler's address; with keys, this host's key must be an
+                operator's.
+        """
+        self._config = config
+        self._clock = SystemClock()
+        self._link: Dialer[ToGateway] = Dialer(
+            config.gateway_address, "operator", ToGateway, keys_dir=config.keys_dir
+        )
+        self._status: StatusReported | None = None
+        self._reports: list[ProfilesReported] = []
+
+    def __enter__(self) -> Self:
+        """Return the query."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the link."""
+        self._link.close(wait_s=0.0)
+
+    def status(self) -> StatusReported:
+        """Return the scheduler's status.
+
+        Raises:
+            UnavailableError: when it does not answer.
+        """
+        until_s = self._clock.now() + ANSWER_DEADLINE_S
+        while self._status is None:
+            self._poll(until_s)
+        return self._status
+
+    def measure(
+        self, steps: int, deadline_s: float, progress: Callable[[int], object]
+    ) -> list[MeasuredStep]:
+        """Measure the next steps; return those that all ranks have reported, oldest first.
+
+        Args:
+            steps: number of steps.
+            deadline_s: longest wait for them. Fewer are returned if not enough steps are executed.
+            progress: called with the number of steps so far.
+
+        Raises:
+            UnavailableError: when the scheduler does not answer.
+        """
+        world_size = self.status().world_size
+        answer_s = self._clock.now() + ANSWER_DEADLINE_S
+        known = self._query(0, 0, answer_s)
+        after = known[-1] if known else None
+        epoch, step_id = (after.epoch, after.step_id) if after else (0, 0)
+        self._link.send(OrderProfile(steps=steps, primitives=True))
+        until_s = self._clock.now() + deadline_s
+        found: list[MeasuredStep] = []
+        while len(found) < steps and self._clock.now() < until_s:
+            time.sleep(_INTERVAL_S)
+            answer_s = self._clock.now() + ANSWER_DEADLINE_S
+            reported = self._query(epoch, step_id, answer_s)
+            found = [one for one in reported if len(one.profiles) == world_size]
+            progress(len(found))
+        return found
+
+    def _query(self, epoch: int, step_id: int, until_s: float) -> list[MeasuredStep]:
+        self._reports.clear()
+        self._link.send(QueryProfiles(epoch=epoch, step_id=step_id))
+        while not self._reports:
+            self._poll(until_s)
+        return self._reports[-1].steps
+
+    def _poll(self, until_s: float) -> None:
+        left_s = until_s - self._clock.now()
+        if left_s <= 0.0:
+            raise self._no_answer()
+        for event in self._link.poll(left_s):
+            match event:
+                case Connected():
+                    self._link.send(QueryStatus())
+                case Received(message=StatusReported() as status):
+                    self._status = status
+                case Received(message=ProfilesReported() as report):
+                    self._reports.append(report)
+
+    def _no_answer(self) -> UnavailableError:
+        return no_answer_error(self._config, self._link.refusal)

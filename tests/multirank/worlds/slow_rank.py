@@ -1,0 +1,47 @@
+"""A real rank worker that computes correctly, but is late in one part of the model.
+
+- attention: each attention takes some milliseconds longer on this rank;
+- collective: this rank begins each sum over ranks some milliseconds later.
+
+    python -m tests.multirank.worlds.slow_rank KIND MILLISECONDS --rank R
+"""
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+from tests.chaos.cluster.patched_rank import run_patched_rank
+
+KINDS = ("attention", "collective")
+
+
+def delay(kind: str, seconds: float) -> None:
+    """Delay each call of a class of modules."""
+    from mlx.nn.layers import distributed
+    from mlx_lm.models import qwen3
+
+    slow: Any = qwen3.Attention if kind == "attention" else distributed.ShardedToAllLinear
+    original = slow.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return original(self, *args, **kwargs)
+
+    slow.__call__ = call
+
+
+def main() -> int:
+    """Run a rank worker that is late."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("milliseconds", type=float)
+    parser.add_argument("--rank", type=int, required=True)
+    options = parser.parse_args()
+    seconds = options.milliseconds / 1e3
+    return run_patched_rank(lambda: delay(options.kind, seconds), os.devnull, options.rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
