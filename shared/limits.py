@@ -62,6 +62,10 @@ PROFILES_PER_MESSAGE_MAX = 64
 """Most profiles that a rank reports at once, of up to 180 KiB each. Of more only the last are
 kept."""
 
+RECORDED_STEPS_MAX = 8_192
+RECORDED_REQUESTS_MAX = 4_096
+"""Most steps and requests in one report of the last seconds: a few MB."""
+
 GOODBYE_S = 1.0
 """Longest wait in `close` for the peer's acknowledgements. Without it ipc loses the last
 messages."""

@@ -49,6 +49,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "services.commands.lifecycle.profile:profile",
         "Show where the time of a step goes, by part and rank.",
     ),
+    "trace": (
+        "services.commands.lifecycle.trace:trace",
+        "Record what every rank does, for Perfetto's viewer.",
+    ),
     "launch": (
         "services.commands.launch.command:launch",
         "Print or run a client's configuration for a running Lockstep.",

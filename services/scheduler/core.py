@@ -51,6 +51,7 @@ from shared.messages import (
     OrderProfile,
     QueryProfiles,
     QueryStatus,
+    QueryTrace,
     RankFailed,
     RankHello,
     RankLoading,
@@ -130,6 +131,7 @@ class SchedulerCore:
         """
         if self._has_stopped:
             return []
+        self._requests.history.now_s = now_s
         match event:
             case GatewayMessageReceived():
                 self._handle_gateway_message(event.gateway, event.message, now_s)
@@ -197,6 +199,9 @@ class SchedulerCore:
             case QueryProfiles():
                 report = self._telemetry.profiles.report(message)
                 self._actions.append(SendToGateway(gateway, report))
+            case QueryTrace():
+                trace = self._telemetry.trace(message.seconds, self._requests, self._world, now_s)
+                self._actions.append(SendToGateway(gateway, trace))
             case _:
                 self._log_refused_message(gateway, message)
 

@@ -87,7 +87,8 @@ class StepPipeline:
             self.in_flight.add(step, now_s)
             self._actions.append(SendToRanks(self._world.peers, step.plan, self._world.epoch))
             for sequence in step.first_admitted:
-                self._requests.report_admitted(sequence)
+                place = step.plan.epoch, step.plan.step_id
+                self._requests.report_admitted(sequence, place, now_s)
                 self._telemetry.durations.observe("queue", now_s - sequence.accepted_at_s)
         self._batch.look_ahead(now_s)
         for restore in self._batch.cache.restorer.take_outbox():

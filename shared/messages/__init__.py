@@ -21,7 +21,9 @@ from shared.messages.gateway_link import OrderProfile as OrderProfile
 from shared.messages.gateway_link import ProfilesReported as ProfilesReported
 from shared.messages.gateway_link import QueryProfiles as QueryProfiles
 from shared.messages.gateway_link import QueryStatus as QueryStatus
+from shared.messages.gateway_link import QueryTrace as QueryTrace
 from shared.messages.gateway_link import RankStatus as RankStatus
+from shared.messages.gateway_link import RecordedRequest as RecordedRequest
 from shared.messages.gateway_link import RequestAccepted as RequestAccepted
 from shared.messages.gateway_link import RequestAdmitted as RequestAdmitted
 from shared.messages.gateway_link import RequestFailed as RequestFailed
@@ -31,6 +33,7 @@ from shared.messages.gateway_link import Speculation as Speculation
 from shared.messages.gateway_link import StatusReported as StatusReported
 from shared.messages.gateway_link import SubmitRequest as SubmitRequest
 from shared.messages.gateway_link import TokensGenerated as TokensGenerated
+from shared.messages.gateway_link import TraceReported as TraceReported
 from shared.messages.rank_link import BlocksRestored as BlocksRestored
 from shared.messages.rank_link import BlocksSpilled as BlocksSpilled
 from shared.messages.rank_link import GrammarCompiled as GrammarCompiled
@@ -57,6 +60,7 @@ from shared.messages.step_plan import StepFinished as StepFinished
 from shared.messages.step_plan import StepPlan as StepPlan
 from shared.messages.step_profile import MeasuredStep as MeasuredStep
 from shared.messages.step_profile import PartTotal as PartTotal
+from shared.messages.step_profile import RecordedStep as RecordedStep
 from shared.messages.step_profile import StepProfile as StepProfile
 from shared.messages.store_link import BlockPlace as BlockPlace
 from shared.messages.store_link import BlocksCleared as BlocksCleared
@@ -90,6 +94,7 @@ ToScheduler = (
     | OrderDrain
     | OrderProfile
     | QueryProfiles
+    | QueryTrace
     | RankHello
     | RankLoading
     | RankReady
@@ -112,6 +117,7 @@ ToGateway = (
     | RequestFailed
     | StatusReported
     | ProfilesReported
+    | TraceReported
 )
 """Messages that a gateway accepts."""
 

@@ -172,7 +172,7 @@ class StepsMeasured(Message, frozen=True, kw_only=True):
     rank: Count
     first_step_id: Count
     """Id of the first step; the ids of the others follow it without gaps."""
-    origin_s: Annotated[float, Meta(ge=0.0)]
+    origin_s: Seconds
     """A time on the rank's monotonic clock, from which `times` count."""
     times: Annotated[bytes, Meta(max_length=limits.STEPS_PER_MESSAGE_MAX * STEP_BYTES)]
     """The times of each step (`step_times.pack`)."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from msgspec import Meta
 
 from shared.messages.base import Count, MessagePart, Seconds
+from shared.messages.step_times import STEP_BYTES
 
 Part = Literal[
     "host",
@@ -76,8 +77,39 @@ class StepProfile(MessagePart, frozen=True, kw_only=True):
     """Sums of its parts."""
     spans: Annotated[bytes, Meta(max_length=SPANS_MAX * SPAN_BYTES)]
     """Every run of a part in the order of their ends (`pack_spans`); of too many the first ones."""
-    bytes_per_s: float = 0.0
+    bytes_per_s: Annotated[float, Meta(ge=0.0, le=1e18)] = 0.0
     """Bytes that the device reads and writes in a second, measured; 0: not measured."""
+
+    def __post_init__(self) -> None:
+        """Refuse bytes that are not a whole number of spans of known parts."""
+        if len(self.spans) % SPAN_BYTES or max(self.spans[::SPAN_BYTES], default=0) >= len(PARTS):
+            raise ValueError("The spans of a profile are damaged")
+
+
+StepKind = Literal["prefill", "decode", "verify", "other"]
+"""`prefill`: has prompt tokens, and may decode too. `verify`: decodes with drafts. `other`: only
+moves and blocks."""
+
+
+class RecordedStep(MessagePart, frozen=True, kw_only=True):
+    """One step, with the times of each rank, by the scheduler's monotonic clock."""
+
+    epoch: Count
+    step_id: Count
+    kind: StepKind
+    """Kind of its work."""
+    prefill_tokens: Count
+    """Prompt tokens that it computed."""
+    decodes: Count
+    """Rows that decoded, with or without drafts."""
+    drafts: Count
+    """Drafts that it verified."""
+    sent_at_s: Seconds
+    """The plan was sent."""
+    finished_at_s: Seconds | None = None
+    """The receipts of all ranks agreed; None: not yet, or the epoch ended before."""
+    ranks: list[Annotated[bytes, Meta(max_length=STEP_BYTES)]] = []
+    """By rank: its times after `sent_at_s` (`step_times.pack`); b"": not reported."""
 
 
 class MeasuredStep(MessagePart, frozen=True, kw_only=True):
@@ -85,8 +117,8 @@ class MeasuredStep(MessagePart, frozen=True, kw_only=True):
 
     epoch: Count
     step_id: Count
-    kind: Literal["prefill", "decode", "verify", "other"]
-    """Its kind; `verify`: decodes with drafts."""
+    kind: StepKind
+    """Kind of its work."""
     prefill_tokens: Count
     """Prompt tokens that it computed."""
     decodes: Count

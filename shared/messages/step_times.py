@@ -56,4 +56,4 @@ def unpack(packed: bytes, origin_s: float) -> Iterator[StepTimes]:
 
 
 def _microseconds(seconds: float) -> int:
-    return max(-_MICROSECONDS_MAX, min(_MICROSECONDS_MAX, round(seconds * 1e6)))
+    return round(max(-_MICROSECONDS_MAX, min(_MICROSECONDS_MAX, seconds * 1e6)))

@@ -213,3 +213,30 @@ def test_profile_with_wrong_file_to_compare_ends_with_sentence(
     code, output = _run_command(running, "profile", *compare)
     assert code == limits.EXIT_USAGE
     assert "is no result of `lockstep profile --json`" in output
+
+
+def test_trace_has_the_steps_and_requests_of_the_recorded_seconds(
+    running: RunningLockstep, tmp_path: Path
+) -> None:
+    """The file has the plans, host, device and parts of the rank, and the request that runs."""
+    file = tmp_path / "trace.json"
+    reader = StreamReader(running.stream("/v1/completions", STREAM))
+    code, output = _run_command(running, "trace", "--seconds", "1", "-o", str(file))
+    reader.text()
+    assert code == 0, output
+    assert str(file) in output
+    events = json.loads(file.read_bytes())["traceEvents"]
+    names = {one["args"]["name"] for one in events if one["ph"] == "M" and "name" in one["args"]}
+    assert {"scheduler", "requests", "device", "parts of measured steps"} <= names
+    assert {"attention", "mlp", "head"} <= {one["name"] for one in events if one["ph"] == "X"}
+    steps = [one for one in events if one["ph"] == "X" and one["pid"] == 10 and one["tid"] == 2]
+    assert len(steps) > 50
+    assert any(one["name"] == "decode" and one["ph"] == "b" for one in events)
+
+
+def test_trace_into_missing_folder_ends_with_sentence(running: RunningLockstep) -> None:
+    """The path is named; there is no traceback."""
+    arguments = ("--seconds", "0.1", "--no-parts", "-o", "/nowhere/trace.json")
+    code, output = _run_command(running, "trace", *arguments)
+    assert code == limits.EXIT_USAGE
+    assert "cannot be written to /nowhere/trace.json: No such file or directory." in output

@@ -190,8 +190,8 @@ class OpenRequests:
                     choice.generation.fail(errors.ended(message))
             case messages.StatusReported():
                 self._status.report(message, now_s)
-            case messages.ProfilesReported():
-                # The answer to `lockstep profile`, which has a link of its own.
+            case messages.ProfilesReported() | messages.TraceReported():
+                # Only operator commands query them, over links of their own.
                 pass
             case _:
                 assert_never(message)

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from services.scheduler.events import Action, SendToGateway
+from services.scheduler.requests.request_history import RequestHistory
 from services.scheduler.requests.sequence import Sequence, SequenceState
 from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.requests.waiting_queue import WaitingQueue
@@ -59,6 +60,8 @@ class RequestTable:
         self._waiting = waiting
         self.turns = TenantTurns()
         """Whose turn it is, among the tenants of the open requests."""
+        self.history = RequestHistory()
+        """The requests that ended last."""
         self._actions = actions
         self._open: dict[tuple[PeerId, str], Sequence] = {}
         self._arrivals = 0
@@ -155,11 +158,17 @@ class RequestTable:
             ),
         )
 
-    def report_admitted(self, sequence: Sequence) -> None:
+    def report_admitted(self, sequence: Sequence, step: tuple[int, int], now_s: float) -> None:
         """Tell the gateway that a request has started, and how many prompt tokens were cached.
 
         The caller calls it once per request, at the first admission of its sequence.
+
+        Args:
+            sequence: of the request.
+            step: epoch and id of the step that admits it.
+            now_s: the monotonic time in seconds.
         """
+        sequence.started_at_s, sequence.first_step = now_s, step
         sequence.queue_deadline_at_s = math.inf
         cached = sequence.blocks.cached or CachedPrefix()
         name = sequence.request.request_id
@@ -175,7 +184,7 @@ class RequestTable:
         Raises:
             InvariantBroken: the request has ended already.
         """
-        self._close(sequence)
+        self._close(sequence, reason)
         self.counters[f"requests_finished_{reason}_total"] += 1
         self._send(
             sequence.gateway,
@@ -196,7 +205,7 @@ class RequestTable:
         A gateway that reconnects submits its requests again, and would mistake the message for the
         end of the new request.
         """
-        self._close(sequence)
+        self._close(sequence, "abort")
         self.counters["requests_finished_abort_total"] += 1
 
     def fail(self, sequence: Sequence, cause: FailureCause, detail: str) -> None:
@@ -210,7 +219,7 @@ class RequestTable:
         Raises:
             InvariantBroken: the request has ended already.
         """
-        self._close(sequence)
+        self._close(sequence, cause)
         self.counters["requests_failed_total"] += 1
         self._send(
             sequence.gateway,
@@ -298,10 +307,11 @@ class RequestTable:
         waves = len(self._waiting) / self._config.running_sequences_max
         return min(120.0, max(1.0, waves * self._mean_request_s))
 
-    def _close(self, sequence: Sequence) -> None:
+    def _close(self, sequence: Sequence, end: str) -> None:
         if sequence.state is SequenceState.ENDED:
             raise InvariantBroken(f"request {sequence.request.request_id} has ended already")
         sequence.state = SequenceState.ENDED
+        self.history.add(sequence, end)
         self.turns.leave(sequence.tenant)
         del self._open[sequence.gateway, sequence.request.request_id]
 

@@ -62,6 +62,10 @@ class Sequence:
     """Token ids that end the completion."""
     admitted_at_s: float = 0.0
     """Time of its last admission."""
+    started_at_s: float = 0.0
+    """Time of its first admission; 0: it was never admitted."""
+    first_step: tuple[int, int] = 0, 0
+    """Epoch and id of the step that admitted it first; zeros: none has."""
     first_token_at_s: float = 0.0
     """Time of its first token since this scheduler accepted it; 0: none has come."""
     draft_state: DraftState | None = None

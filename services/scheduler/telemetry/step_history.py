@@ -2,20 +2,16 @@
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Literal
 
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.telemetry.clock_offsets import ClockOffsets
-from shared.messages import StepsMeasured
+from shared import limits
+from shared.messages import RecordedStep, StepsMeasured
+from shared.messages.step_profile import StepKind
 from shared.messages.step_times import StepTimes, pack, unpack
 
 STEPS_KEPT = 16_384
 """Steps in the history: some minutes, about 8 MB with two ranks."""
-
-StepKind = Literal["prefill", "decode", "verify", "other"]
-"""`prefill`: has prompt tokens, and may decode too. `verify`: decodes with drafts. `other`: only
-moves and blocks."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -119,11 +115,35 @@ class StepHistory:
             record.times[rank] = pack([times], record.sent_at_s + offset_s)
         return [record for record, _ in steps]
 
-    def since(self, after: tuple[int, int]) -> Iterable[StepRecord]:
+    def since(self, after: tuple[int, int]) -> list[StepRecord]:
         """Return the steps after this one (epoch, step id), oldest first."""
-        newer = []
+        newer: list[StepRecord] = []
         for key in reversed(self._records):
             if key <= after:
                 break
             newer.append(self._records[key])
-        return reversed(newer)
+        return newer[::-1]
+
+    def report(self, since_s: float, world_size: int) -> list[RecordedStep]:
+        """Return the steps whose plans were sent after a time, oldest first.
+
+        Args:
+            since_s: the time. Of more than `limits.RECORDED_STEPS_MAX` steps the last ones are
+                returned.
+            world_size: number of ranks.
+        """
+        found = [one for one in self._records.values() if one.sent_at_s > since_s]
+        return [
+            RecordedStep(
+                epoch=one.epoch,
+                step_id=one.step_id,
+                kind=one.kind,
+                prefill_tokens=one.prefill_tokens,
+                decodes=one.decodes,
+                drafts=one.drafts,
+                sent_at_s=one.sent_at_s,
+                finished_at_s=one.finished_at_s,
+                ranks=[one.times.get(rank, b"") for rank in range(world_size)],
+            )
+            for one in found[-limits.RECORDED_STEPS_MAX :]
+        ]

@@ -7,10 +7,10 @@ from typing import Literal
 import msgspec
 
 from services.scheduler.batch.plan_builder import PlannedStep
-from services.scheduler.telemetry.step_history import StepKind, kind_of
+from services.scheduler.telemetry.step_history import kind_of
 from shared.measurements.step_losses import awaited_seconds
 from shared.messages import MeasuredStep, OrderProfile, ProfilesReported, QueryProfiles
-from shared.messages.step_profile import Part, PartTotal, StepProfile
+from shared.messages.step_profile import Part, PartTotal, StepKind, StepProfile
 
 STEPS_KEPT = 64
 """Measured steps whose profiles are kept."""

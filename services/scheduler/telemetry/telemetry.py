@@ -9,10 +9,18 @@ from collections import defaultdict
 import msgspec
 
 from services.scheduler.batch.plan_builder import PlannedStep
+from services.scheduler.requests.request_table import RequestTable
 from services.scheduler.telemetry.durations import Durations
 from services.scheduler.telemetry.step_history import StepHistory, StepRecord, kind_of
 from services.scheduler.telemetry.step_profiles import StepProfiles
-from shared.messages import RankStatus, StepFinished, StepsMeasured
+from services.scheduler.world.world import World
+from shared.messages import (
+    QueryProfiles,
+    RankStatus,
+    StepFinished,
+    StepsMeasured,
+    TraceReported,
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,7 +103,8 @@ class Telemetry:
             if len(step.times) == world_size:
                 self._add_lateness(step)
         for profile in message.profiles:
-            self.profiles.add(message.epoch, profile, world_size)
+            if profile.rank == rank:
+                self.profiles.add(message.epoch, profile, world_size)
 
     def complete(self, status: RankStatus, now_s: float) -> RankStatus:
         """Add sums, memory and clock to a rank's status."""
@@ -120,6 +129,32 @@ class Telemetry:
             cached_bytes=totals.cached_bytes,
             clock_offset_s=clock.offset_s,
             clock_error_s=clock.error_s,
+        )
+
+    def trace(
+        self, seconds: float, requests: RequestTable, world: World, now_s: float
+    ) -> TraceReported:
+        """Return all that is known of the last seconds.
+
+        Args:
+            seconds: how many.
+            requests: the open requests, with the history of others.
+            world: the ranks.
+            now_s: the monotonic time in seconds.
+        """
+        since_s = now_s - seconds
+        steps = self.history.report(since_s, world.size)
+        first = (steps[0].epoch, steps[0].step_id - 1) if steps else (0, 0)
+        after = QueryProfiles(epoch=first[0], step_id=max(0, first[1]))
+        clocks = [self.history.offsets.find(rank) for rank in range(world.size)]
+        return TraceReported(
+            now_s=now_s,
+            since_s=max(0.0, since_s),
+            hosts=[one.host for one in world.statuses()],
+            clock_offsets_s=[one.offset_s if one is not None else 0.0 for one in clocks],
+            steps=steps,
+            requests=requests.history.report(requests, since_s),
+            measured=self.profiles.report(after).steps if steps else [],
         )
 
     def _add_lateness(self, step: StepRecord) -> None:

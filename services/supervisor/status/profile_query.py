@@ -1,4 +1,4 @@
-"""Order to measure steps part by part, and the query of their profiles. Owns the link for both."""
+"""Order to measure steps, and queries of profiles and traces. Owns the link for both."""
 
 import time
 from collections.abc import Callable
@@ -14,8 +14,10 @@ from shared.messages import (
     ProfilesReported,
     QueryProfiles,
     QueryStatus,
+    QueryTrace,
     StatusReported,
     ToGateway,
+    TraceReported,
 )
 from shared.transport.links import Connected, Dialer, Received
 
@@ -40,6 +42,7 @@ class ProfileQuery:
         )
         self._status: StatusReported | None = None
         self._reports: list[ProfilesReported] = []
+        self._traces: list[TraceReported] = []
 
     def __enter__(self) -> Self:
         """Return the query."""
@@ -78,7 +81,7 @@ class ProfileQuery:
         known = self._query(0, 0, answer_s)
         after = known[-1] if known else None
         epoch, step_id = (after.epoch, after.step_id) if after else (0, 0)
-        self._link.send(OrderProfile(steps=steps, primitives=True))
+        self.order(steps, primitives=True)
         until_s = self._clock.now() + deadline_s
         found: list[MeasuredStep] = []
         while len(found) < steps and self._clock.now() < until_s:
@@ -88,6 +91,29 @@ class ProfileQuery:
             found = [one for one in reported if len(one.profiles) == world_size]
             progress(len(found))
         return found
+
+    def order(self, steps: int, *, primitives: bool) -> None:
+        """Have the next steps measured; `status` must have returned before.
+
+        Args:
+            steps: number of steps.
+            primitives: count operations too.
+        """
+        self._link.send(OrderProfile(steps=steps, primitives=primitives))
+
+    def trace(self, seconds: float) -> TraceReported:
+        """Return what the scheduler knows of the steps and requests of the last seconds.
+
+        Raises:
+            UnavailableError: when it does not answer.
+        """
+        self.status()
+        self._traces.clear()
+        self._link.send(QueryTrace(seconds=seconds))
+        until_s = self._clock.now() + ANSWER_DEADLINE_S
+        while not self._traces:
+            self._poll(until_s)
+        return self._traces[-1]
 
     def _query(self, epoch: int, step_id: int, until_s: float) -> list[MeasuredStep]:
         self._reports.clear()
@@ -108,6 +134,8 @@ class ProfileQuery:
                     self._status = status
                 case Received(message=ProfilesReported() as report):
                     self._reports.append(report)
+                case Received(message=TraceReported() as trace):
+                    self._traces.append(trace)
 
     def _no_answer(self) -> UnavailableError:
         return no_answer_error(self._config, self._link.refusal)

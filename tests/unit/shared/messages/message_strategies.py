@@ -6,7 +6,8 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect as types
 
-from shared.messages import StepsMeasured, SubmitRequest, token_ids
+from shared.messages import StepProfile, StepsMeasured, SubmitRequest, token_ids
+from shared.messages.step_profile import PARTS, SPAN_BYTES
 from shared.messages.step_times import STEP_BYTES
 
 _INT_MAX = 2**63 - 1
@@ -23,6 +24,11 @@ def instances(struct: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
         optional["prediction"] = _packed_ids(0)
     if struct is StepsMeasured:
         required["times"] = st.integers(0, 3).map(lambda steps: bytes(steps * STEP_BYTES))
+    if struct is StepProfile:
+        spans = st.lists(st.integers(0, len(PARTS) - 1), max_size=3)
+        required["spans"] = spans.map(
+            lambda parts: b"".join(bytes([part, *bytes(SPAN_BYTES - 1)]) for part in parts)
+        )
     return st.fixed_dictionaries(required, optional=optional).map(lambda kwargs: struct(**kwargs))
 
 

@@ -1,0 +1,70 @@
+"""Command `lockstep trace`. Owns how long it records, and the file that it writes."""
+
+import sys
+import time
+from pathlib import Path
+
+import click
+import orjson
+
+from services.commands.cli.click_support import Command
+from services.commands.cli.flags import SettingSources, settings_options
+from services.commands.cli.running_config import running_config
+from services.supervisor.console.console import Console
+from services.supervisor.status.profile_query import ProfileQuery
+from shared import limits
+from shared.errors import UsageError
+from shared.measurements.trace import build_trace
+from shared.os.standard_streams import exit_code_if_written
+
+REPORT_S = 1.5
+"""Time until the ranks have reported all steps."""
+SECONDS_MAX = 60.0
+MEASURED_STEPS = 8
+"""Steps that are measured part by part, so that the trace shows the parts."""
+
+
+@click.command(cls=Command)
+@settings_options
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1, SECONDS_MAX),
+    default=10.0,
+    help="How long to record (default: 10).",
+)
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("trace.json"),
+    help="File for the trace (default: trace.json).",
+)
+@click.option(
+    "--parts/--no-parts",
+    default=True,
+    help=f"Measure the next {MEASURED_STEPS} steps part by part (default: yes).",
+)
+def trace(sources: SettingSources, *, seconds: float, file: Path, parts: bool) -> int:
+    """Record what scheduler and ranks do in the next seconds, for ui.perfetto.dev.
+
+    The file has a track for the plans, for host and device of each rank, and for each request.
+    Arrows lead from a request to its first plan, and from a plan to its step on each rank.
+    """
+    config, console = running_config(sources), Console(sys.stdout)
+    with ProfileQuery(config) as query:
+        query.status()
+        if parts:
+            query.order(MEASURED_STEPS, primitives=False)
+        time.sleep(seconds + REPORT_S)
+        report = query.trace(seconds + REPORT_S)
+    try:
+        file.write_bytes(orjson.dumps(build_trace(report)))
+    except OSError as error:
+        raise UsageError(f"The trace cannot be written to {file}: {error.strerror}.") from None
+    console.print_line(
+        f"{len(report.steps)} steps and {len(report.requests)} requests are in {file}: open it at "
+        "ui.perfetto.dev or chrome://tracing."
+    )
+    return exit_code_if_written(limits.EXIT_OK, console.write_error)
