@@ -23,7 +23,7 @@ class StepTimes(NamedTuple):
     ended_s: float
     """The device had ended, and the tokens were read."""
     reported_s: float
-    """The receipt was handed to the link."""
+    """The receipt was about to be sent."""
 
 
 def pack(steps: Iterable[StepTimes], origin_s: float) -> bytes:

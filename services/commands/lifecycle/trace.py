@@ -20,6 +20,7 @@ from shared.os.standard_streams import exit_code_if_written
 REPORT_S = 1.5
 """Time until the ranks have reported all steps."""
 SECONDS_MAX = 60.0
+_MARGIN_S = 0.2
 MEASURED_STEPS = 8
 """Steps that are measured part by part, so that the trace shows the parts."""
 
@@ -55,10 +56,12 @@ def trace(sources: SettingSources, *, seconds: float, file: Path, parts: bool) -
     config, console = running_config(sources), Console(sys.stdout)
     with ProfileQuery(config) as query:
         query.status()
+        began_s = time.monotonic()
         if parts:
             query.order(MEASURED_STEPS, primitives=False)
         time.sleep(seconds + REPORT_S)
-        report = query.trace(seconds + REPORT_S)
+        # The answer takes a moment, and the measured steps are the first ones.
+        report = query.trace(time.monotonic() - began_s + _MARGIN_S)
     try:
         file.write_bytes(orjson.dumps(build_trace(report)))
     except OSError as error:
