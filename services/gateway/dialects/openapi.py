@@ -11,7 +11,7 @@ import msgspec
 
 from services.gateway.dialects.messages import request_types as messages_requests
 from services.gateway.dialects.messages import response_types as messages_responses
-from services.gateway.dialects.openai import request_types, response_types, tokens
+from services.gateway.dialects.openai import model_types, request_types, response_types, tokens
 from services.gateway.dialects.openai.request_types import (
     PROMPTS_MAX,
     ChatCompletionRequest,
@@ -53,8 +53,8 @@ _RESPONSES = (
     response_types.ChatCompletionChunk,
     response_types.TextCompletion,
     response_types.TextCompletionChunk,
-    response_types.ModelInfo,
-    response_types.ModelList,
+    model_types.ModelInfo,
+    model_types.ModelList,
     response_types.Health,
     response_types.Readiness,
     response_types.GatewayStatus,
@@ -168,12 +168,12 @@ def _paths() -> Json:
         "/detokenize": _post(
             "Text of token ids", tokens.DetokenizeRequest, tokens.TokenText, "The text.",
         ),
-        "/v1/models": _get("The list of served models", response_types.ModelList),
+        "/v1/models": _get("The list of served models", model_types.ModelList),
         "/v1/models/{name}": {
             "parameters": [
                 {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
             ],
-            **_get("One model", response_types.ModelInfo, _MODEL_ERRORS),
+            **_get("One model", model_types.ModelInfo, _MODEL_ERRORS),
         },
         "/v1/lockstep/status": _get("The scheduler's last report", response_types.GatewayStatus),
         **{path: _get("Liveness of this process", response_types.Health)

@@ -330,34 +330,6 @@ class TextCompletionChunk(ResponseBase, forbid_unknown_fields=True, kw_only=True
     """Facts that OpenAI's API has no field for, in the chunk with the token counts."""
 
 
-class ModelInfo(Struct, forbid_unknown_fields=True):
-    """Name and limits of the served model."""
-
-    id: str
-    """Name for the field `model` of requests."""
-    object: Literal["model"]
-    """Always `model`."""
-    created: int
-    """Time of the gateway's start in seconds since 1970."""
-    owned_by: Literal["lockstep"]
-    """Always `lockstep`."""
-    max_model_len: int | None
-    """Longest prompt plus completion in tokens; null if it is not known yet."""
-    tool_format: str
-    """Format in which the model writes tool calls; `off`: it cannot call tools."""
-    reasoning_format: str
-    """Format in which the model writes its reasoning; `off`: reasoning is part of the answer."""
-
-
-class ModelList(Struct, forbid_unknown_fields=True):
-    """The list of served models, which has one entry."""
-
-    object: Literal["list"]
-    """Always `list`."""
-    data: list[ModelInfo]
-    """The served model."""
-
-
 class Health(Struct, forbid_unknown_fields=True):
     """Answer of /health and /livez: the process runs."""
 
