@@ -66,6 +66,11 @@ RECORDED_STEPS_MAX = 8_192
 RECORDED_REQUESTS_MAX = 4_096
 """Most steps and requests in one report of the last seconds: a few MB."""
 
+ACTIVITY_STEPS_MAX = 256
+ACTIVITY_REQUESTS_MAX = 512
+ACTIVITY_EVENTS_MAX = 64
+"""Most steps, requests and events in one report of what the cluster does: about 200 KB."""
+
 GOODBYE_S = 1.0
 """Longest wait in `close` for the peer's acknowledgements. Without it ipc loses the last
 messages."""

@@ -28,6 +28,9 @@ from services.gateway.links.document_client import DocumentClient
 from services.gateway.links.scheduler_client import SchedulerClient
 from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
+from services.gateway.page import endpoints as page
+from services.gateway.page.assets import load_assets
+from services.gateway.page.feed import Feed
 from services.gateway.structured.answer_grammar import AnswerGrammars
 from services.gateway.tokenizing import tokenizer
 from services.gateway.tokenizing.replay.stored_turns import StoredTurns
@@ -36,7 +39,7 @@ from services.gateway.tokenizing.tokenizer import Tokenizer
 from shared import limits, log
 from shared.clock import Clock, SystemClock, unix_seconds
 from shared.configuration.loading import API_KEYS_VARIABLE
-from shared.configuration.settings import Config
+from shared.configuration.settings import Config, GatewayConfig
 from shared.errors import ConfigError, LockstepError
 from shared.os import lifeline
 from shared.tenants.fair_share import FairShare
@@ -80,7 +83,11 @@ def run(config: Config) -> int:
 
 
 def build_service(
-    config: Config, loaded: Tokenizer, keys: ApiKeys, clock: Clock
+    config: Config,
+    loaded: Tokenizer,
+    keys: ApiKeys,
+    clock: Clock,
+    page_paths: frozenset[str] = frozenset(),
 ) -> CompletionService:
     """Create the parts that all HTTP handlers share and start the link to the scheduler.
 
@@ -91,6 +98,7 @@ def build_service(
         loaded: the model's tokenizer.
         keys: the valid API keys.
         clock: source of time.
+        page_paths: paths of the page's files, which need no API key.
     """
     status = StatusBoard(clock)
     documents = DocumentClient(config)
@@ -114,7 +122,7 @@ def build_service(
         decoders=RequestThreads("decoder", 1, _waiting(config)),
         encoders=RequestThreads("encoder", ENCODER_THREADS, _waiting(config)),
         grammar_checkers=RequestThreads("grammar", GRAMMAR_THREADS, _waiting(config)),
-        authenticator=Authenticator(config.gateway, keys, clock),
+        authenticator=Authenticator(config.gateway, keys, clock, page_paths),
         origin_policy=OriginPolicy(config.gateway),
         admission=AdmissionControl(config.gateway.open_requests_max, config.tenants.share, status),
         grammars=AnswerGrammars(
@@ -132,13 +140,17 @@ def build_service(
     )
 
 
-def bind(config: Config) -> socket.socket:
-    """Return a socket that listens on the configured address.
+def bind(host: str, port: int, setting: str) -> socket.socket:
+    """Return a socket that listens on an address.
+
+    Args:
+        host: the host or address.
+        port: the port.
+        setting: name of the port's setting, for errors.
 
     Raises:
         ConfigError: when the port is taken, or the address is not one of this machine.
     """
-    host, port = config.gateway.host, config.gateway.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -151,11 +163,20 @@ def bind(config: Config) -> socket.socket:
         if isinstance(error, (socket.gaierror, UnicodeError)):
             cause = "gateway.host is not an address and no name that resolves"
         elif error.errno == errno.EADDRINUSE:
-            cause = "another program uses the port; set gateway.port"
+            cause = f"another program uses the port; set {setting}"
         else:
             cause = str(error.strerror)
         raise ConfigError(f"Cannot listen on {host}:{port}: {cause}.") from None
+    connection_limits.limit_send_buffers(listener)
     return listener
+
+
+def _bind_all(config: GatewayConfig) -> list[socket.socket]:
+    """Return the sockets of the API and, if it has a port of its own, of the page."""
+    listeners = [bind(config.host, config.port, "gateway.port")]
+    if config.dashboard and config.dashboard_port not in (0, config.port):
+        listeners.append(bind(config.host, config.dashboard_port, "gateway.dashboard_port"))
+    return listeners
 
 
 def _waiting(config: Config) -> FairShare:
@@ -173,20 +194,24 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    listener = bind(config)
-    connection_limits.limit_send_buffers(listener)
+    listeners = _bind_all(config.gateway)
     connections_max = connection_limits.connections_max(raise_descriptor_limit())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    service = build_service(config, loaded, keys, SystemClock())
+    assets, clock = load_assets(config.gateway.dashboard), SystemClock()
+    service = build_service(config, loaded, keys, clock, frozenset(assets))
     stored_responses = StoredResponses(service.documents)
     connections = FairShare(connections_max, config.tenants.share)
-    runner = GuardedRunner(app.build(service, stored_responses), config.gateway, connections)
+    application = app.build(service, stored_responses)
+    feed = Feed(service.open_requests, service.status, service.metrics, clock)
+    page.add_routes(application, config.gateway, assets, feed)
+    runner = GuardedRunner(application, config.gateway, connections)
     try:
         service.documents.start()
         await runner.setup()
-        await web.SockSite(runner, listener, backlog=connection_limits.ACCEPTS_PER_TURN).start()
-        # asyncio has set its backlog, which limits the accepts of one turn; set ours again.
-        listener.listen(LISTEN_BACKLOG)
+        for listener in listeners:
+            await web.SockSite(runner, listener, backlog=connection_limits.ACCEPTS_PER_TURN).start()
+            # asyncio has set its backlog, which limits the accepts of one turn; set ours again.
+            listener.listen(LISTEN_BACKLOG)
         gc.collect()
         gc.freeze()
         gc.set_threshold(GARBAGE_THRESHOLD)

@@ -350,6 +350,7 @@ class Worker:
             draft_method=drafter.method if drafter else self.config.speculation.method,
             draft_bytes_per_token=executor.proposer.bytes_per_token,
             shard_bytes=loaded.shard_bytes,
+            share=loaded.share,
             canary=canary.findings,
             blas=self.blas,
         )

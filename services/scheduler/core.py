@@ -34,6 +34,7 @@ from services.scheduler.speculation.methods import check_roll_back
 from services.scheduler.stall_detector import StallDetector
 from services.scheduler.status_report import StatusReporter
 from services.scheduler.step_pipeline import StepPipeline
+from services.scheduler.telemetry.queries import TelemetryQueries
 from services.scheduler.telemetry.telemetry import Telemetry
 from services.scheduler.world.world import World, WorldState
 from services.scheduler.world.world_change import WorldChange, WorldFacts
@@ -49,6 +50,7 @@ from shared.messages import (
     Heartbeat,
     OrderDrain,
     OrderProfile,
+    QueryActivity,
     QueryProfiles,
     QueryStatus,
     QueryTrace,
@@ -105,6 +107,9 @@ class SchedulerCore:
             self._actions,
         )
         self._reports = RankReports(self._world, self._batch, self._requests, self._telemetry)
+        self._queries = TelemetryQueries(
+            self._telemetry, self._requests, self._waiting, self._world
+        )
         self._stall_detector = StallDetector()
         self._counters: defaultdict[str, float] = self._requests.counters
         self._gateways: set[PeerId] = set()
@@ -159,6 +164,7 @@ class SchedulerCore:
                 self._stop_for_hand_over(now_s)
         self._pipeline.send_plans(now_s)
         actions = list(self._actions)
+        self._telemetry.events.note(actions, now_s)
         self._actions.clear()
         return actions
 
@@ -196,12 +202,9 @@ class SchedulerCore:
                 self._set_operator_drain(gateway, now_s, is_on=message.is_on)
             case OrderProfile() if gateway.startswith(_OPERATOR):
                 self._telemetry.profiles.order(message)
-            case QueryProfiles():
-                report = self._telemetry.profiles.report(message)
-                self._actions.append(SendToGateway(gateway, report))
-            case QueryTrace():
-                trace = self._telemetry.trace(message.seconds, self._requests, self._world, now_s)
-                self._actions.append(SendToGateway(gateway, trace))
+            case QueryProfiles() | QueryTrace() | QueryActivity():
+                answer = self._queries.answer(message, now_s)
+                self._actions.append(SendToGateway(gateway, answer))
             case _:
                 self._log_refused_message(gateway, message)
 

@@ -81,6 +81,11 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     api_keys_file: Annotated[str, Meta(max_length=4_096)] = ""
     """File of API keys, created with `lockstep api-key new`. With it every request must carry a
     key. "": only the keys in LOCKSTEP_API_KEYS (`name=key,name=key`), if any."""
+    dashboard: Annotated[str, Meta(pattern=r"^(/[A-Za-z0-9._~-]{0,64})?$")] = "/"
+    """Path of the page that shows what the cluster does, for a browser. Its data need an API key if
+    the gateway has keys. "": no page."""
+    dashboard_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """Port on which alone the page is served, with the API. 0: the gateway's port."""
     public_metrics: bool = False
     """Serve /metrics and /openapi.json without an API key. False: if the gateway has keys, these
     paths need one too."""

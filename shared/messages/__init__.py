@@ -5,6 +5,11 @@ noun. The tag on the wire is the class name. `docs/reference/protocol.md` is the
 test compares the two.
 """
 
+from shared.messages.activity import ActivityReported as ActivityReported
+from shared.messages.activity import EndedEpoch as EndedEpoch
+from shared.messages.activity import NotedEvent as NotedEvent
+from shared.messages.activity import OpenRequest as OpenRequest
+from shared.messages.activity import QueryActivity as QueryActivity
 from shared.messages.base import CanaryFinding as CanaryFinding
 from shared.messages.base import Grammar as Grammar
 from shared.messages.base import GrammarFailure as GrammarFailure
@@ -95,6 +100,7 @@ ToScheduler = (
     | OrderProfile
     | QueryProfiles
     | QueryTrace
+    | QueryActivity
     | RankHello
     | RankLoading
     | RankReady
@@ -118,6 +124,7 @@ ToGateway = (
     | StatusReported
     | ProfilesReported
     | TraceReported
+    | ActivityReported
 )
 """Messages that a gateway accepts."""
 

@@ -313,6 +313,8 @@ class RankStatus(MessagePart, frozen=True, kw_only=True):
     """Largest error of that; 0 before it has reported steps."""
     shard_bytes: Count = 0
     """Bytes of weights on this rank."""
+    share: ShortText = ""
+    """Which part of the model it holds, in words."""
     canary: Annotated[list[CanaryFinding], Meta(max_length=64)] = []
     """Results of its canary."""
 

@@ -117,6 +117,8 @@ class RankReady(Message, frozen=True, kw_only=True):
     blocks."""
     shard_bytes: Count = 0
     """Bytes of weights on this rank."""
+    share: ShortText = ""
+    """Which part of the model it holds, in words."""
     canary: Annotated[list[CanaryFinding], Meta(max_length=64)] = []
     """Results of its canary."""
     blas: ShortText

@@ -4,10 +4,12 @@ The link, the timers and the clock are passed in. Only `submit` needs an event l
 """
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Literal, assert_never
 
 import msgspec
 
+from services.gateway.completion.cache_misses import CacheMisses
 from services.gateway.completion.generation import Choice, Generation
 from services.gateway.completion.streaming import FlushList
 from services.gateway.http import errors
@@ -70,9 +72,16 @@ class OpenRequests:
         self._reconnect_timer: Timer | None = None
         """Set while the session is lost; fails all requests when it fires."""
         self._queue = FullQueue(clock)
+        self.cache_misses = CacheMisses()
+        """The last prompts that the cache did not have."""
+        self.on_activity: Callable[[messages.ActivityReported], None] = lambda _: None
+        """Called with the scheduler's answers to QueryActivity."""
 
     def __len__(self) -> int:
         return len(self._choices)
+
+    def __iter__(self) -> Iterator[Choice]:
+        return iter(list(self._choices.values()))
 
     def check_queue(self, tenant: str) -> None:
         """Refuse a new request of a tenant for which the scheduler's queue is known to be full.
@@ -138,6 +147,11 @@ class OpenRequests:
         for choice in list(self._choices.values()):
             choice.generation.fail(errors.unavailable(message, 5.0))
 
+    def query(self, message: messages.QueryActivity) -> None:
+        """Send a query to the scheduler; without a session there is no answer."""
+        with contextlib.suppress(LinkError):
+            self._link.send(message)
+
     def close_link(self) -> None:
         """Close the link to the scheduler."""
         self._link.close()
@@ -178,6 +192,7 @@ class OpenRequests:
                 # A restarted scheduler admits again; usage reports the first admission.
                 if admitted is not None and admitted.cached is None:
                     admitted.cached = message.cached
+                    self.cache_misses.note(admitted)
             case messages.RequestRejected():
                 self._handle_rejected(message)
             case messages.RequestFailed():
@@ -190,6 +205,8 @@ class OpenRequests:
                     choice.generation.fail(errors.ended(message))
             case messages.StatusReported():
                 self._status.report(message, now_s)
+            case messages.ActivityReported():
+                self.on_activity(message)
             case messages.ProfilesReported() | messages.TraceReported():
                 # Only operator commands query them, over links of their own.
                 pass

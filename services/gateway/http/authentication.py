@@ -28,12 +28,27 @@ _log = Log("gateway.access")
 class Authenticator:
     """Refusal of requests without a valid API key; the paths in `open_paths` need none."""
 
-    def __init__(self, config: GatewayConfig, keys: ApiKeys, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        keys: ApiKeys,
+        clock: Clock,
+        page_paths: frozenset[str] = frozenset(),
+    ) -> None:
+        """Create the check.
+
+        Args:
+            config: says whether metrics need a key.
+            keys: the valid keys.
+            clock: times warnings.
+            page_paths: paths of the page's files, which show nothing by themselves.
+        """
         self._keys = keys
         self._clock = clock
         self.needs_key = keys.are_required
         """Requests need a key, except for `open_paths`."""
         self.open_paths = PROBES | METRICS_PATHS if config.public_metrics else PROBES
+        self._page_paths = page_paths
         self._refused = 0
         self._warn_at_s = 0.0
 
@@ -45,7 +60,7 @@ class Authenticator:
         Raises:
             ApiError: 401 when the request's key is missing or is not a valid one.
         """
-        if not self.needs_key or request.path in self.open_paths:
+        if not self.needs_key or request.path in self.open_paths | self._page_paths:
             return
         key = self._keys.find(_sent_key(request))
         if key is None:

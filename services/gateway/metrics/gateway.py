@@ -50,14 +50,19 @@ class Histogram:
         Args:
             bounds_s: ascending upper bounds of the ranges in seconds; the last range has none.
         """
-        self._bounds_s = bounds_s
+        self.bounds_s = bounds_s
         self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
         """Add one duration in seconds to its range's count and to the sum."""
-        self._counts[bisect.bisect_left(self._bounds_s, seconds)] += 1
+        self._counts[bisect.bisect_left(self.bounds_s, seconds)] += 1
         self._sum_s += seconds
+
+    @property
+    def counts(self) -> list[int]:
+        """A copy of the counts by range, one more than there are bounds."""
+        return list(self._counts)
 
     def family(self, name: str, documentation: str) -> HistogramMetricFamily:
         """Return the counts, cumulated over ascending ranges, as a Prometheus histogram.
@@ -66,7 +71,7 @@ class Histogram:
             name: name of the metric, with its prefix and unit.
             documentation: meaning of the metric, shown on /metrics.
         """
-        bounds = [*map(str, self._bounds_s), "+Inf"]
+        bounds = [*map(str, self.bounds_s), "+Inf"]
         buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
         return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self._sum_s)
 

@@ -23,7 +23,7 @@ class RequestHistory:
             sequence: its sequence.
             end: its finish reason, or the cause of its failure.
         """
-        self._ended.append(_record(sequence, end, self.now_s))
+        self._ended.append(record_of(sequence, end, self.now_s))
 
     def report(self, open_requests: Iterable[Sequence], since_s: float) -> list[RecordedRequest]:
         """Return the requests that ended after a time, and the open ones, oldest first.
@@ -33,11 +33,20 @@ class RequestHistory:
             since_s: the time.
         """
         ended = [one for one in self._ended if (one.ended_at_s or 0.0) > since_s]
-        found = [*ended, *(_record(one, "", None) for one in open_requests)]
+        found = [*ended, *(record_of(one) for one in open_requests)]
         return sorted(found, key=lambda one: one.accepted_at_s)[-limits.RECORDED_REQUESTS_MAX :]
 
 
-def _record(sequence: Sequence, end: str, ended_at_s: float | None) -> RecordedRequest:
+def record_of(
+    sequence: Sequence, end: str = "", ended_at_s: float | None = None
+) -> RecordedRequest:
+    """Return the record of a request.
+
+    Args:
+        sequence: its sequence.
+        end: its finish reason, or the cause of its failure; "": it is open.
+        ended_at_s: when it ended; None: it is open.
+    """
     return RecordedRequest(
         request_id=sequence.request.request_id,
         prompt_tokens=sequence.prompt_tokens,

@@ -133,17 +133,29 @@ class StepHistory:
             world_size: number of ranks.
         """
         found = [one for one in self._records.values() if one.sent_at_s > since_s]
-        return [
-            RecordedStep(
-                epoch=one.epoch,
-                step_id=one.step_id,
-                kind=one.kind,
-                prefill_tokens=one.prefill_tokens,
-                decodes=one.decodes,
-                drafts=one.drafts,
-                sent_at_s=one.sent_at_s,
-                finished_at_s=one.finished_at_s,
-                ranks=[one.times.get(rank, b"") for rank in range(world_size)],
-            )
-            for one in found[-limits.RECORDED_STEPS_MAX :]
-        ]
+        return [_recorded(one, world_size) for one in found[-limits.RECORDED_STEPS_MAX :]]
+
+    def complete_since(self, after: tuple[int, int], world_size: int) -> list[RecordedStep]:
+        """Return the steps that all ranks have reported, oldest first.
+
+        Args:
+            after: (epoch, step id); only steps after this one are returned, and of more than
+                `limits.ACTIVITY_STEPS_MAX` the last ones.
+            world_size: number of ranks.
+        """
+        complete = [one for one in self.since(after) if len(one.times) == world_size]
+        return [_recorded(one, world_size) for one in complete[-limits.ACTIVITY_STEPS_MAX :]]
+
+
+def _recorded(step: StepRecord, world_size: int) -> RecordedStep:
+    return RecordedStep(
+        epoch=step.epoch,
+        step_id=step.step_id,
+        kind=step.kind,
+        prefill_tokens=step.prefill_tokens,
+        decodes=step.decodes,
+        drafts=step.drafts,
+        sent_at_s=step.sent_at_s,
+        finished_at_s=step.finished_at_s,
+        ranks=[step.times.get(rank, b"") for rank in range(world_size)],
+    )

@@ -8,7 +8,7 @@ import msgspec
 
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.telemetry.step_history import kind_of
-from shared.measurements.step_losses import awaited_seconds
+from shared.measurements.step_losses import awaited_seconds, comparable_steps, find_losses
 from shared.messages import MeasuredStep, OrderProfile, ProfilesReported, QueryProfiles
 from shared.messages.step_profile import Part, PartTotal, StepKind, StepProfile
 
@@ -93,6 +93,11 @@ class StepProfiles:
     def awaited_s(self, rank: int) -> float:
         """Return how long others waited for a rank in the collectives of measured steps."""
         return self._awaited_s[rank]
+
+    def largest_loss(self, world_size: int) -> str:
+        """Return the largest loss in the kept steps, a sentence; "" before any was measured."""
+        losses = find_losses(comparable_steps(self._steps.values(), world_size))
+        return losses[0].sentence if losses else ""
 
     def report(self, query: QueryProfiles) -> ProfilesReported:
         """Return the kept steps that are queried, oldest first."""

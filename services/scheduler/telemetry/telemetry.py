@@ -11,6 +11,7 @@ import msgspec
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.requests.request_table import RequestTable
 from services.scheduler.telemetry.durations import Durations
+from services.scheduler.telemetry.event_log import EventLog
 from services.scheduler.telemetry.step_history import StepHistory, StepRecord, kind_of
 from services.scheduler.telemetry.step_profiles import StepProfiles
 from services.scheduler.world.world import World
@@ -48,6 +49,7 @@ class Telemetry:
         self.history = StepHistory()
         self.profiles = StepProfiles(profile_every_steps)
         self.durations = Durations()
+        self.events = EventLog()
         self._ranks: defaultdict[int, _RankTotals] = defaultdict(_RankTotals)
 
     def hear(self, rank: int, now_s: float) -> None:

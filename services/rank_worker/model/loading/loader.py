@@ -23,7 +23,7 @@ from services.rank_worker.model.loading.memory_fit import MemoryNeeds, memory_ne
 from services.rank_worker.model.loading.origins import find_origins
 from services.rank_worker.model.loading.source import ModelSource, inspect_source
 from services.rank_worker.model.loading.weights import ModelWeights, load_weights, plan_weights
-from services.rank_worker.model.sharding.apply import apply_split
+from services.rank_worker.model.sharding.apply import apply_split, describe_share
 from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_traits
 from services.rank_worker.peers.collectives import Collectives
 from shared.configuration.settings import ModelConfig
@@ -57,6 +57,8 @@ class LoadedModel:
     """Bytes of files read for sliced weights; bytes that MLX read itself are not counted."""
     traits: UnshardedTraits | None = None
     """Traits of the model before its layers were divided; None when it has all layers."""
+    share: str = ""
+    """Which part of the model this rank holds, in words."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class OpenedModel:
     """See `LoadedModel.traits`."""
     folder: Path
     """The folder with its files."""
+    share: str
+    """See `LoadedModel.share`."""
 
     def read(self, report: Report) -> LoadedModel:
         """Read the weights into the model. To be called once.
@@ -99,6 +103,7 @@ class OpenedModel:
             shard_bytes,
             bytes_read,
             self.traits,
+            self.share,
         )
 
 
@@ -159,6 +164,7 @@ def open_model(
         source.files,
         traits,
         source.folder,
+        describe_share(model, sharding, split),
     )
 
 

@@ -1,15 +1,16 @@
 """Reduces a lazy model to one rank's part. Reads no weights."""
 
+import re
 from typing import Any
 
 from mlx import nn
 
 from services.rank_worker.model.sharding.expert_split import split_experts
-from services.rank_worker.model.sharding.layer_split import split_layers
+from services.rank_worker.model.sharding.layer_split import find_layer_stack, split_layers
 from services.rank_worker.peers.collectives import Collectives
 from shared.errors import ConfigError
 from shared.model.sharding.feasibility import check_sharding
-from shared.model.sharding.shares import Split, rank_weights
+from shared.model.sharding.shares import Split, item_range, rank_weights
 
 
 def apply_split(
@@ -43,6 +44,29 @@ def apply_split(
         case _:
             _shard_tensors(model, config, collectives)
             return "tensor"
+
+
+def describe_share(model: nn.Module, sharding: str, split: Split) -> str:
+    """Return which part of the model this rank holds, in words.
+
+    Args:
+        model: the model after `apply_split`.
+        sharding: what that has returned.
+        split: the way of sharding, and this rank.
+    """
+    kind, _, shares = sharding.partition(" ")
+    match kind:
+        case "tensor":
+            return f"part {split.rank + 1} of {split.world_size} of every layer"
+        case "expert":
+            counts = [int(one) for one in re.split(r"[,;]", shares)[0].split("+")]
+            first, stop = item_range(counts, split.rank)
+            return f"experts {first} to {stop - 1} of {sum(counts)}"
+        case "pipeline":
+            stack: Any = find_layer_stack(model)
+            return f"layers {stack.start_idx} to {stack.end_idx - 1}"
+        case _:
+            return "the whole model"
 
 
 def _shard_tensors(model: nn.Module, config: dict[str, Any], collectives: Collectives) -> None:

@@ -32,7 +32,7 @@ def split_layers(model: nn.Module, weights: list[int], collectives: Collectives)
     Raises:
         ConfigError: when the layers cannot be divided.
     """
-    stack = _find_layer_stack(model)
+    stack = find_layer_stack(model)
     if stack is None:
         raise ConfigError(
             f"mlx-lm does not pipeline {type(model).__module__}: choose another world.sharding, or "
@@ -61,7 +61,7 @@ def split_layers(model: nn.Module, weights: list[int], collectives: Collectives)
     return "even" if split is None else "+".join(map(str, split))
 
 
-def _find_layer_stack(model: nn.Module) -> Any | None:
+def find_layer_stack(model: nn.Module) -> Any | None:
     """Return the module that holds the layers and can divide them; None without one."""
     for _, module in sorted(model.named_modules(), key=lambda one: len(one[0])):
         if hasattr(module, "pipeline") and isinstance(module.get("layers"), list):

@@ -1,0 +1,78 @@
+"""What the page shows, as JSON. Pure."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from shared.messages import ActivityReported, RecordedStep
+from shared.messages.step_times import unpack
+
+
+def describe_activity(activity: ActivityReported) -> dict[str, Any]:
+    """Return the scheduler's report as fields of a JSON object, without its steps.
+
+    Times become ages in seconds, because the page does not know the scheduler's clock.
+    """
+    content: dict[str, Any] = msgspec.to_builtins(activity)
+    now_s = activity.now_s
+    return {
+        "requests": [_request(one, now_s) for one in content["requests"]],
+        "requests_omitted": activity.requests_omitted,
+        "recoveries": [
+            {
+                "epoch": one.epoch,
+                "cause": one.cause,
+                "age_s": round(now_s - one.ended_at_s, 1),
+                "seconds": None
+                if one.ready_at_s is None
+                else round(one.ready_at_s - one.ended_at_s, 2),
+            }
+            for one in activity.ended_epochs
+        ],
+        "events": [
+            {"age_s": round(now_s - one.at_s, 1), "level": one.level, "text": one.text}
+            for one in activity.events
+        ],
+        "loss": activity.loss,
+    }
+
+
+def describe_steps(steps: Iterable[RecordedStep]) -> list[dict[str, Any]]:
+    """Return steps as JSON objects. Times are milliseconds after the plan of the step was sent.
+
+    `ranks` has, by rank, when the plan came, the graph was built, handed over to the device, the
+    device began and ended, and the receipt left.
+    """
+    return [
+        {
+            "epoch": one.epoch,
+            "step": one.step_id,
+            "kind": one.kind,
+            "prompt_tokens": one.prefill_tokens,
+            "decodes": one.decodes,
+            "drafts": one.drafts,
+            "sent_ms": round(one.sent_at_s * 1e3, 3),
+            "ranks": [
+                [round((time_s - one.sent_at_s) * 1e3, 3) for time_s in times]
+                for packed in one.ranks
+                for times in unpack(packed, one.sent_at_s)
+            ],
+        }
+        for one in steps
+    ]
+
+
+def _request(request: dict[str, Any], now_s: float) -> dict[str, Any]:
+    """Return a request with ages in place of times."""
+    record = request.pop("record")
+    started_s, first_s = record["started_at_s"], record["first_token_at_s"]
+    return {
+        "id": record["request_id"],
+        "prompt_tokens": record["prompt_tokens"],
+        "completion_tokens": record["completion_tokens"],
+        "age_s": round(now_s - record["accepted_at_s"], 2),
+        "running_s": None if started_s is None else round(now_s - started_s, 2),
+        "generating_s": None if first_s is None else round(now_s - first_s, 3),
+        **request,
+    }
