@@ -1,6 +1,6 @@
 // The page: its head, the state of the connection, and one panel for each thing to see.
 
-import { html, render, useEffect, useState } from "./vendor/preact-htm.js";
+import { html, render, useEffect, useErrorBoundary, useState } from "./vendor/preact-htm.js";
 import { Feed } from "./feed.js";
 import { seconds } from "./format.js";
 import { Cache } from "./panels/cache.js";
@@ -65,10 +65,14 @@ function Head({ feed }) {
   </header>`;
 }
 
+// A panel that fails says so, and the others go on.
 function Panel({ id, title, body, feed }) {
+  const [error, forget] = useErrorBoundary((problem) => console.error(problem));
   return html`<section id=${id} aria-labelledby="${id}-title">
     <h2 id="${id}-title">${title}</h2>
-    <${body} feed=${feed} />
+    ${error
+      ? html`<p role="alert">This panel has failed: ${error.message} <button type="button" onClick=${forget}>Try again</button></p>`
+      : html`<${body} feed=${feed} />`}
   </section>`;
 }
 

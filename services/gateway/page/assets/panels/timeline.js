@@ -175,6 +175,6 @@ export function Timeline({ feed }) {
     <p class="hint">Click a step, or move through the steps with the arrow keys, to see its plan and times.</p>
     ${step && html`<${Chosen} step=${step} />`}
     <${Medians} steps=${steps} />
-    <${Parts} ranks=${feed.snapshot.status.scheduler?.ranks ?? []} />
+    <${Parts} ranks=${feed.snapshot?.status.scheduler?.ranks ?? []} />
   `;
 }
