@@ -50,6 +50,7 @@ def add_routes(
             f"gateway.dashboard is {config.dashboard}, which is a path of the API: choose another."
         )
     app[_FEED] = feed
+    app.on_shutdown.append(_end_feed)
     for path, asset in assets.items():
         app.router.add_get(path, _serve(asset, config.dashboard_port))
     app.router.add_get(FEED_PATH, watch)
@@ -94,6 +95,10 @@ async def cancel(request: web.Request) -> web.Response:
     problem = "The request was cancelled by an operator."
     choice.generation.fail(ApiError(499, problem, code="cancelled"))
     return json_response({"id": name, "cancelled": True})
+
+
+async def _end_feed(app: web.Application) -> None:
+    app[_FEED].end()
 
 
 def _serve(asset: Asset, port: int) -> Callable[[web.Request], Awaitable[web.Response]]:

@@ -97,7 +97,8 @@ class Feed:
         finally:
             self._viewers.discard(viewer)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the events of all viewers, who may connect again."""
         for viewer in self._viewers:
             viewer.end()
 
@@ -124,7 +125,7 @@ class Feed:
                 await asyncio.sleep(max(0.0, INTERVAL_S - (self._clock.now() - began_s)))
         except Exception:  # noqa: BLE001  # viewers connect again when their events have ended
             _log.exception("page_feed_failed")
-            self._end()
+            self.end()
         finally:
             self._task = None
             self._steps.clear()
