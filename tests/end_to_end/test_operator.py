@@ -201,7 +201,7 @@ def test_profile_shows_parts_of_real_steps_and_compares_them_with_earlier_ones(
     assert code == 0, output
     assert "decode: " in output
     assert "ratio" in output
-    assert "reading its bytes would take" in output
+    assert "reading the bytes that it needs would take" in output
 
 
 def test_profile_with_wrong_file_to_compare_ends_with_sentence(

@@ -2,7 +2,7 @@
 
 import contextlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -60,6 +60,7 @@ class StepProfiler:
         draft_model: nn.Module | None,
         store: KVStore,
         rank: int,
+        sum_ids: Callable[[mx.array], mx.array] | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Prepare; the modules are searched when the first step is measured.
@@ -69,8 +70,10 @@ class StepProfiler:
             draft_model: the drafter's module, whose calls are one part.
             store: the rows, whose lengths say what attention reads.
             rank: this rank.
+            sum_ids: sums an int32 array over all ranks; None with one rank.
             clock: measures times.
         """
+        self._sum_ids = sum_ids
         self._rank = rank
         self._model = model
         self._draft_model = draft_model
@@ -93,6 +96,9 @@ class StepProfiler:
             self._parts = ModelParts(self._model, self._draft_model)
         if plan.profile == "primitives" and not self._bytes_per_s:
             self._bytes_per_s = measure_bytes_per_s(self._clock)
+        if self._sum_ids is not None:
+            # Ranks begin together, so that one waits for another only because of a part.
+            mx.eval(self._sum_ids(mx.zeros((1,), dtype=mx.int32)))
         timer = PartTimer(self._clock, counts_primitives=plan.profile == "primitives")
         measured = _MeasuredParts(timer)
         with self._parts.timed(timer):

@@ -8,7 +8,7 @@ import msgspec
 
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.telemetry.step_history import kind_of
-from shared.measurements.step_losses import awaited_seconds
+from shared.measurements.step_losses import exchanges
 from shared.messages import MeasuredStep, OrderProfile, ProfilesReported, QueryProfiles
 from shared.messages.step_profile import Part, PartTotal, StepKind, StepProfile
 
@@ -83,8 +83,8 @@ class StepProfiles:
         for part in profile.parts:
             totals[part.part] = _sum(totals.get(part.part), part)
         if len(step.profiles) == world_size > 1:
-            for one, seconds in awaited_seconds(step.profiles).items():
-                self._awaited_s[one] += seconds
+            for rank, one in exchanges(step.profiles).items():
+                self._awaited_s[rank] += one.awaited_s
 
     def totals(self, rank: int) -> list[PartTotal]:
         """Return a rank's sums over all measured steps since the scheduler's start."""

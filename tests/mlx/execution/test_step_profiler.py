@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
+from services.rank_worker.model.sharding.local_experts import is_switch
 from shared.messages.step_profile import NO_LAYER, PartTotal, StepProfile, unpack_spans
 from tests.mlx.executor_driver import ExecutorDriver, admission, make_prompt, prefill_chunk
 from tests.mlx.models import MakeModel, make_llama
@@ -69,6 +70,13 @@ def test_profile_says_layers_writes_and_experts() -> None:
         weights = model.layers[0].self_attn.parameters()
         size = sum(one["weight"].nbytes for one in weights.values() if "weight" in one)
         assert parts["attention"].bytes == layers * size
+        # Two rows read two experts each; they may be the same ones.
+        block = model.layers[0].mlp
+        switches = [one for one in block.modules() if is_switch(one)]
+        expert = sum(one.weight.nbytes // one.num_experts for one in switches)
+        router = block.gate.weight.nbytes
+        read = parts["experts"].bytes / layers - router
+        assert 2 * expert <= read <= 4 * expert < len(switches[0].weight) * expert
         assert profile.bytes_per_s > 1e8
         spans = list(unpack_spans(profile.spans))
         for name in runs:
