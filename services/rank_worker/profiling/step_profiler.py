@@ -15,9 +15,9 @@ from shared.clock import Clock, SystemClock
 from shared.messages import StepPlan
 from shared.messages.step_profile import Part, StepProfile
 
-_COPIED_BYTES = {mx.cpu: 64 * 1024 * 1024, mx.gpu: 512 * 1024 * 1024}
-"""Size of the array that is copied to measure what the device can move; larger than its caches."""
-_COPIES = 5
+_CHANGED_BYTES = {mx.cpu: 64 * 1024 * 1024, mx.gpu: 256 * 1024 * 1024}
+"""Size of the array that is changed to measure what the device can move; larger than its caches."""
+_CHANGES = 5
 
 
 class StepParts:
@@ -109,13 +109,17 @@ class StepProfiler:
 
 
 def measure_bytes_per_s(clock: Clock) -> float:
-    """Measure how many bytes the device reads and writes in a second, by copying a large array."""
-    count = _COPIED_BYTES[mx.default_device().type] // mx.float32.size
-    source = mx.zeros((count,), dtype=mx.float32)
-    mx.eval(source)
+    """Measure how many bytes the device reads and writes in a second, by changing a large array.
+
+    The array is changed in place, because memory may be short.
+    """
+    count = _CHANGED_BYTES[mx.default_device().type] // mx.float32.size
+    array = mx.zeros((count,), dtype=mx.float32)
+    mx.eval(array)
     seconds = []
-    for _ in range(_COPIES):
+    for _ in range(_CHANGES):
         began_s = clock.now()
-        mx.eval(source + 1.0)
+        array = array + 1.0
+        mx.eval(array)
         seconds.append(clock.now() - began_s)
-    return 2 * source.nbytes / statistics.median(seconds)
+    return 2 * array.nbytes / statistics.median(seconds)

@@ -127,19 +127,19 @@ def measure(plan: RanksPlan, report: Report) -> None:
     ):
 
         def measure_first_token(length: int) -> Measured:
-            metrics = client.complete(stack, prompts.token_work(1, 1, length), 1)["metrics"]
-            ttft_ms = metrics["ttft_p50_ms"]
+            work = prompts.token_work(1, 1, length)
+            ttft_ms = client.complete(stack, work, 1)["metrics"]["ttft_p50_ms"]
             return {STACK: {"ttft_ms": ttft_ms, "prefill_tokens_per_s": length / ttft_ms * 1e3}}
 
         def decode(clients: int) -> dict[str, float]:
             work = prompts.token_work(clients, 1, DECODE_PROMPT_TOKENS)
-            metrics: dict[str, float] = client.complete(stack, work, plan.new_tokens)["metrics"]
-            return metrics
+            found: dict[str, float] = client.complete(stack, work, plan.new_tokens)["metrics"]
+            return found
 
         def measure_decode(clients: int) -> Measured:
-            metrics = decode(clients)
-            step_ms = metrics.get("itl_p50_ms")
-            return {STACK: {"tokens_per_s": metrics["tokens_per_s"], "step_ms": step_ms}}
+            found = decode(clients)
+            rate, step_ms = found["tokens_per_s"], found.get("itl_p50_ms")
+            return {STACK: {"tokens_per_s": rate, "step_ms": step_ms}}
 
         def measure_parts(clients: int) -> Measured:
             steps = measure_steps(stack.config, clients, functools.partial(decode, clients))
@@ -147,20 +147,20 @@ def measure(plan: RanksPlan, report: Report) -> None:
 
         for length in plan.prompt_tokens:
             run = functools.partial(measure_first_token, length)
-            conditions = {PART: TTFT, "prompt_tokens": length}
-            measure_case(plan, report, conditions, run, warm_up=run)
+            measure_case(plan, report, {PART: TTFT, "prompt_tokens": length}, run, warm_up=run)
         for clients in plan.clients:
             run = functools.partial(measure_decode, clients)
             measure_case(plan, report, {PART: DECODE, "clients": clients}, run, warm_up=run)
+        # Before the measured steps, which need memory of their own.
+        stack.wait_for_status()
+        memory = memory_cases(stack.ranks())
         found: list[Case] = []
         for clients in plan.clients:
             run = functools.partial(measure_parts, clients)
-            case = measure_case(plan, report, {PART: TABLES[0], "clients": clients}, run)
-            report.cases.remove(case)
-            found += by_rank(case, TABLES, STACK)
+            measure_case(plan, report, {PART: TABLES[0], "clients": clients}, run)
+            found += by_rank(report.cases.pop(), TABLES, STACK)
         report.cases += [one for name in TABLES for one in found if one.conditions[PART] == name]
-        stack.wait_for_status()
-        report.cases += memory_cases(stack.ranks())
+        report.cases += memory
     if plan.before is not None:
         add_changes(report, plan.before)
 
