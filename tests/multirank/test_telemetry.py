@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from services.supervisor.status.profile_query import ProfileQuery
 from shared.configuration.settings import Config, SchedulerConfig
 from shared.measurements.step_losses import find_losses, mean_exchanges, mean_seconds
-from shared.messages import MeasuredStep, PartTotal, RankStatus
+from shared.messages import MeasuredStep, PartTotal, RankStatus, StatusReported
 from shared.messages.step_profile import NO_LAYER, unpack_spans
 from shared.model.location import demo_folder
 from tests.multirank.worlds.cluster import Client, cluster
@@ -19,6 +19,8 @@ from tests.support.waiting import wait_until
 
 STEPS = 12
 TOKENS = 3_000
+LAG_S = 0.15
+"""Longest way of messages on a busy machine, several of them added up."""
 
 
 def _measure(client: Client) -> list[MeasuredStep]:
@@ -36,26 +38,74 @@ def _resident_bytes(rank: RankStatus) -> int:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    """Two ranks of which no step is measured unless this is ordered."""
-    with cluster(2, SCHEDULER_PROFILE_EVERY_STEPS="0") as client:
+    """Two ranks with one row, of which no step is measured part by part unless this is ordered."""
+    settings = {"PROFILE_EVERY_STEPS": "0", "RUNNING_SEQUENCES_MAX": "1"}
+    with cluster(2, **{f"SCHEDULER_{name}": value for name, value in settings.items()}) as client:
         yield client
 
 
 def test_status_of_real_ranks_agrees_with_clock_and_memory_of_this_machine(client: Client) -> None:
     """Both ranks have this machine's clock, and use at least the memory that they report."""
-    began_s = time.monotonic()
     client.submit("a", [5, 6, 7], max_tokens=150)
     client.wait_for_ends(["a"], 60.0)
     wait_until(lambda: all(one.clock_error_s > 0.0 for one in client.query_status().ranks), 10.0)
-    took_s = time.monotonic() - began_s
     for rank in client.query_status().ranks:
         assert abs(rank.clock_offset_s) <= rank.clock_error_s + 1e-4
         assert rank.clock_error_s < 0.2
         assert rank.shard_bytes <= rank.memory_bytes <= rank.peak_bytes
         assert rank.memory_bytes + rank.cached_bytes < _resident_bytes(rank)
-        assert 0.0 < rank.busy_s + rank.idle_s < took_s
         assert rank.silence_s < 5.0
         assert rank.parts == []
+
+
+def test_durations_and_busy_time_agree_with_stopwatch(client: Client) -> None:
+    """The second of two requests waits for the only row. Steps follow each other without a gap."""
+    before = client.query_status()
+    names = ["first", "second"]
+    events: dict[str, Mapping[str, object]] = {
+        "admitted": client.cached,
+        "first token": client.tokens,
+        "end": client.ends,
+    }
+    seen_s: dict[tuple[str, str], float] = {}
+    began_s = time.monotonic()
+
+    def look() -> bool:
+        for event, found in events.items():
+            for name in names:
+                # Tokens are an empty list from the beginning.
+                if found.get(name) not in (None, []):
+                    seen_s.setdefault((name, event), time.monotonic() - began_s)
+        return all((name, "end") in seen_s for name in names)
+
+    for name in names:
+        client.submit(name, [5, 6, 7], max_tokens=120)
+    client.poll_until(look, 60.0, lambda: seen_s)
+    after = client.query_status()
+
+    def between(start: str, end: str) -> float:
+        return sum(seen_s[name, end] - (seen_s[name, start] if start else 0.0) for name in names)
+
+    assert _spent_s(before, after, "queue") == pytest.approx(between("", "admitted"), abs=LAG_S)
+    prefills_s = between("admitted", "first token")
+    assert _spent_s(before, after, "prefill") == pytest.approx(prefills_s, abs=LAG_S)
+    decodes_s = between("first token", "end")
+    assert _spent_s(before, after, "decode") == pytest.approx(decodes_s, abs=LAG_S)
+    assert seen_s["second", "admitted"] > 0.4 * seen_s["second", "end"], "it waited"
+    steps_s = _spent_s(before, after, "step")
+    for old, new in zip(before.ranks, after.ranks, strict=True):
+        used_s = new.busy_s + new.idle_s - old.busy_s - old.idle_s
+        assert 0.8 * decodes_s < used_s < seen_s["second", "end"] + LAG_S
+        if new.rank == 0:
+            assert new.busy_s - old.busy_s == pytest.approx(steps_s, rel=0.02)
+
+
+def _spent_s(before: StatusReported, after: StatusReported, name: str) -> float:
+    """Return the sum of the durations of a kind between two reports."""
+    old, new = (
+        sum(one.sum_s for one in each.durations if one.name == name) for each in (before, after)
+    )
+    return new - old
 
 
 def test_measured_steps_on_two_ranks_have_same_tokens_and_known_collectives(

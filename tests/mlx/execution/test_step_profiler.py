@@ -89,18 +89,20 @@ def test_profile_says_layers_writes_and_experts() -> None:
 
 
 def test_profile_agrees_with_stopwatch_and_names_slow_attention() -> None:
-    """A delay in one part is found in it, and in no other."""
+    """A delay in one part is found in it, and in no other; the parts add up to the whole step."""
     model = make_llama(4)
     _slow_down(model.layers[2].self_attn)
     driver = ExecutorDriver(model)
     driver.start(1, 0, make_prompt(1, 20))
+    # The first measured step searches the parts.
+    driver.step(decodes=[1], profile="times")
     began_s = time.monotonic()
     launched = driver.launch(decodes=[1], profile="times")
     took_s = time.monotonic() - began_s
     profile = launched.profile
     assert profile is not None
     assert began_s <= profile.began_s
-    assert 0.8 * took_s <= profile.seconds <= took_s
+    assert 0.95 * took_s <= sum(one.seconds for one in profile.parts) <= took_s
     parts = _parts(profile)
     assert SLEEP_S <= parts["attention"].seconds < 2 * SLEEP_S
     others = [one.seconds for one in profile.parts if one.part != "attention"]
