@@ -18,6 +18,8 @@ Part = Literal[
     "mlp",
     "experts",
     "collective",
+    "send",
+    "receive",
     "norms",
     "head",
     "drafting",
@@ -26,7 +28,8 @@ Part = Literal[
 ]
 """What a step consists of. `host`: plan and receipt. `blocks`: changes of rows and blocks. `norms`:
 norms, residuals and all else between the other parts of the model. `attention`: also other mixers
-of tokens, with their projections. `kv_write`: writing new keys and values into rows."""
+of tokens, with their projections. `kv_write`: writing new keys and values into rows. `collective`:
+exchanges of all ranks. `send`, `receive`: between two ranks of a pipeline."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -57,7 +60,8 @@ class PartTotal(MessagePart, frozen=True, kw_only=True):
     seconds: Seconds
     """Without the parts within it, so that all parts add up to the step."""
     bytes: Count = 0
-    """Bytes of the weights that it reads; of a collective, bytes that this rank contributes."""
+    """Bytes of the weights that it reads; of a collective, bytes that this rank contributes; of
+    `send` and `receive`, bytes of the message."""
     primitives: Count = 0
     """MLX operations, without those of the parts within it; 0 where they were not counted."""
 

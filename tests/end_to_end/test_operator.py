@@ -186,6 +186,7 @@ def test_profile_shows_parts_of_real_steps_and_compares_them_with_earlier_ones(
     earlier = tmp_path / "earlier.json"
     earlier.write_text(output[output.index("{") :])
     found = json.loads(earlier.read_text())
+    assert [kind["kind"] for kind in found["kinds"]] == ["prefill", "decode"]
     assert sum(kind["steps"] for kind in found["kinds"]) == 6
     for kind in found["kinds"]:
         (rank,) = kind["ranks"]
@@ -193,7 +194,10 @@ def test_profile_shows_parts_of_real_steps_and_compares_them_with_earlier_ones(
         names = {part["part"] for part in rank["parts"]}
         assert {"attention", "mlp", "head", "sampling", "kv_write"} <= names
         assert rank["bytes_per_s"] > 1e8
-        assert kind["losses"]
+        assert rank["read_bytes_per_s"] > 0.0
+        assert rank["primitives_per_layer"] > 10
+        # A prefill computes more than it reads, and a single rank does not wait.
+        assert bool(kind["losses"]) == (kind["kind"] == "decode")
 
     code, output = _run_command(
         running, "profile", "--steps", "6", "--request", "One.", "--compare", str(earlier)
@@ -201,7 +205,8 @@ def test_profile_shows_parts_of_real_steps_and_compares_them_with_earlier_ones(
     assert code == 0, output
     assert "decode: " in output
     assert "ratio" in output
-    assert "reading its bytes would take" in output
+    assert "operations a layer" in output
+    assert "reading the bytes that it needs would take" in output
 
 
 def test_profile_with_wrong_file_to_compare_ends_with_sentence(

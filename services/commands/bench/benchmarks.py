@@ -68,7 +68,7 @@ _TABLE = [
     ),
     Benchmark(
         name="ranks",
-        summary="first tokens, tokens/s, time in collectives and memory of a world of ranks",
+        summary="first tokens, tokens/s, parts of a step by rank, and memory of a world of ranks",
         repeats=3,
         options=[*MODEL_OPTIONS, *ranks.OPTIONS, SETTINGS_OPTION],
         plan=ranks.RanksPlan,

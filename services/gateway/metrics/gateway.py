@@ -145,7 +145,7 @@ class GatewayMetrics(Collector):
         if last is not None:
             yield from scheduler.families(PREFIX, last)
             yield from ranks.families(PREFIX, last.ranks)
-            yield from drafts.families(PREFIX, last.drafts)
+            yield from drafts.families(PREFIX, last.model, last.drafts)
 
     def _own(self) -> Iterator[Metric]:
         yield _counter("prompt_tokens", "Prompt tokens of submitted requests.", self.prompt_tokens)

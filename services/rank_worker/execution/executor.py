@@ -114,7 +114,7 @@ class Executor:
         self._prefill = PrefillExecutor(*parts, profile)
         self._decode = DecodeExecutor(*parts, shape.vocab_size, forward_cost_tokens)
         draft_model = drafter.model if drafter is not None else None
-        self._profiler = StepProfiler(model, draft_model, self.store, rank)
+        self._profiler = StepProfiler(model, draft_model, self.store, rank, sum_ids)
         self._receipt = ReceiptChain()
         self._receipt_logits = receipt_logits
         self._freed_buffers = FreedBuffers(profile.freed_bytes_max)

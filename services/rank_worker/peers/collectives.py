@@ -120,11 +120,12 @@ def observed(observe: Callable[..., Any]) -> Iterator[None]:
     mlx-lm's and MLX's layers call collectives themselves, so MLX's own functions are replaced.
 
     Args:
-        observe: called as `observe(function, *args, **kwargs)`; returns the function's result.
+        observe: called as `observe(name, function, *args, **kwargs)`; returns the function's
+            result.
     """
     originals = {name: getattr(mx.distributed, name) for name in _COLLECTIVES}
     for name, original in originals.items():
-        setattr(mx.distributed, name, functools.partial(observe, original))
+        setattr(mx.distributed, name, functools.partial(observe, name, original))
     try:
         yield
     finally:

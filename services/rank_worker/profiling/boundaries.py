@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
@@ -25,21 +26,19 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)$")
 """Path of a decoder layer in mlx-lm's families."""
 _OTHER_MODEL = re.compile(r"vision|visual|audio|mtp")
 """Paths of models that answer no text: their layers are never called in a step."""
+_EXCHANGES: dict[str, Part] = {"send": "send", "recv": "receive", "recv_like": "receive"}
+"""Parts of MLX's functions between two ranks; its others are between all ranks."""
 _MLP_NAMES = re.compile(r"mlp|feed_forward|ffn|ff\b|moe")
 
 
 @dataclasses.dataclass(slots=True)
 class _Boundary:
-    """A module that is a part of the model."""
+    """A module whose calls are observed."""
 
     module: nn.Module
-    part: Part
-    layer: int
-    bytes: int
-    """Bytes of its weights."""
     original: type
     timed: type
-    """A subclass of the module's class that times calls."""
+    """A subclass of the module's class that observes calls."""
 
 
 class ModelParts:
@@ -57,6 +56,12 @@ class ModelParts:
         if draft_model is not None:
             parts.append((draft_model, "drafting", NO_LAYER))
         self._boundaries = [self._make_boundary(*one) for one in parts]
+        self._boundaries += [
+            self._make_switch(switch)
+            for module, part, _ in parts
+            if part == "experts"
+            for switch in filter(is_switch, module.modules())
+        ]
         self._cache_types: dict[type, type] = {}
 
     @contextlib.contextmanager
@@ -97,7 +102,19 @@ class ModelParts:
             # Where the head has no weights of its own, it is a method of the embedding.
             methods["as_linear"] = as_linear
         timed = type(original.__name__, (original,), methods)
-        return _Boundary(module, part, layer, size, original, timed)
+        return _Boundary(module, original, timed)
+
+    def _make_switch(self, module: nn.Module) -> _Boundary:
+        """Count the bytes of a matrix per expert, of which a step reads only the chosen ones."""
+        original: Any = type(module)
+        size = _bytes(module)
+
+        def call(one: Any, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> Any:
+            assert self._timer is not None
+            self._timer.add_chosen_bytes("experts", size // one.num_experts, indices)
+            return original.__call__(one, x, indices, *args, **kwargs)
+
+        return _Boundary(module, original, type(original.__name__, (original,), {"__call__": call}))
 
     @contextlib.contextmanager
     def _timed_writes(self, values: list[Any]) -> Iterator[None]:
@@ -123,9 +140,12 @@ class ModelParts:
         return type(original.__name__, (original,), {"update_and_fetch": update_and_fetch})
 
 
-def _time_collective(timer: PartTimer, function: Any, *args: Any, **kwargs: Any) -> Any:
-    timer.add_bytes("collective", getattr(args[0], "nbytes", 0) if args else 0)
-    return timer.call("collective", NO_LAYER, function, *args, **kwargs)
+def _time_collective(timer: PartTimer, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    part = _EXCHANGES.get(name, "collective")
+    result = timer.call(part, NO_LAYER, function, *args, **kwargs)
+    given = next(iter((*args, *kwargs.values())))
+    timer.add_bytes(part, (result if part == "receive" else given).nbytes)
+    return result
 
 
 def _find_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Part, int]]:
@@ -150,6 +170,11 @@ def _find_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Part, int]]:
 
 
 def _weight_bytes(module: nn.Module) -> int:
+    """Return the bytes of a part's weights, without those of which a step reads only some."""
+    return _bytes(module) - sum(map(_bytes, filter(is_switch, module.modules())))
+
+
+def _bytes(module: nn.Module) -> int:
     parameters: Any = module.parameters()
     arrays: Any = tree_flatten(parameters)
     return sum(array.nbytes for _, array in arrays)

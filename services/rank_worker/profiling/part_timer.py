@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from shared.clock import Clock
@@ -56,6 +57,7 @@ class PartTimer:
         self._totals = {part: _Total() for part in PARTS}
         self._totals["host"].runs = 1
         self._spans: list[Span] = []
+        self._chosen: list[tuple[Part, int, mx.array]] = []
 
     @contextlib.contextmanager
     def part(self, part: Part, layer: int = NO_LAYER) -> Iterator[None]:
@@ -105,6 +107,16 @@ class PartTimer:
         """Add bytes that a part has moved."""
         self._totals[part].bytes += count
 
+    def add_chosen_bytes(self, part: Part, count: int, chosen: mx.array) -> None:
+        """Add the bytes of those matrices that a part reads.
+
+        Args:
+            part: the part.
+            count: bytes of one matrix.
+            chosen: numbers of matrices, integers of any shape; counted when the step has ended.
+        """
+        self._chosen.append((part, count, chosen))
+
     def finish(
         self, rank: int, step_id: int, kv_bytes: int, bytes_per_s: float = 0.0
     ) -> StepProfile:
@@ -117,6 +129,8 @@ class PartTimer:
             bytes_per_s: what the device can move, 0 if that is not known.
         """
         seconds = self._mark() - self._began_s
+        for part, count, chosen in self._chosen:
+            self.add_bytes(part, count * np.unique(np.array(chosen)).size)
         return StepProfile(
             rank=rank,
             step_id=step_id,

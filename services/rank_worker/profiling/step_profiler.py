@@ -2,7 +2,7 @@
 
 import contextlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +15,9 @@ from shared.clock import Clock, SystemClock
 from shared.messages import StepPlan
 from shared.messages.step_profile import Part, StepProfile
 
-_COPIED_BYTES = {mx.cpu: 64 * 1024 * 1024, mx.gpu: 512 * 1024 * 1024}
-"""Size of the array that is copied to measure what the device can move; larger than its caches."""
-_COPIES = 5
+_CHANGED_BYTES = {mx.cpu: 64 * 1024 * 1024, mx.gpu: 256 * 1024 * 1024}
+"""Size of the array that is changed to measure what the device can move; larger than its caches."""
+_CHANGES = 5
 
 
 class StepParts:
@@ -60,6 +60,7 @@ class StepProfiler:
         draft_model: nn.Module | None,
         store: KVStore,
         rank: int,
+        sum_ids: Callable[[mx.array], mx.array] | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Prepare; the modules are searched when the first step is measured.
@@ -69,8 +70,10 @@ class StepProfiler:
             draft_model: the drafter's module, whose calls are one part.
             store: the rows, whose lengths say what attention reads.
             rank: this rank.
+            sum_ids: sums an int32 array over all ranks; None with one rank.
             clock: measures times.
         """
+        self._sum_ids = sum_ids
         self._rank = rank
         self._model = model
         self._draft_model = draft_model
@@ -93,6 +96,9 @@ class StepProfiler:
             self._parts = ModelParts(self._model, self._draft_model)
         if plan.profile == "primitives" and not self._bytes_per_s:
             self._bytes_per_s = measure_bytes_per_s(self._clock)
+        if self._sum_ids is not None:
+            # Ranks begin together, so that one waits for another only because of a part.
+            mx.eval(self._sum_ids(mx.zeros((1,), dtype=mx.int32)))
         timer = PartTimer(self._clock, counts_primitives=plan.profile == "primitives")
         measured = _MeasuredParts(timer)
         with self._parts.timed(timer):
@@ -103,13 +109,17 @@ class StepProfiler:
 
 
 def measure_bytes_per_s(clock: Clock) -> float:
-    """Measure how many bytes the device reads and writes in a second, by copying a large array."""
-    count = _COPIED_BYTES[mx.default_device().type] // mx.float32.size
-    source = mx.zeros((count,), dtype=mx.float32)
-    mx.eval(source)
+    """Measure how many bytes the device reads and writes in a second, by changing a large array.
+
+    The array is changed in place, because memory may be short.
+    """
+    count = _CHANGED_BYTES[mx.default_device().type] // mx.float32.size
+    array = mx.zeros((count,), dtype=mx.float32)
+    mx.eval(array)
     seconds = []
-    for _ in range(_COPIES):
+    for _ in range(_CHANGES):
         began_s = clock.now()
-        mx.eval(source + 1.0)
+        array = array + 1.0
+        mx.eval(array)
         seconds.append(clock.now() - began_s)
-    return 2 * source.nbytes / statistics.median(seconds)
+    return 2 * array.nbytes / statistics.median(seconds)

@@ -8,7 +8,7 @@ import msgspec
 
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.telemetry.step_history import kind_of
-from shared.measurements.step_losses import awaited_seconds, comparable_steps, find_losses
+from shared.measurements.step_losses import exchanges, find_losses
 from shared.messages import MeasuredStep, OrderProfile, ProfilesReported, QueryProfiles
 from shared.messages.step_profile import Part, PartTotal, StepKind, StepProfile
 
@@ -83,8 +83,8 @@ class StepProfiles:
         for part in profile.parts:
             totals[part.part] = _sum(totals.get(part.part), part)
         if len(step.profiles) == world_size > 1:
-            for one, seconds in awaited_seconds(step.profiles).items():
-                self._awaited_s[one] += seconds
+            for rank, one in exchanges(step.profiles).items():
+                self._awaited_s[rank] += one.awaited_s
 
     def totals(self, rank: int) -> list[PartTotal]:
         """Return a rank's sums over all measured steps since the scheduler's start."""
@@ -95,8 +95,15 @@ class StepProfiles:
         return self._awaited_s[rank]
 
     def largest_loss(self, world_size: int) -> str:
-        """Return the largest loss in the kept steps, a sentence; "" before any was measured."""
-        losses = find_losses(comparable_steps(self._steps.values(), world_size))
+        """Return the largest loss in the kept steps, a sentence; "" before any was measured.
+
+        The steps of the last epoch and of its most frequent kind count.
+        """
+        whole = [one for one in self._steps.values() if len(one.profiles) == world_size]
+        last = [one for one in whole if one.epoch == whole[-1].epoch]
+        kinds = Counter(one.kind for one in last)
+        same = [one for one in last if one.kind == kinds.most_common(1)[0][0]]
+        losses = find_losses(same)
         return losses[0].sentence if losses else ""
 
     def report(self, query: QueryProfiles) -> ProfilesReported:

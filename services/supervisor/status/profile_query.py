@@ -41,6 +41,8 @@ class ProfileQuery:
             config.gateway_address, "operator", ToGateway, keys_dir=config.keys_dir
         )
         self._status: StatusReported | None = None
+        self._after = (0, 0)
+        """Epoch and id of the last step that was measured before `begin`."""
         self._reports: list[ProfilesReported] = []
         self._traces: list[TraceReported] = []
 
@@ -63,13 +65,29 @@ class ProfileQuery:
             self._poll(until_s)
         return self._status
 
-    def measure(
-        self, steps: int, deadline_s: float, progress: Callable[[int], object]
-    ) -> list[MeasuredStep]:
-        """Measure the next steps; return those that all ranks have reported, oldest first.
+    def begin(self, steps: int) -> None:
+        """Have the next steps measured; those that are planned after the return are among them.
 
         Args:
             steps: number of steps.
+
+        Raises:
+            UnavailableError: when the scheduler does not answer.
+        """
+        self.status()
+        known = self._query(0, 0)
+        self._after = (known[-1].epoch, known[-1].step_id) if known else (0, 0)
+        self.order(steps, primitives=True)
+        # Messages of a link arrive in order, so the order has arrived before this answer.
+        self._query(*self._after)
+
+    def collect(
+        self, steps: int, deadline_s: float, progress: Callable[[int], object]
+    ) -> list[MeasuredStep]:
+        """Return the measured steps since `begin` that all ranks have reported, oldest first.
+
+        Args:
+            steps: number of steps to wait for.
             deadline_s: longest wait for them. Fewer are returned if not enough steps are executed.
             progress: called with the number of steps so far.
 
@@ -77,17 +95,11 @@ class ProfileQuery:
             UnavailableError: when the scheduler does not answer.
         """
         world_size = self.status().world_size
-        answer_s = self._clock.now() + ANSWER_DEADLINE_S
-        known = self._query(0, 0, answer_s)
-        after = known[-1] if known else None
-        epoch, step_id = (after.epoch, after.step_id) if after else (0, 0)
-        self.order(steps, primitives=True)
         until_s = self._clock.now() + deadline_s
         found: list[MeasuredStep] = []
         while len(found) < steps and self._clock.now() < until_s:
             time.sleep(_INTERVAL_S)
-            answer_s = self._clock.now() + ANSWER_DEADLINE_S
-            reported = self._query(epoch, step_id, answer_s)
+            reported = self._query(*self._after)
             found = [one for one in reported if len(one.profiles) == world_size]
             progress(len(found))
         return found
@@ -115,8 +127,9 @@ class ProfileQuery:
             self._poll(until_s)
         return self._traces[-1]
 
-    def _query(self, epoch: int, step_id: int, until_s: float) -> list[MeasuredStep]:
+    def _query(self, epoch: int, step_id: int) -> list[MeasuredStep]:
         self._reports.clear()
+        until_s = self._clock.now() + ANSWER_DEADLINE_S
         self._link.send(QueryProfiles(epoch=epoch, step_id=step_id))
         while not self._reports:
             self._poll(until_s)

@@ -1,5 +1,6 @@
 """The rank worker's program with patched functions, for ranks that compute wrong results."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ def run_patched_rank(patch: Callable[[], None], config: str, rank: int) -> int:
 
     Args:
         patch: called when the rank worker has configured MLX, which must not be imported before.
-        config: path of the configuration file.
+        config: path of the configuration file; the environment's settings override it.
         rank: number of the rank.
     """
     describe = rank_worker._describe_device
@@ -23,4 +24,4 @@ def run_patched_rank(patch: Callable[[], None], config: str, rank: int) -> int:
         return device
 
     rank_worker._describe_device = describe_and_patch
-    return rank_worker.run(load_config(config), rank)
+    return rank_worker.run(load_config(config, environment=os.environ), rank)

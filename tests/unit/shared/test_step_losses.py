@@ -1,10 +1,11 @@
 """The largest loss in measured steps, as a sentence with its numbers."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from shared.measurements.step_losses import (
-    awaited_seconds,
-    comparable_steps,
+    exchanges,
     find_losses,
     mean_seconds,
 )
@@ -17,21 +18,32 @@ def _profile(
     seconds: dict[Part, float],
     collectives: list[float],
     *,
+    send: Sequence[float] = (),
+    receive: Sequence[float] = (),
     read_bytes: int = 0,
     bytes_per_s: float = 0.0,
 ) -> StepProfile:
-    spans = [Span("collective", 0, 0.0, one) for one in collectives]
+    runs: dict[Part, Sequence[float]] = {
+        "collective": collectives,
+        "send": send,
+        "receive": receive,
+    }
+    spans = [Span(part, 0, 0.0, one) for part, times in runs.items() for one in times]
     parts = [
         PartTotal(part=part, runs=1, seconds=one, bytes=read_bytes) for part, one in seconds.items()
     ]
-    sums = PartTotal(part="collective", runs=len(collectives), seconds=sum(collectives))
+    parts += [
+        PartTotal(part=part, runs=len(times), seconds=sum(times))
+        for part, times in runs.items()
+        if times
+    ]
     return StepProfile(
         rank=rank,
         step_id=1,
         began_s=0.0,
-        seconds=sum(seconds.values()) + sum(collectives),
+        seconds=sum(part.seconds for part in parts),
         kv_bytes=0,
-        parts=[*parts, sums] if collectives else parts,
+        parts=parts,
         spans=pack_spans(spans),
         bytes_per_s=bytes_per_s,
     )
@@ -63,23 +75,67 @@ def test_late_rank_is_named_with_the_part_in_which_it_takes_longer() -> None:
         "The others wait 2.40 ms a step for rank 1: attention takes 3.50 ms there, "
         "1.00 ms elsewhere."
     )
-    assert awaited_seconds(step.profiles) == pytest.approx({1: 0.0024})
+    awaited = {rank: one.awaited_s for rank, one in exchanges(step.profiles).items()}
+    assert awaited == pytest.approx({0: 0.0, 1: 0.0024, 2: 0.0})
+    # The others only wait for rank 1, so their attention is not a loss of its own.
+    assert not [one for one in find_losses([step]) if one.sentence.startswith("On rank")]
+
+
+def test_parts_that_are_equally_late_are_both_named() -> None:
+    """A delay before each collective is one of all parts that end in a collective."""
+    fast: dict[Part, float] = {"attention": 0.001, "experts": 0.002, "head": 0.001}
+    slow: dict[Part, float] = {"attention": 0.003, "experts": 0.0041, "head": 0.0012}
+    step = _step(_profile(0, fast, [0.0021, 0.0022]), _profile(1, slow, [0.0001, 0.0001]))
+    assert find_losses([step])[0].sentence == (
+        "The others wait 4.10 ms a step for rank 1: experts take 4.10 ms there, 2.00 ms "
+        "elsewhere; attention takes 3.00 ms there, 1.00 ms elsewhere."
+    )
+
+
+def test_wait_that_no_part_explains_is_named_without_a_part() -> None:
+    """A part that takes 0.1 ms longer is not the reason for a wait of 4 ms."""
+    step = _step(
+        _profile(0, {"mlp": 0.001}, [0.0041]),
+        _profile(1, {"mlp": 0.0011}, [0.0001]),
+    )
+    assert find_losses([step])[0].sentence == "The others wait 4.00 ms a step for rank 1."
+
+
+def test_ranks_of_pipeline_wait_for_what_they_receive_and_for_the_last_layers() -> None:
+    """Rank 0 receives from rank 1, and that from rank 2; then all wait for rank 0's result.
+
+    The shorter of sending and receiving is the transfer.
+    """
+    layers: dict[Part, float] = {"mlp": 0.003}
+    step = _step(
+        _profile(0, layers, [0.0005], receive=[0.0071]),
+        _profile(1, layers, [0.0037], receive=[0.0033], send=[0.0002]),
+        _profile(2, layers, [0.007], send=[0.0001]),
+    )
+    found = exchanges(step.profiles)
+    assert [one.transfer_s for one in found.values()] == pytest.approx([0.0007, 0.0008, 0.0006])
+    assert [one.waiting_s for one in found.values()] == pytest.approx([0.0069, 0.0064, 0.0065])
+    assert [one.awaited_s for one in found.values()] == pytest.approx([0.0065, 0.0069, 0.0032])
+    assert find_losses([step])[0].sentence == (
+        "The others wait 6.90 ms a step for rank 1, as the ranks of a pipeline compute in turn."
+    )
 
 
 def test_slow_part_is_named_with_the_time_that_reading_its_bytes_would_take() -> None:
     """On one rank there is no waiting, and the device's own speed is the measure."""
     profile = _profile(0, {"mlp": 0.004, "norms": 0.02}, [], read_bytes=1_000_000, bytes_per_s=1e9)
-    losses = find_losses([_step(profile)])
-    assert [one.sentence for one in losses] == [
-        "On rank 0 the MLP takes 4.00 ms a step, and reading its bytes would take 1.00 ms."
-    ]
+    (loss,) = find_losses([_step(profile)])
+    assert loss.sentence == (
+        "On rank 0 the MLP takes 4.00 ms a step, and reading the bytes that it needs would take "
+        "1.00 ms."
+    )
 
 
 def test_collectives_are_named_when_no_rank_is_late() -> None:
     """The rank that waits least shows what the exchange itself takes."""
     step = _step(*(_profile(rank, {"mlp": 0.001}, [0.002, 0.002]) for rank in (0, 1)))
     assert find_losses([step])[0].sentence == (
-        "2 collectives take 4.00 ms a step even where no rank is late, 2000 us each."
+        "2 exchanges between ranks take 4.00 ms a step even where no rank is late, 2000 us each."
     )
 
 
@@ -87,14 +143,6 @@ def test_means_are_over_all_steps_of_a_rank() -> None:
     """A part that runs in some steps only counts as 0 in the others."""
     steps = [_step(_profile(0, {"mlp": 0.002}, [])), _step(_profile(0, {"head": 0.001}, []))]
     assert mean_seconds(steps) == {0: pytest.approx({"mlp": 0.001, "head": 0.0005})}
-
-
-def test_only_whole_steps_of_the_most_frequent_kind_are_compared() -> None:
-    """A prefill beside decodes, and a step that one rank has not reported, would mislead."""
-    one, other = _profile(0, {"mlp": 0.1}, []), _profile(1, {"mlp": 0.1}, [])
-    decodes = [_step(one, other), _step(one, other)]
-    steps = [*decodes, _step(one), _step(one, other, kind="prefill")]
-    assert comparable_steps(steps, 2) == decodes
 
 
 def test_no_steps_have_no_losses() -> None:

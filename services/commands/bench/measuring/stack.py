@@ -20,7 +20,7 @@ from services.commands.bench.measuring.processes import (
     wait_until_ready,
 )
 from services.commands.bench.measuring.report import Report
-from shared.configuration.loading import API_KEYS_VARIABLE
+from shared.configuration.loading import API_KEYS_VARIABLE, load_config
 from shared.errors import UnavailableError
 from shared.messages import DraftStatistics
 
@@ -56,6 +56,8 @@ class Stack(MeasuredServer):
             *["--host", "127.0.0.1", "--port", str(port)],
         ]
         variables = environment(self._folder.name, model.name, settings or {})
+        self.config = load_config(environment=variables)
+        """Its settings, except those on its command line: model, ranks, host and port."""
         super().__init__("lockstep up", command, log, variables, port=port, model=model.name)
         try:
             find_failure = functools.partial(failure_reason, port)

@@ -1,9 +1,8 @@
-"""`lockstep bench ranks`: first tokens, tokens/s, time in collectives and memory of a world.
+"""`lockstep bench ranks`: first tokens, tokens/s, parts of a step, and memory of a world.
 
-Time in collectives is the canary's: it runs the sums of one decode step, in number and size, one
-after the other without computation between them. A step spends at least that time in collectives;
-the time that ranks wait for each other is counted in the step's time only. A step's time is the
-time between two tokens of a stream.
+A step's time is the time between two tokens of a stream. The parts are those of further decodes
+that the ranks measure, as for `lockstep profile`. They wait for the device between the parts, so
+such a step takes longer (`measured_step_ms`).
 """
 
 import functools
@@ -22,21 +21,34 @@ from services.commands.bench.measuring.plan import StackPlan
 from services.commands.bench.measuring.report import PART, Case, Report, from_json
 from services.commands.bench.measuring.stack import started_stack
 from services.commands.bench.serving.overhead import STACK
+from services.commands.bench.serving.step_parts import (
+    EXCHANGED,
+    PART_TIMES,
+    SHARES,
+    by_rank,
+    measure_steps,
+    rank_metrics,
+)
 from shared.errors import UsageError
-from shared.measurements.canary_names import parse_decode_name
 
 COLUMNS = [
     "ttft_ms",
     "prefill_tokens_per_s",
     "tokens_per_s",
     "step_ms",
-    "collectives_per_step",
-    "collectives_ms_per_step",
-    "collectives_share",
+    *SHARES,
+    *EXCHANGED,
     "memory_mib",
+    "peak_mib",
     "weights_mib",
 ]
+COMPARED = [
+    *PART_TIMES,
+    *(one for one in COLUMNS if one == "measured_step_ms" or one not in SHARES),
+]
+"""Metrics whose change is shown: of a part its time, because a share also changes with others."""
 TTFT, DECODE, MEMORY = "first token", "decode", "memory"
+TABLES = "parts of a decode", "exchanges of a decode"
 DECODE_PROMPT_TOKENS = 64
 CHANGE = "now/before"
 
@@ -92,7 +104,7 @@ OPTIONS: list[click.Parameter] = [
 
 
 def measure(plan: RanksPlan, report: Report) -> None:
-    """Measure first tokens per prompt length, decode per number of clients, and memory per rank.
+    """Measure first tokens per prompt length, decodes per number of clients, memory per rank.
 
     Args:
         plan: the parameters of the benchmark.
@@ -115,31 +127,46 @@ def measure(plan: RanksPlan, report: Report) -> None:
     ):
 
         def measure_first_token(length: int) -> Measured:
-            metrics = client.complete(stack, prompts.token_work(1, 1, length), 1)["metrics"]
-            ttft_ms = metrics["ttft_p50_ms"]
+            work = prompts.token_work(1, 1, length)
+            ttft_ms = client.complete(stack, work, 1)["metrics"]["ttft_p50_ms"]
             return {STACK: {"ttft_ms": ttft_ms, "prefill_tokens_per_s": length / ttft_ms * 1e3}}
 
-        def measure_decode(clients: int, collectives: tuple[int, float] | None) -> Measured:
+        def decode(clients: int) -> dict[str, float]:
             work = prompts.token_work(clients, 1, DECODE_PROMPT_TOKENS)
-            metrics = client.complete(stack, work, plan.new_tokens)["metrics"]
-            return {STACK: decode_metrics(metrics, collectives, is_alone=plan.ranks == 1)}
+            found: dict[str, float] = client.complete(stack, work, plan.new_tokens)["metrics"]
+            return found
+
+        def measure_decode(clients: int) -> Measured:
+            found = decode(clients)
+            rate, step_ms = found["tokens_per_s"], found.get("itl_p50_ms")
+            return {STACK: {"tokens_per_s": rate, "step_ms": step_ms}}
+
+        def measure_parts(clients: int) -> Measured:
+            steps = measure_steps(stack.config, clients, functools.partial(decode, clients))
+            return {str(rank): one for rank, one in rank_metrics(steps).items()}
 
         for length in plan.prompt_tokens:
             run = functools.partial(measure_first_token, length)
-            conditions = {PART: TTFT, "prompt_tokens": length}
-            measure_case(plan, report, conditions, run, warm_up=run)
+            measure_case(plan, report, {PART: TTFT, "prompt_tokens": length}, run, warm_up=run)
         for clients in plan.clients:
-            found = slowest_collectives(stack.ranks(), clients)
-            run = functools.partial(measure_decode, clients, found)
+            run = functools.partial(measure_decode, clients)
             measure_case(plan, report, {PART: DECODE, "clients": clients}, run, warm_up=run)
+        # Before the measured steps, which need memory of their own.
         stack.wait_for_status()
-        report.cases += memory_cases(stack.ranks())
+        memory = memory_cases(stack.ranks())
+        found: list[Case] = []
+        for clients in plan.clients:
+            run = functools.partial(measure_parts, clients)
+            measure_case(plan, report, {PART: TABLES[0], "clients": clients}, run)
+            found += by_rank(report.cases.pop(), TABLES, STACK)
+        report.cases += [one for name in TABLES for one in found if one.conditions[PART] == name]
+        report.cases += memory
     if plan.before is not None:
         add_changes(report, plan.before)
 
 
 def memory_cases(ranks: Sequence[Mapping[str, Any]]) -> list[Case]:
-    """Return a case per rank with its memory_mib (active memory of MLX) and weights_mib.
+    """Return a case per rank: memory_mib and peak_mib (active memory of MLX) and weights_mib.
 
     Args:
         ranks: from `Stack.ranks`.
@@ -149,55 +176,10 @@ def memory_cases(ranks: Sequence[Mapping[str, Any]]) -> list[Case]:
         case = Case(conditions={PART: MEMORY, "rank": rank["rank"]})
         weights = rank.get("shard_bytes")
         case.add(STACK, {"memory_mib": rank["memory_bytes"] / 2**20})
+        case.add(STACK, {"peak_mib": rank["peak_bytes"] / 2**20})
         case.add(STACK, {"weights_mib": weights / 2**20 if weights else None})
         cases.append(case)
     return cases
-
-
-def slowest_collectives(ranks: Sequence[Mapping[str, Any]], rows: int) -> tuple[int, float] | None:
-    """Return how many collective sums one decode step runs, and the slowest rank's time for them.
-
-    Args:
-        ranks: from `Stack.ranks`.
-        rows: sequences in the decode step.
-
-    Returns:
-        (number of sums, milliseconds of all of them) as the ranks' canaries timed them; None when
-        no rank's canary has timed this number of rows, as in a world of one rank.
-    """
-    found = [
-        (counts[0], finding["microseconds"] / 1e3)
-        for rank in ranks
-        for finding in rank.get("canary") or []
-        if (counts := parse_decode_name(finding["name"])) is not None and counts[1] == rows
-    ]
-    return max(found, key=lambda one: one[1]) if found else None
-
-
-def decode_metrics(
-    metrics: Mapping[str, float], found: tuple[int, float] | None, *, is_alone: bool
-) -> dict[str, float | None]:
-    """Return the metrics of one decode repeat.
-
-    Args:
-        metrics: the load client's metrics.
-        found: number and milliseconds of collectives, from `slowest_collectives`.
-        is_alone: the world has one rank, whose steps have no collectives.
-
-    Returns:
-        tokens_per_s over all clients; step_ms: median time between two tokens of a stream;
-        collectives_per_step: their number; collectives_ms_per_step: their milliseconds on the
-        slowest rank; collectives_share: their part of step_ms. None: unknown.
-    """
-    step_ms = metrics.get("itl_p50_ms")
-    count, spent_ms = (0, 0.0) if is_alone else found or (None, None)
-    return {
-        "tokens_per_s": metrics["tokens_per_s"],
-        "step_ms": step_ms,
-        "collectives_per_step": count,
-        "collectives_ms_per_step": spent_ms,
-        "collectives_share": spent_ms / step_ms if step_ms and spent_ms is not None else None,
-    }
 
 
 def add_changes(report: Report, before: Report) -> None:
@@ -214,7 +196,7 @@ def add_changes(report: Report, before: Report) -> None:
         for metric, values in case.series[STACK].items():
             then = earlier.values(STACK, metric)
             reference = statistics.median(then) if then else 0.0
-            if metric in COLUMNS and reference:
+            if metric in COMPARED and reference:
                 case.ratios[f"{metric} {CHANGE}"] = [statistics.median(values) / reference]
     settings = {key: (before.settings.get(key), report.settings[key]) for key in report.settings}
     changed = [f"{key} {old} to {new}" for key, (old, new) in settings.items() if old != new]

@@ -6,56 +6,96 @@ from typing import Any
 import pytest
 
 from services.commands.bench.measuring.report import Case, Report, from_json, to_json, to_text
-from services.commands.bench.serving import ranks
+from services.commands.bench.serving import ranks, step_parts
 from shared.errors import UsageError
-from shared.measurements.canary_names import decode_name
+from shared.messages import MeasuredStep, PartTotal, StepProfile
+from shared.messages.step_profile import Part, Span, pack_spans
 from tests.unit.commands.bench.bench_arguments import plan_of
 
 
-def rank(number: int, milliseconds: float = 1.5, **changes: Any) -> dict[str, Any]:
+def rank(number: int, **changes: Any) -> dict[str, Any]:
     """Return the object of a rank in a gateway's status."""
-    canary = [
-        {"name": "sum of 1 int32", "digest": "", "bytes": 4, "microseconds": 9.0},
-        *(
-            {
-                "name": decode_name(65, rows),
-                "digest": "",
-                "bytes": 4,
-                "microseconds": 1e3 * milliseconds * rows,
-            }
-            for rows in (1, 2)
-        ),
+    fields = {"rank": number, "memory_bytes": 3 * 2**20, "peak_bytes": 5 * 2**20}
+    return {**fields, "shard_bytes": 2**20, **changes}
+
+
+def measured_step(rows: int, *ranks: dict[Part, float], prefill_tokens: int = 0) -> MeasuredStep:
+    """Return a step of which each rank has a profile, with the milliseconds of its parts."""
+    profiles = [
+        StepProfile(
+            rank=number,
+            step_id=1,
+            began_s=0.0,
+            seconds=sum(parts.values()) / 1e3,
+            kv_bytes=0,
+            parts=[PartTotal(part=part, runs=1, seconds=ms / 1e3) for part, ms in parts.items()],
+            spans=pack_spans(Span(part, 0, 0.0, ms / 1e3) for part, ms in parts.items()),
+        )
+        for number, parts in enumerate(ranks)
     ]
-    fields = {"rank": number, "memory_bytes": 3 * 2**20, "shard_bytes": 2**20, "canary": canary}
-    return {**fields, **changes}
+    return MeasuredStep(
+        epoch=1,
+        step_id=1,
+        kind="prefill" if prefill_tokens else "decode",
+        prefill_tokens=prefill_tokens,
+        decodes=rows,
+        profiles=profiles,
+    )
 
 
-def test_collective_time_is_that_of_slowest_rank_for_given_batch_size() -> None:
-    """The result is count and milliseconds, or None when no rank timed this number of rows."""
-    found = [rank(0), rank(1, 1.75)]
-    assert ranks.slowest_collectives(found, 1) == (65, 1.75)
-    assert ranks.slowest_collectives(found, 2) == (65, 3.5)
-    assert ranks.slowest_collectives(found, 3) is None
-    assert ranks.slowest_collectives([rank(0, canary=[])], 1) is None
+def test_bench_ranks_reports_shares_of_parts_and_time_of_waiting_by_rank() -> None:
+    """All shares add up to 1. The rank that comes last to a collective waits least."""
+    first: dict[Part, float] = {"attention": 2.0, "norms": 1.0, "collective": 3.0}
+    second: dict[Part, float] = {"attention": 4.0, "norms": 1.0, "collective": 1.0}
+    steps = [measured_step(2, first, second)] * 3
+    found = step_parts.rank_metrics(steps)
+    assert found[0]["rows"] == 2.0
+    assert found[0]["measured_step_ms"] == pytest.approx(6.0)
+    assert found[1]["attention_share"] == pytest.approx(4 / 6)
+    assert (found[0]["mlp_share"], found[0]["messages_per_step"]) == (None, None)
+    for one in found.values():
+        shares = [value for name, value in one.items() if name.endswith("_share")]
+        assert sum(filter(None, shares)) == pytest.approx(1.0)
+        assert one["collectives_per_step"] == 1.0
+    assert found[0]["waiting_ms"] == pytest.approx(2.0)
+    assert [one["transfer_ms"] for one in found.values()] == pytest.approx([1.0, 1.0])
 
 
-def test_bench_ranks_reports_fraction_of_step_in_collectives_only_with_canary() -> None:
-    """A single rank reports a fraction of 0, and two ranks without a canary report none."""
-    client = {"tokens_per_s": 100.0, "itl_p50_ms": 10.0}
-    known = ranks.decode_metrics(client, (65, 1.5), is_alone=False)
-    assert (known["step_ms"], known["collectives_ms_per_step"]) == (10.0, 1.5)
-    assert (known["collectives_per_step"], known["collectives_share"]) == (65, 0.15)
-    alone = ranks.decode_metrics(client, None, is_alone=True)
-    assert (alone["collectives_per_step"], alone["collectives_share"]) == (0, 0.0)
-    unknown = ranks.decode_metrics(client, None, is_alone=False)
-    assert (unknown["collectives_per_step"], unknown["collectives_share"]) == (None, None)
+def test_bench_ranks_reports_messages_of_pipelines_apart_from_collectives() -> None:
+    """The shorter of sending and receiving is the transfer."""
+    first: dict[Part, float] = {"attention": 2.0, "receive": 2.5, "collective": 0.1}
+    second: dict[Part, float] = {"attention": 2.0, "send": 0.4, "collective": 2.2}
+    found = step_parts.rank_metrics([measured_step(1, first, second)])
+    assert [one["messages_per_step"] for one in found.values()] == [1.0, 1.0]
+    assert [one["messages_ms"] for one in found.values()] == pytest.approx([2.5, 0.4])
+    assert [one["waiting_ms"] for one in found.values()] == pytest.approx([2.1, 2.1])
+    assert [one["transfer_ms"] for one in found.values()] == pytest.approx([0.5, 0.5])
+
+
+def test_bench_ranks_shows_a_row_per_rank_and_no_exchanges_of_single_rank() -> None:
+    """Parts and exchanges have tables of their own, with the clients and the rank as conditions."""
+    parts: dict[Part, float] = {"attention": 2.0, "collective": 1.0}
+    alone: dict[Part, float] = {"attention": 2.0}
+    for ranks_parts in ([parts, parts], [alone]):
+        case = Case(conditions={"part": "any", "clients": 4})
+        for number, one in step_parts.rank_metrics([measured_step(4, *ranks_parts)]).items():
+            case.add(str(number), one)
+        found = step_parts.by_rank(case, ("parts", "exchanges"), "lockstep")
+        exchanges = [one for one in found if one.conditions["part"] == "exchanges"]
+        count = len(ranks_parts)
+        assert (len(found) - len(exchanges), len(exchanges)) == (count, count if count > 1 else 0)
+        last = [one for one in found if one.conditions["part"] == "parts"][-1]
+        assert last.conditions == {"part": "parts", "clients": 4, "rank": count - 1}
+        assert last.values("lockstep", "attention_ms") == [2.0]
+        assert last.values("lockstep", "waiting_ms") == []
 
 
 def test_bench_ranks_reports_memory_of_each_rank_in_its_own_row() -> None:
-    """Each rank has its memory and its weights, unless it does not report the weights."""
+    """Each rank has its memory, its peak, and its weights unless it does not report them."""
     first, second = ranks.memory_cases([rank(0), rank(1, shard_bytes=0)])
-    assert first.series["lockstep"] == {"memory_mib": [3.0], "weights_mib": [1.0]}
-    assert second.series["lockstep"] == {"memory_mib": [3.0]}
+    memory = {"memory_mib": [3.0], "peak_mib": [5.0]}
+    assert first.series["lockstep"] == {**memory, "weights_mib": [1.0]}
+    assert second.series["lockstep"] == memory
     assert second.conditions["rank"] == 1
 
 

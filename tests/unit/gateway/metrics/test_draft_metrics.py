@@ -1,4 +1,4 @@
-"""Prometheus metrics of drafts: labels by method and position, and means."""
+"""Prometheus metrics of drafts: labels by model, method and position, and means."""
 
 from prometheus_client.core import Metric
 
@@ -24,9 +24,12 @@ def _samples(metrics: list[Metric]) -> dict[tuple[str, str, str], float]:
     }
 
 
-def test_draft_metrics_are_labelled_by_method_and_position() -> None:
+def test_draft_metrics_are_labelled_by_model_method_and_position() -> None:
     """Sums by method and by position, and vLLM's names for the totals."""
-    found = _samples(list(drafts.families("x_", STATISTICS)))
+    metrics = list(drafts.families("x_", "m", STATISTICS))
+    labelled = [one for metric in metrics for one in metric.samples if "method" in one.labels]
+    assert {one.labels["model"] for one in labelled} == {"m"}
+    found = _samples(metrics)
     assert found["x_draft_tokens_proposed_total", "ngram", ""] == 8
     assert found["x_draft_tokens_accepted_total", "draft_model", ""] == 4
     assert found["x_draft_tokens_proposed_by_position_total", "draft_model", "8"] == 1
@@ -40,6 +43,6 @@ def test_draft_metrics_are_labelled_by_method_and_position() -> None:
 
 def test_draft_metric_totals_are_zero_before_first_draft() -> None:
     """vLLM's totals exist from the start; labelled metrics appear with the first draft."""
-    found = _samples(list(drafts.families("x_", [])))
+    found = _samples(list(drafts.families("x_", "m", [])))
     assert set(found.values()) == {0}
     assert len(found) == 3

@@ -3,7 +3,7 @@
 import { html } from "../vendor/preact-htm.js";
 import { fixed, percent } from "../format.js";
 
-const NAMES = { kv_write: "KV writes", mlp: "MLP", norms: "norms, residuals" };
+const NAMES = { kv_write: "KV writes", collective: "collectives", send: "sends", receive: "receives", mlp: "MLP", norms: "norms, residuals" };
 const SHADES = 6;
 
 export function Parts({ ranks }) {
