@@ -38,6 +38,8 @@ SEED ?=
 ROUNDS ?= 10
 # `make memory REQUESTS=10000`
 REQUESTS ?= 10000
+# `make page SECONDS_OPEN=3600`
+SECONDS_OPEN ?= 60
 # `make chaos FAULTS=rank-kill-decode,scheduler-kill COUNT=10 CHAOS_RANKS=2`
 FAULTS ?=
 COUNT ?=
@@ -67,6 +69,7 @@ help:
 	@echo "make explore   the tests of properties, with examples that no run has taken (ROUNDS=10)"
 	@echo "make chaos     kill, stop and cut real processes (FAULTS=... COUNT=... CHAOS_RANKS=...)"
 	@echo "make clients   install real coding agents; run each against every family of models on two ranks"
+	@echo "make page      look at the page of a running cluster in a browser (SECONDS_OPEN=3600)"
 	@echo "make memory    watch the memory of all processes under many requests (REQUESTS=10000)"
 	@echo "make format    rewrite the files as the formatter wants them"
 	@echo "make bench     lockstep bench overhead on the demo model"
@@ -157,6 +160,8 @@ proofs: export LOCKSTEP_PROOFS := 1
 proofs: install
 	@echo "== Clients (npm, PyPI; what cannot be installed is not run)"
 	@$(BIN)/python -m tests.clients.agents.installation
+	@echo "== Browser for the tests of the page (apt, npm; without it they are not run)"
+	@$(BIN)/python -m tests.clients.page.installation
 	@$(call RUN_GROUPS,'(proof or deep or hypothesis) and not alone',$(TYPES_ON_MACOS)); \
 	echo "== Tests that measure time or need the machine for themselves: $(ALONE)"; \
 	$(BIN)/python -m pytest --quiet -m alone $(addprefix tests/,$(ALONE)); \
@@ -187,6 +192,13 @@ clients: install
 	@echo "== Clients (npm, PyPI; all of them are needed)"
 	@$(BIN)/python -m tests.clients.agents.installation --all
 	@$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist loadfile tests/clients
+
+# The page in a real browser. LOCKSTEP_PICTURES=1 writes the pictures of docs/images anew.
+.PHONY: page
+page: export LOCKSTEP_PAGE_SECONDS := $(SECONDS_OPEN)
+page: install
+	@$(BIN)/python -m tests.clients.page.installation --all
+	@$(BIN)/python -m pytest --quiet tests/clients/page
 
 .PHONY: memory
 memory: export LOCKSTEP_TEST_REQUESTS := $(REQUESTS)

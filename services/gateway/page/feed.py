@@ -98,7 +98,7 @@ class Feed:
             self._viewers.discard(viewer)
 
     def end(self) -> None:
-        """End the events of all viewers, who may connect again."""
+        """End the events of all viewers. They may connect again."""
         for viewer in self._viewers:
             viewer.end()
 

@@ -28,7 +28,7 @@ def test_percentile_beyond_last_bound_is_last_bound() -> None:
 
 
 def test_recent_percentiles_forget_what_is_older_than_their_window() -> None:
-    """Slow tokens of long ago do not make the present look slow; without tokens there are none."""
+    """Slow tokens of long ago do not make the present look slow."""
     histogram = Histogram(BOUNDS_S)
     recent = RecentPercentiles(histogram)
     assert recent.observe(0.0) is None

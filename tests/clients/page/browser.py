@@ -11,7 +11,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
-from tests.page import installation
+from tests.clients.page import installation
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from tests.clients.page.browser import Browser
+from tests.clients.page.load import streams
 from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
-from tests.page.browser import Browser
-from tests.page.load import streams
 from tests.support.captured_process import ROOT
 from tests.support.waiting import wait_until
 

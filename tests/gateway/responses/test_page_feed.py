@@ -183,7 +183,7 @@ def test_snapshots_go_on_while_scheduler_is_away(model_folder: Path, tmp_path: P
 def test_page_is_served_on_its_own_port_and_path_or_not_at_all(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    """With `dashboard_port` the other port has no page; with "" there is none."""
+    """With `dashboard_port` the other port has no page; with "" no page is served."""
     page = free_port()
     settings: dict[str, Any] = {"dashboard": "/cluster", "dashboard_port": page}
     with RunningGateway.start(model_folder, tmp_path, **settings) as gateway:

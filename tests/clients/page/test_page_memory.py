@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.clients.page.browser import Browser
+from tests.clients.page.load import streams
 from tests.end_to_end.running_lockstep import running_lockstep
-from tests.page.browser import Browser
-from tests.page.load import streams
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(8_000)]
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def test_page_that_stays_open_under_load_keeps_its_memory(browser: Browser, tmp_path: Path) -> None:
-    """Browser and gateway need at the end what they needed once charts and steps were full."""
+    """Browser and gateway need no more at the end than once charts and steps were full."""
     with running_lockstep(tmp_path, 1) as running, streams(running, 3, max_tokens=500) as ends:
         gateway = psutil.Process(running.children()["gateway"])
         browser.open(f"http://127.0.0.1:{running.port}/")

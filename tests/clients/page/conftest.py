@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.page.browser import Browser, started_browser
-from tests.page.installation import missing_requirement
+from tests.clients.page.browser import Browser, started_browser
+from tests.clients.page.installation import missing_requirement
 
 _MISSING = missing_requirement()
 collect_ignore_glob = ["test_*.py"] if _MISSING else []
