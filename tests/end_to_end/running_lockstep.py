@@ -121,10 +121,12 @@ class RunningLockstep(CapturedProcess):
             response = connection.getresponse()
             return response.status, response.read(), response.headers
 
-    def stream(self, path: str, body: dict[str, Any], timeout_s: float = 90.0) -> Iterator[Any]:
+    def stream(
+        self, path: str, body: dict[str, Any], timeout_s: float = 90.0, key: str = ""
+    ) -> Iterator[Any]:
         """Send a streaming request; yield the JSON of each event, and "[DONE]" as a string."""
         with self._connection(timeout_s) as connection:
-            headers = {"Content-Type": "application/json"}
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
             connection.request("POST", path, json.dumps({**body, "stream": True}), headers)
             response = connection.getresponse()
             assert response.status == http.HTTPStatus.OK, response.read()

@@ -10,13 +10,16 @@ PATH = "/v1/completions"
 
 
 @contextlib.contextmanager
-def streams(running: RunningLockstep, count: int, max_tokens: int = 2_000) -> Iterator[list[str]]:
+def streams(
+    running: RunningLockstep, count: int, max_tokens: int = 2_000, key: str = ""
+) -> Iterator[list[str]]:
     """Keep this many streams open within the block.
 
     Args:
         running: the server.
         count: number of streams, each of which begins anew when it has ended.
         max_tokens: length of each completion.
+        key: API key; "": the server needs no key.
 
     Yields:
         A list to which the ends of streams are added: "" of a whole one, else the error.
@@ -33,7 +36,7 @@ def streams(running: RunningLockstep, count: int, max_tokens: int = 2_000) -> It
             body |= {"logit_bias": {"2041": -100, "2042": -100, "2043": -100}}
             error = ""
             try:
-                for event in running.stream(PATH, body):
+                for event in running.stream(PATH, body, key=key):
                     if is_over.is_set():
                         return
                     if "error" in event:

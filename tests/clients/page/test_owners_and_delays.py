@@ -1,0 +1,73 @@
+"""The page where two keys look at it, and where one rank is slow."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.clients.page.browser import Browser
+from tests.clients.page.load import streams
+from tests.end_to_end.running_lockstep import running_lockstep
+from tests.support.captured_process import ROOT
+
+pytestmark = pytest.mark.proof
+
+ALICE, BOB = "alice-has-a-long-secret-key", "bob-has-another-secret-key"
+SLOW_RANK = """
+import sys
+words = sys.orig_argv
+if "rank-worker" in words and words[words.index("--rank") + 1] == "1":
+    from tests.chaos.cluster.patched_rank import patch_rank_worker
+    from tests.multirank.worlds.slow_rank import delay
+    patch_rank_worker(lambda: delay("{kind}", {seconds}))
+"""
+"""Python runs it at its start, in every process of the cluster."""
+
+
+def test_page_asks_for_key_and_shows_text_and_cancel_button_to_owner_only(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong key is refused; Bob sees that Alice's request runs, and can do nothing with it."""
+    monkeypatch.setenv("LOCKSTEP_API_KEYS", f"alice={ALICE},bob={BOB}")
+    with running_lockstep(tmp_path, 1) as running, streams(running, 1, key=ALICE):
+        for key, buttons in ((BOB, 0), (ALICE, 1)):
+            browser.open(f"http://127.0.0.1:{running.port}/")
+            browser.wait_for_text("This server needs an API key.")
+            assert browser.violations() == []
+            browser.type("#key", "wrong")
+            browser.click("Connect")
+            browser.wait_for_text("This key is not valid.")
+            browser.find("#key").clear()
+            browser.type("#key", key)
+            browser.click("Connect")
+            browser.wait_for_count("#streams tbody tr", 1)
+            browser.wait_for_text("connected", "header")
+            assert browser.count("#streams tbody button") == buttons
+            misses = "Last cache misses" in browser.text("#cache")
+            assert misses == (key == ALICE)
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("attention", 0.002), ("collective", 0.001)])
+def test_page_names_rank_that_others_wait_for_and_its_part(
+    browser: Browser,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    seconds: float,
+) -> None:
+    """2 ms in attention, or 1 ms before each sum, of one rank stand in a sentence on the page."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_RANK.format(kind=kind, seconds=seconds))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(mode=0o700)
+    settings = "[scheduler]\nprofile_every_steps = 10\n"
+    with running_lockstep(run_dir, 2, settings=settings) as running, streams(running, 1):
+        browser.open(f"http://127.0.0.1:{running.port}/")
+        said = browser.wait_for_text("a step for rank 1", "#timeline .loss", 90.0)
+        layers = json.loads((ROOT / "models/demo/config.json").read_text())["num_hidden_layers"]
+        runs = layers if kind == "attention" else 2 * layers
+        awaited_ms = float(said.partition("wait ")[2].split()[0])
+        assert 0.6 * runs * seconds * 1e3 < awaited_ms < 3.0 * runs * seconds * 1e3
+        if kind == "attention":
+            assert "attention takes" in said
