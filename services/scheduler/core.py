@@ -49,6 +49,7 @@ from shared.messages import (
     Heartbeat,
     OrderDrain,
     OrderProfile,
+    QueryExperts,
     QueryProfiles,
     QueryStatus,
     QueryTrace,
@@ -95,7 +96,7 @@ class SchedulerCore:
         self._batch = RunningBatch(config, self._waiting, self._requests.turns)
         self._world = World(config, jaccl_devices, self._actions, hostfile)
         self._change = WorldChange(config, before, self._actions)
-        self._telemetry = Telemetry(config.scheduler.profile_every_steps)
+        self._telemetry = Telemetry(config.scheduler.profile_every_steps, config.sharding)
         self._pipeline = StepPipeline(
             config.scheduler.plans_in_flight,
             self._batch,
@@ -199,6 +200,8 @@ class SchedulerCore:
             case QueryProfiles():
                 report = self._telemetry.profiles.report(message)
                 self._actions.append(SendToGateway(gateway, report))
+            case QueryExperts():
+                self._actions.append(SendToGateway(gateway, self._status.report_experts()))
             case QueryTrace():
                 trace = self._telemetry.trace(message.seconds, self._requests, self._world, now_s)
                 self._actions.append(SendToGateway(gateway, trace))

@@ -14,7 +14,7 @@ from services.scheduler.telemetry.token_rates import TokenRates
 from services.scheduler.world.world import World
 from services.scheduler.world.world_change import WorldChange
 from shared.configuration.settings import Config
-from shared.messages import StatusReported
+from shared.messages import ExpertsReported, StatusReported
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,18 @@ class StatusReporter:
             durations=self.telemetry.durations.report(),
             counters={**self.requests.counters, **_counters(world, batch)},
             gauges=_queue_gauges(self.waiting, self.requests.turns)
+            | self.telemetry.experts.gauges()
             | _gauges(batch, in_flight, self.pipeline.rates, now_s),
+        )
+
+    def report_experts(self) -> ExpertsReported:
+        """Return how often each routed expert was used, and which ranks hold it."""
+        return ExpertsReported(
+            model=self.config.served_name,
+            model_fingerprint=self.world.fingerprint(),
+            sharding=self.config.sharding,
+            world_size=self.world.size,
+            layers=self.telemetry.experts.report(),
         )
 
 

@@ -12,6 +12,11 @@ from shared.messages.base import Message as Message
 from shared.messages.base import Sampling as Sampling
 from shared.messages.base import TokenLogprobs as TokenLogprobs
 from shared.messages.durations import DurationCounts as DurationCounts
+from shared.messages.expert_counts import ExpertLayer as ExpertLayer
+from shared.messages.expert_counts import ExpertRange as ExpertRange
+from shared.messages.expert_counts import ExpertsReported as ExpertsReported
+from shared.messages.expert_counts import LayerAssignments as LayerAssignments
+from shared.messages.expert_counts import QueryExperts as QueryExperts
 from shared.messages.gateway_link import AbortRequest as AbortRequest
 from shared.messages.gateway_link import CachedPrefix as CachedPrefix
 from shared.messages.gateway_link import DismissedRank as DismissedRank
@@ -95,6 +100,7 @@ ToScheduler = (
     | OrderProfile
     | QueryProfiles
     | QueryTrace
+    | QueryExperts
     | RankHello
     | RankLoading
     | RankReady
@@ -118,6 +124,7 @@ ToGateway = (
     | StatusReported
     | ProfilesReported
     | TraceReported
+    | ExpertsReported
 )
 """Messages that a gateway accepts."""
 

@@ -190,7 +190,9 @@ class OpenRequests:
                     choice.generation.fail(errors.ended(message))
             case messages.StatusReported():
                 self._status.report(message, now_s)
-            case messages.ProfilesReported() | messages.TraceReported():
+            case (
+                messages.ProfilesReported() | messages.TraceReported() | messages.ExpertsReported()
+            ):
                 # Only operator commands query them, over links of their own.
                 pass
             case _:
