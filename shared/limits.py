@@ -149,6 +149,11 @@ RANKS_MAX = 64
 PLANS_IN_FLIGHT = 2
 """Step plans sent to the ranks without a receipt: one executes, one waits behind it."""
 
+LAYERS_MAX = 512
+EXPERTS_MAX = 2_048
+"""Layers of a model and routed experts of a layer that messages may count; several times as many as
+the largest models have."""
+
 FORWARD_TOKENS_MAX = 2_048
 """Prompt tokens in one forward pass, for one long prompt or several short ones together; an eighth
 more if that finishes the prompt. Without fused attention, memory grows with this number times the

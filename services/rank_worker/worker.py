@@ -22,6 +22,7 @@ from services.rank_worker.joining import agreement, code_version, rendezvous
 from services.rank_worker.kv_cache.stored import arrays
 from services.rank_worker.kv_cache.stored.context import TierSettings
 from services.rank_worker.kv_cache.stored.tier import StoredTier
+from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.loading.loader import LoadedModel, Stage, open_model
 from services.rank_worker.model.loading.memory_fit import check_fits, rank_memory_bytes
 from services.rank_worker.model.loading.source import ModelSource, find_source
@@ -72,6 +73,8 @@ class Worker:
     ranks_on_host: int = 1
     """Number of ranks of this world on this host; known once the world is joined, 1 if the hosts
     are unknown."""
+    expert_counter: ExpertCounter | None = None
+    """Counts assignments to experts; None: the model has none, or they are not counted."""
 
     def serve(self, on_joined: Callable[[], None]) -> NoReturn:
         """Join the world, load this rank's shard and execute plans until the process ends.
@@ -234,7 +237,9 @@ class Worker:
         config, order = self.config, self.order
         share = config.rank_worker.memory_share
         memory_bytes = rank_memory_bytes(self.device, self.ranks_on_host, share)
-        split = Split(order.sharding, order.rank, order.world_size, order.memory_bytes)
+        split = Split(
+            order.sharding, order.rank, order.world_size, order.memory_bytes, order.expert_shares
+        )
         opened = open_model(config.model, source, split, world, self._report)
         drafter = open_drafter(
             config,
@@ -287,6 +292,7 @@ class Worker:
         grammars: GrammarCompiler,
     ) -> Executor:
         order = self.order
+        self.expert_counter = self._make_expert_counter(loaded)
         return Executor(
             loaded.model,
             rank=order.rank,
@@ -301,7 +307,20 @@ class Worker:
             drafter=drafter,
             traits=loaded.traits,
             grammars=grammars,
+            expert_counter=self.expert_counter,
         )
+
+    def _make_expert_counter(self, loaded: LoadedModel) -> ExpertCounter | None:
+        """Return what counts assignments to experts; None if this rank counts none.
+
+        Ranks that divide every matrix have the same assignments, so only the first counts.
+        """
+        order = self.order
+        if not order.experts_every_steps or (order.sharding == "tensor" and order.rank):
+            return None
+        model, every_steps = loaded.model, order.experts_every_steps
+        counter = ExpertCounter(model, order.rank, order.sharding, every_steps)
+        return counter if counter.has_layers else None
 
     def _warm_up(self, executor: Executor, loaded: LoadedModel, canary: Canary) -> None:
         """Run the warm-up and the prompt of the canary."""
@@ -363,7 +382,7 @@ class Worker:
         gc.freeze()
         step_watchdog = Watchdog(self.clock)
         step_watchdog.start()
-        measurements = StepMeasurements(self.order.epoch, self.order.rank)
+        measurements = StepMeasurements(self.order.epoch, self.order.rank, self.expert_counter)
         self.link.take_measurements = measurements.take
         StepLoop(
             self.order,

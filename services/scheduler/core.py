@@ -51,6 +51,7 @@ from shared.messages import (
     OrderDrain,
     OrderProfile,
     QueryActivity,
+    QueryExperts,
     QueryProfiles,
     QueryStatus,
     QueryTrace,
@@ -97,7 +98,7 @@ class SchedulerCore:
         self._batch = RunningBatch(config, self._waiting, self._requests.turns)
         self._world = World(config, jaccl_devices, self._actions, hostfile)
         self._change = WorldChange(config, before, self._actions)
-        self._telemetry = Telemetry(config.scheduler.profile_every_steps)
+        self._telemetry = Telemetry(config.scheduler.profile_every_steps, config.sharding)
         self._pipeline = StepPipeline(
             config.scheduler.plans_in_flight,
             self._batch,
@@ -107,9 +108,8 @@ class SchedulerCore:
             self._actions,
         )
         self._reports = RankReports(self._world, self._batch, self._requests, self._telemetry)
-        self._queries = TelemetryQueries(
-            self._telemetry, self._requests, self._waiting, self._world
-        )
+        known = (self._telemetry, self._requests, self._waiting, self._world)
+        self._queries = TelemetryQueries(config, *known)
         self._stall_detector = StallDetector()
         self._counters: defaultdict[str, float] = self._requests.counters
         self._gateways: set[PeerId] = set()
@@ -202,7 +202,7 @@ class SchedulerCore:
                 self._set_operator_drain(gateway, now_s, is_on=message.is_on)
             case OrderProfile() if gateway.startswith(_OPERATOR):
                 self._telemetry.profiles.order(message)
-            case QueryProfiles() | QueryTrace() | QueryActivity():
+            case QueryProfiles() | QueryTrace() | QueryActivity() | QueryExperts():
                 answer = self._queries.answer(message, now_s)
                 self._actions.append(SendToGateway(gateway, answer))
             case _:

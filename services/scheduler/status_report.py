@@ -68,6 +68,7 @@ class StatusReporter:
             durations=self.telemetry.durations.report(),
             counters={**self.requests.counters, **_counters(world, batch)},
             gauges=_queue_gauges(self.waiting, self.requests.turns)
+            | self.telemetry.experts.gauges()
             | _gauges(batch, in_flight, self.pipeline.rates, now_s),
         )
 

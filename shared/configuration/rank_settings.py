@@ -17,6 +17,11 @@ class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sharding: Literal["auto", "tensor", "expert", "pipeline"] = "auto"
     """How the model is split: within every matrix ("tensor"), by experts or by layers. "auto":
     "tensor"."""
+    expert_shares: Annotated[
+        list[Annotated[int, Meta(ge=1, le=limits.EXPERTS_MAX)]], Meta(max_length=limits.RANKS_MAX)
+    ] = []
+    """With `sharding = "expert"`: relative number of experts of each rank, by rank, for example
+    [70, 58] as `lockstep plan --expert-stats` proposes. []: in proportion to memory."""
     enable_pipeline: bool = False
     """Allow `sharding = "pipeline"`. Its ranks compute one after another, which saves memory but no
     time."""

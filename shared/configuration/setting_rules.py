@@ -41,6 +41,11 @@ def check_consistency(config: Config) -> None:
             "not time): set world.enable_pipeline (--enable-pipeline-distributed) to allow it."
         )
     check_pipeline(config.backend, config.sharding)
+    if world.expert_shares and len(world.expert_shares) != world.size:
+        raise ConfigError(
+            f"world.expert_shares has {len(world.expert_shares)} numbers, but world.size is "
+            f"{world.size}: give one number for each rank, or [] for shares by memory."
+        )
     if world.size > 1 and (fault := address_fault(world.data_host)):
         raise ConfigError(
             f"world.data_host is {world.data_host!r}, {fault}: write the address at which other "
@@ -93,6 +98,10 @@ def settings_without_effect(config: Config) -> list[str]:
     if world.size == 1 and world.sharding in ("pipeline", "expert"):
         sentences.append(
             f"world.sharding has no effect: a model is not split over 1 rank by {world.sharding}."
+        )
+    if world.expert_shares and config.sharding != "expert":
+        sentences.append(
+            f"world.expert_shares has no effect: world.sharding is {config.sharding}, not expert."
         )
     if world.canary_prompt_s and not world.canary and world.size > 1:
         sentences.append("world.canary_prompt_s has no effect: world.canary is off.")

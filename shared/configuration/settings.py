@@ -176,6 +176,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     profile_every_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 1_000
     """Of this many steps of a kind (prefill, decode, verify) one is measured part by part, which
     makes it two to four times as long. 0: only those that an operator orders."""
+    experts_every_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 100
+    """Of a model with routed experts, ranks count on their devices how many tokens each expert
+    gets, and read the counts after this many steps. 0: they count nothing."""
     epochs_failed_max: Annotated[int, Meta(ge=1, le=1_000)] = 5
     """Failed epochs within `epochs_failed_window_s` after which no further start is tried. Requests
     then end with an error, and `/readyz` contains the reason."""

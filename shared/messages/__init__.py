@@ -17,6 +17,11 @@ from shared.messages.base import Message as Message
 from shared.messages.base import Sampling as Sampling
 from shared.messages.base import TokenLogprobs as TokenLogprobs
 from shared.messages.durations import DurationCounts as DurationCounts
+from shared.messages.expert_counts import ExpertLayer as ExpertLayer
+from shared.messages.expert_counts import ExpertRange as ExpertRange
+from shared.messages.expert_counts import ExpertsReported as ExpertsReported
+from shared.messages.expert_counts import LayerAssignments as LayerAssignments
+from shared.messages.expert_counts import QueryExperts as QueryExperts
 from shared.messages.gateway_link import AbortRequest as AbortRequest
 from shared.messages.gateway_link import CachedPrefix as CachedPrefix
 from shared.messages.gateway_link import DismissedRank as DismissedRank
@@ -101,6 +106,7 @@ ToScheduler = (
     | QueryProfiles
     | QueryTrace
     | QueryActivity
+    | QueryExperts
     | RankHello
     | RankLoading
     | RankReady
@@ -125,6 +131,7 @@ ToGateway = (
     | ProfilesReported
     | TraceReported
     | ActivityReported
+    | ExpertsReported
 )
 """Messages that a gateway accepts."""
 

@@ -305,6 +305,10 @@ class RankStatus(MessagePart, frozen=True, kw_only=True):
     """Time for which others waited for it in the collectives of measured steps."""
     parts: list[PartTotal] = []
     """Sums over all steps that were measured part by part."""
+    assignments: Count = 0
+    """Tokens routed to experts of this rank, once for each expert, since the scheduler's start."""
+    foreign_assignments: Count = 0
+    """The same of other ranks' experts, in layers whose experts are divided between ranks."""
     silence_s: Seconds = 0.0
     """Time since its last message."""
     clock_offset_s: float = 0.0

@@ -16,6 +16,7 @@ from shared.messages.base import (
     Seconds,
     ShortText,
 )
+from shared.messages.expert_counts import ExpertTotal, LayerAssignments
 from shared.messages.step_profile import StepProfile
 from shared.messages.step_times import STEP_BYTES
 
@@ -56,6 +57,10 @@ class JoinWorld(Message, frozen=True, kw_only=True):
     memory_bytes: Annotated[list[Count], Meta(max_length=limits.RANKS_MAX)] = []
     """Memory that each rank may use, by rank. Unequal shares of layers and experts are derived from
     it. []: equal shares."""
+    expert_shares: Annotated[list[ExpertTotal], Meta(max_length=limits.RANKS_MAX)] = []
+    """Relative number of experts of each rank; []: derived from memory."""
+    experts_every_steps: Count = 0
+    """Steps after which a rank reads its counts of assignments to experts; 0: it counts none."""
     canary: bool = True
     """Run the canary before RankReady: known sums and a long prompt, with digests."""
     canary_prompt_s: Seconds = 0.0
@@ -167,7 +172,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 class StepsMeasured(Message, frozen=True, kw_only=True):
     """Fact: what a rank has measured in its last steps. No decision depends on it.
 
-    Sent with the heartbeat if steps have finished since the last one.
+    Sent with the heartbeat if steps have finished since the last one, or counts of experts are due.
     """
 
     epoch: Count
@@ -180,6 +185,8 @@ class StepsMeasured(Message, frozen=True, kw_only=True):
     """The times of each step (`step_times.pack`)."""
     profiles: Annotated[list[StepProfile], Meta(max_length=limits.PROFILES_PER_MESSAGE_MAX)] = []
     """Of the steps that were measured part by part."""
+    experts: Annotated[list[LayerAssignments], Meta(max_length=limits.LAYERS_MAX)] = []
+    """New assignments to this rank's experts, by layer; [] if they are not due yet."""
     active_bytes: Count
     """Memory that MLX's arrays use on this rank, after the last step."""
     peak_bytes: Count

@@ -82,8 +82,18 @@ class KVRoom:
         if self.kv_bytes_max and wanted > self.kv_bytes_max:
             # The setting is the limit: more memory would not help.
             return wanted - self.kv_bytes_max
+        return max(0, -self.spare_bytes(sequences, tokens))
+
+    def spare_bytes(self, sequences: int, tokens: int) -> int:
+        """Return how many bytes of weights fit in addition; below 0: not even these fit.
+
+        Args:
+            sequences: number of rows, one per sequence.
+            tokens: length of each row in tokens.
+        """
+        wanted = self.rows.row_bytes(sequences, tokens)
         needed = wanted if self.kv_bytes_max else math.ceil(wanted / KV_SHARE)
-        return max(0, self.weights_bytes + needed - self.usable_bytes)
+        return self.usable_bytes - self.weights_bytes - needed
 
 
 def row_length(tokens: int, step: int) -> int:

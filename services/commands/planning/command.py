@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from services.commands.cli.click_support import Command, json_option, json_text
 from services.commands.cli.flags import file_option
 from services.commands.planning import from_inventory, recommend
+from services.commands.planning.experts import propose
 from services.commands.planning.hosts import (
     DeviceKind,
     RankMemory,
@@ -21,7 +22,7 @@ from services.commands.planning.hosts import (
 )
 from services.commands.planning.model.checkpoint import Checkpoint, read_checkpoint
 from services.commands.planning.model.kv import model_kv
-from services.commands.planning.report import MemoryPlan, Recommendation
+from services.commands.planning.report import ExpertProposal, MemoryPlan, Recommendation
 from services.commands.planning.splits import DraftMemory, MemoryDemand, PlannedModel, all_splits
 from services.commands.planning.table import render
 from shared import limits
@@ -30,6 +31,8 @@ from shared.configuration.setting_rules import PIPELINE_OVER_JACCL
 from shared.configuration.settings import Config
 from shared.configuration.world_addresses import rdma_device_uses
 from shared.errors import ConfigError, UsageError
+from shared.measurements import expert_file
+from shared.messages import ExpertsReported
 from shared.model import checkpoint_files
 from shared.model.location import local_folder
 from shared.os.standard_streams import print_line
@@ -53,6 +56,7 @@ class PlanOptions:
     context_tokens: int | None
     sequences: int | None
     kv_bits: str | None
+    expert_stats: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +80,10 @@ class Inputs:
     """Backend of the ranks' collectives, as configured; "" or "off": not decided."""
     sharding: str = ""
     """Configured way of splitting the model."""
+    expert_stats: ExpertsReported | None = None
+    """Measured loads of routed experts, by which their shares are to be proposed."""
+    expert_shares: list[int] = dataclasses.field(default_factory=list)
+    """`world.expert_shares`."""
     world_note: str = ""
     """Needs of a world for its RDMA devices, or a fault of its files, one sentence."""
 
@@ -112,6 +120,7 @@ class Inputs:
     "--sequences", metavar="N", type=int, help="Number of sequences that must fit at once."
 )
 @click.option("--kv-bits", type=click.Choice(["0", "4", "8"]), help="Bits per number of stored KV.")
+@file_option("--expert-stats", "Propose shares of experts by these counts of a running Lockstep.")
 @json_option
 def plan(*, as_json: bool, **given: Any) -> int:
     """Show how a model fits into memory, before it is loaded.
@@ -186,8 +195,20 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
         options=all_splits(model, inputs.memory, asked),
         fits=recommend.sequence_fits(model, choice, asked, context) if choice else [],
         recommendation=recommendation,
+        experts=_propose_experts(model, inputs, asked, choice),
         notes=_notes(model, inputs, recommendation),
     )
+
+
+def _propose_experts(
+    model: PlannedModel, inputs: Inputs, asked: MemoryDemand, choice: recommend.ChosenSplit | None
+) -> ExpertProposal | None:
+    """Propose shares for the ranks of the recommended split, else for all ranks."""
+    if inputs.expert_stats is None:
+        return None
+    is_split = choice is not None and choice.option.sharding == "expert"
+    memory = choice.memory if choice is not None and is_split else inputs.memory
+    return propose(model, inputs.expert_stats, memory, asked, inputs.expert_shares)
 
 
 def _inputs(options: PlanOptions) -> Inputs:
@@ -203,9 +224,11 @@ def _inputs(options: PlanOptions) -> Inputs:
             options.inventory, flags, options.device, share
         )
         backend, sharding = from_inventory.planned_world(options.inventory)
+        expert_shares = from_inventory.configured_shares(options.inventory)
     else:
         config = load_config(options.config, flags, os.environ)
         backend, sharding = config.backend, config.sharding
+        expert_shares = config.world.expert_shares
         sizes = _sizes(options)
         kind = options.device or ("metal" if sizes else device_of_this_machine())
         ranks = options.ranks or config.world.size
@@ -225,6 +248,8 @@ def _inputs(options: PlanOptions) -> Inputs:
         has_hosts=has_hosts,
         backend=backend,
         sharding=sharding,
+        expert_shares=expert_shares,
+        expert_stats=expert_file.read(Path(options.expert_stats)) if options.expert_stats else None,
         world_note=_world_note(options, config),
     )
 

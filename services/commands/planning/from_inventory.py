@@ -80,6 +80,21 @@ def planned_world(file: str) -> tuple[str, str]:
     return "ring" if backend == "auto" else backend, sharding
 
 
+def configured_shares(file: str) -> list[int]:
+    """Return `world.expert_shares` of an inventory; [] without it.
+
+    Raises:
+        ConfigError: when the inventory is wrong, or these are no shares of its ranks.
+    """
+    inventory = read(file)
+    shares = inventory.settings.get("world", {}).get("expert_shares", [])
+    world = {"size": inventory.world_size, "expert_shares": shares}
+    try:
+        return config_from_tree({"world": world}).world.expert_shares
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
 def inventory_rdma_uses(file: str) -> dict[tuple[str, str], DeviceUse]:
     """Return what a world needs of each RDMA device, by (host, device); {} without jaccl.
 

@@ -103,7 +103,7 @@ def recommendation(
     """
     option = choice.option
     flags: list[str] = []
-    settings: dict[str, int | str] = {}
+    settings: dict[str, int | str | list[int]] = {}
     if has_hosts:
         settings = {"model.path": path, "world.size": option.ranks}
         if option.ranks > 1:

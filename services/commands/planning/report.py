@@ -69,8 +69,26 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     """Each rank's host."""
     flags: list[str]
     """Flags of `lockstep up` if all ranks are on one host; empty for hosts of an inventory."""
-    settings: dict[str, int | str]
+    settings: dict[str, int | str | list[int]]
     """Settings without a flag; for hosts of an inventory all recommended settings."""
+
+
+class ExpertProposal(Struct, frozen=True, kw_only=True):
+    """Numbers of experts by rank that balance measured loads. Ranks hold adjacent experts."""
+
+    ranks: int
+    assignments: int
+    """Measured: tokens routed to experts, once for each expert, over all layers."""
+    present: list[int]
+    """Experts of each layer by rank, as memory or `world.expert_shares` divides them."""
+    present_imbalance: float
+    """Load of each layer's busiest rank over the mean of its ranks, both summed over layers."""
+    proposed: list[int]
+    """The same as `present` if nothing better fits."""
+    proposed_imbalance: float
+    """The imbalance of `proposed`, for the measured loads."""
+    sentence: str
+    """All this as a clause."""
 
 
 class MemoryPlan(Struct, frozen=True, kw_only=True):
@@ -102,5 +120,7 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     """Lengths and numbers of sequences under the recommended split; empty without one."""
     recommendation: Recommendation | None
     """None: no split has room for the weights and 1,024 tokens."""
+    experts: ExpertProposal | None
+    """Shares of experts by measured load; None: no loads were given."""
     notes: list[str]
     """Explanations of the figures, one sentence each."""

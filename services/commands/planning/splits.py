@@ -187,8 +187,7 @@ def _experts(model: PlannedModel, parts: Mapping[Part, int], split: Split) -> in
     if not parts["experts"]:
         return 0
     count = expert_count(model.checkpoint.config)
-    weights = shares.rank_weights(split.memory_bytes, split.world_size)
-    return parts["experts"] * shares.divide(count, weights)[split.rank] // count
+    return parts["experts"] * shares.divide(count, split.expert_weights())[split.rank] // count
 
 
 def _pipeline(model: PlannedModel, split: Split, kv_bits: int) -> tuple[int, int, KVBytes]:

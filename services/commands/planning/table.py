@@ -36,6 +36,8 @@ def render(plan: MemoryPlan) -> str:
     lines += ["", f"Splits, for {asked}", *table_lines(rows, indent=2)]
     lines += _fits(plan)
     lines += ["", _recommended(plan)]
+    if plan.experts is not None:
+        lines.append(f"Experts, by {plan.experts.assignments:,} loads: {plan.experts.sentence}")
     lines += [f"  note: {note}" for note in plan.notes]
     return "\n".join(lines)
 

@@ -33,6 +33,8 @@ RESTART_WAIT_S_MAX = 30.0
 RESUME_RETRY_S = 0.5
 """Time after which a request is sent again that a restarted scheduler cannot accept yet."""
 
+Activity = messages.ActivityReported | messages.ExpertsReported
+
 _log = Log("gateway.requests")
 _NO_LOGPROBS: list[list[messages.TokenLogprobs]] = [[]]
 
@@ -74,8 +76,8 @@ class OpenRequests:
         self._queue = FullQueue(clock)
         self.cache_misses = CacheMisses()
         """The last prompts that the cache did not have."""
-        self.on_activity: Callable[[messages.ActivityReported], None] = lambda _: None
-        """Called with the scheduler's answers to QueryActivity."""
+        self.on_activity: Callable[[Activity], None] = lambda _: None
+        """Called with the scheduler's answers to `query`."""
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -147,7 +149,7 @@ class OpenRequests:
         for choice in list(self._choices.values()):
             choice.generation.fail(errors.unavailable(message, 5.0))
 
-    def query(self, message: messages.QueryActivity) -> None:
+    def query(self, message: messages.QueryActivity | messages.QueryExperts) -> None:
         """Send a query to the scheduler; without a session there is no answer."""
         with contextlib.suppress(LinkError):
             self._link.send(message)
@@ -205,7 +207,7 @@ class OpenRequests:
                     choice.generation.fail(errors.ended(message))
             case messages.StatusReported():
                 self._status.report(message, now_s)
-            case messages.ActivityReported():
+            case messages.ActivityReported() | messages.ExpertsReported():
                 self.on_activity(message)
             case messages.ProfilesReported() | messages.TraceReported():
                 # Only operator commands query them, over links of their own.

@@ -50,11 +50,21 @@ def families(prefix: str, ranks: Sequence[RankStatus]) -> Iterator[Metric]:
         ("rank_awaited_seconds",
          "Time for which other ranks waited for this one in collectives of measured steps.",
          [one.awaited_s for one in ranks]),
+        ("rank_expert_assignments",
+         "Tokens routed to experts of this rank, once for each expert.",
+         [one.assignments for one in ranks]),
+        ("rank_expert_foreign_assignments",
+         "Tokens routed to other ranks' experts, in layers whose experts are divided.",
+         [one.foreign_assignments for one in ranks]),
     ):  # fmt: skip
         counter = CounterMetricFamily(prefix + name, text, labels=_LABELS)
         for rank, value in zip(ranks, values, strict=True):
             counter.add_metric([str(rank.rank), rank.host], value)
         yield counter
+    yield from _parts(prefix, ranks)
+
+
+def _parts(prefix: str, ranks: Sequence[RankStatus]) -> Iterator[Metric]:
     for name, text, field in (
         ("rank_part_seconds", "Time of a part in the steps that were measured.", "seconds"),
         ("rank_part_runs", "Runs of a part in the steps that were measured.", "runs"),

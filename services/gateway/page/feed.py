@@ -8,18 +8,20 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.completion.open_requests import OpenRequests
+from services.gateway.completion.open_requests import Activity, OpenRequests
 from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.page.percentiles import RecentPercentiles
-from services.gateway.page.snapshot import describe_activity, describe_steps
+from services.gateway.page.snapshot import describe_activity, describe_experts, describe_steps
 from shared import limits
 from shared.clock import Clock, unix_time_s
 from shared.log import Log
-from shared.messages import ActivityReported, QueryActivity, RecordedStep
+from shared.messages import ActivityReported, QueryActivity, QueryExperts, RecordedStep
 
 INTERVAL_S = 1.0
 """Time between two snapshots."""
+EXPERTS_INTERVAL_S = 10.0
+"""Time between two tables of the experts' loads, which are large."""
 ANSWER_S = 1.0
 """Time for the scheduler's answer; a snapshot without it says that the scheduler is away."""
 EVENTS_UNREAD_MAX = 4
@@ -77,6 +79,8 @@ class Feed:
         self._answer: asyncio.Future[ActivityReported] | None = None
         self._steps: deque[RecordedStep] = deque(maxlen=limits.ACTIVITY_STEPS_MAX)
         """The last steps, which a new viewer gets first."""
+        self._experts = b""
+        """The last event with the loads of experts; b"": none has come."""
         requests.on_activity = self._receive
 
     def __len__(self) -> int:
@@ -89,6 +93,8 @@ class Feed:
         viewer = Viewer()
         if self._steps:
             viewer.add(event("steps", describe_steps(self._steps)))
+        if self._experts:
+            viewer.add(self._experts)
         self._viewers.add(viewer)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -102,26 +108,33 @@ class Feed:
         for viewer in self._viewers:
             viewer.end()
 
-    def _receive(self, activity: ActivityReported) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(activity)
+    def _receive(self, report: Activity) -> None:
+        if not isinstance(report, ActivityReported):
+            self._experts = event("experts", describe_experts(report))
+            self._publish(self._experts)
+        elif self._answer is not None and not self._answer.done():
+            self._answer.set_result(report)
 
     async def _run(self) -> None:
         first_token = RecentPercentiles(self._metrics.first_token)
         next_token = RecentPercentiles(self._metrics.next_token)
+        experts_at_s = 0.0
         try:
             while self._viewers:
                 began_s = self._clock.now()
+                if began_s >= experts_at_s:
+                    experts_at_s = began_s + EXPERTS_INTERVAL_S
+                    self._requests.query(QueryExperts())
                 activity = await self._ask()
                 if activity is not None and activity.steps:
                     self._steps.extend(activity.steps)
-                    self._publish("steps", describe_steps(activity.steps))
+                    self._publish(event("steps", describe_steps(activity.steps)))
                 content = self._snapshot(activity)
                 content["latency"] = {
                     "first_token_s": first_token.observe(began_s),
                     "next_token_s": next_token.observe(began_s),
                 }
-                self._publish("snapshot", content)
+                self._publish(event("snapshot", content))
                 await asyncio.sleep(max(0.0, INTERVAL_S - (self._clock.now() - began_s)))
         except Exception:  # noqa: BLE001  # viewers connect again when their events have ended
             _log.exception("page_feed_failed")
@@ -129,6 +142,7 @@ class Feed:
         finally:
             self._task = None
             self._steps.clear()
+            self._experts = b""
 
     async def _ask(self) -> ActivityReported | None:
         """Return the scheduler's activity; None if it does not answer in time."""
@@ -153,8 +167,7 @@ class Feed:
             "activity": describe_activity(activity) if activity is not None else None,
         }
 
-    def _publish(self, name: str, content: object) -> None:
-        data = event(name, content)
+    def _publish(self, data: bytes) -> None:
         for viewer in self._viewers:
             viewer.add(data)
 

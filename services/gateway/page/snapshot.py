@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from shared.messages import ActivityReported, RecordedStep
+from shared.messages import ActivityReported, ExpertsReported, RecordedStep
 from shared.messages.step_times import unpack
 
 
@@ -61,6 +61,15 @@ def describe_steps(steps: Iterable[RecordedStep]) -> list[dict[str, Any]]:
         }
         for one in steps
     ]
+
+
+def describe_experts(report: ExpertsReported) -> list[dict[str, Any]]:
+    """Return the loads of experts by layer as JSON objects; [] for a model without experts.
+
+    `counts` has how many tokens each expert got, `ranges` which rank holds which experts.
+    """
+    layers: list[dict[str, Any]] = msgspec.to_builtins(report.layers)
+    return layers
 
 
 def _request(request: dict[str, Any], now_s: float) -> dict[str, Any]:

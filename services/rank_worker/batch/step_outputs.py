@@ -73,6 +73,10 @@ class LaunchedStep:
     """Arrays of the state snapshots for checkpoints; their computation starts with the sampling."""
     spills: list[PendingSpill]
     """Blocks that the plan orders to write to files."""
+    expert_counts: list[mx.array]
+    """Counts of assignments to experts to compute with the step; empty without new ones."""
+    reads_counts: bool
+    """Whether they are read when it is finished."""
     profile: StepProfile | None = None
     """Where the plan is measured part by part."""
 

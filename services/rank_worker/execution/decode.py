@@ -108,7 +108,7 @@ class DecodeExecutor:
         """Build one forward over rows without drafts; its logits are [B, V]."""
         view = self.store.decode(slots, 1)
         tokens = last_tokens(sequences, view.input_slots)
-        logits = self.forward.all_logits(tokens[:, None], view.caches)[:, -1]
+        logits = self.forward.all_logits(tokens[:, None], view.caches, view.output_rows)[:, -1]
         self.proposer.on_decode(
             sequences, view.output_rows or range(len(slots)), self.forward.hidden
         )

@@ -33,6 +33,7 @@ from services.rank_worker.kv_cache.blocks.block_executor import (
 )
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
+from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.forward import Forward
 from services.rank_worker.model.unsharded_traits import UnshardedTraits
 from services.rank_worker.profiling.step_profiler import StepParts, StepProfiler
@@ -74,6 +75,7 @@ class Executor:
         drafter: LoadedDrafter | None = None,
         traits: UnshardedTraits | None = None,
         grammars: GrammarCompiler | None = None,
+        expert_counter: ExpertCounter | None = None,
     ) -> None:
         """Read the model's shape; nothing is computed and no collective runs.
 
@@ -91,22 +93,22 @@ class Executor:
             drafter: draft model or head, for plans that have the ranks propose drafts.
             traits: read before the layers were divided; None: the model is whole.
             grammars: compiles grammars; None: plans have none.
+            expert_counter: counts assignments to experts; None: they are not counted.
 
         Raises:
-            ConfigError: the model's state cannot be batched or quantized, or the drafter does not
-                fit.
+            ConfigError: the state cannot be batched or quantized, or the drafter does not fit.
         """
         model.eval()
         shape = read_shape(model)
         self.store = open_store(model, shape, kv_bits, traits.row_kind if traits else None)
         self._launcher = SplitLauncher(self.store, in_parts=profile.has_queue)
-        self.blocks = BlockExecutor(self.store, take_restored)
-        self._batch = SequenceBatch()
+        self.blocks, self._batch = BlockExecutor(self.store, take_restored), SequenceBatch()
         self.vocab_size = shape.vocab_size
         synchronize = id_synchronizer(rank, world_size, synchronization, sum_ids)
         self._sampler = Sampler(shape.vocab_size, synchronize)
         self._sampling = StepSampling(self._batch, self.store, self._sampler)
-        forward = Forward(model, can_select=traits.can_select if traits else None)
+        forward = Forward(model, expert_counter, can_select=traits.can_select if traits else None)
+        self._expert_counter = expert_counter
         self.proposer = open_proposer(drafter, forward, self.store, self._sampler, synchronize)
         state = (self.store, self.blocks, self._batch, self.proposer, self._sampler)
         self._changes = BatchChanges(*state, grammars, shape.vocab_size)
@@ -115,8 +117,7 @@ class Executor:
         self._decode = DecodeExecutor(*parts, shape.vocab_size, forward_cost_tokens)
         draft_model = drafter.model if drafter is not None else None
         self._profiler = StepProfiler(model, draft_model, self.store, rank, sum_ids)
-        self._receipt = ReceiptChain()
-        self._receipt_logits = receipt_logits
+        self._receipt, self._receipt_logits = ReceiptChain(), receipt_logits
         self._freed_buffers = FreedBuffers(profile.freed_bytes_max)
 
     def waits_for_earlier_steps(self, plan: StepPlan) -> bool:
@@ -137,7 +138,7 @@ class Executor:
         return self.store.bytes_per_row + self.proposer.bytes_per_row
 
     def restart_receipts(self) -> None:
-        """Start a new hash chain of receipts, as if no step had been executed.
+        """Start a new hash chain of receipts and new counts, as if no step had been executed.
 
         Raises:
             InvariantBroken: sequences are left in the batch.
@@ -146,6 +147,8 @@ class Executor:
         if left:
             raise InvariantBroken(f"sequences {left} are still in the batch")
         self._receipt = ReceiptChain()
+        if self._expert_counter is not None:
+            self._expert_counter.restart()
 
     def launch(
         self, plan: StepPlan, finish_before: Callable[[], object] | None = None
@@ -218,6 +221,8 @@ class Executor:
             for slot, sequence_id in self._batch.occupied_slots()
         ]
         states = self.blocks.snapshot_state(plan, lambda one: self._batch.find_verified(one).slot)
+        counter = self._expert_counter
+        counts, reads_counts = counter.take_new(plan.step_id) if counter else (None, False)
         return LaunchedStep(
             plan,
             kept,
@@ -229,6 +234,8 @@ class Executor:
             forwards.markers,
             states,
             spills,
+            [] if counts is None else [counts],
+            reads_counts,
         )
 
     def _build_forwards(self, plan: StepPlan, forwards: ForwardOutputs) -> StepDrafts:
@@ -289,10 +296,13 @@ class Executor:
         return filling.result().result()
 
     def _start_outputs(self, launched: LaunchedStep, sampled: Sequence[mx.array]) -> None:
-        outputs = [*sampled, *launched.markers, *launched.states]
+        outputs = [*sampled, *launched.markers, *launched.states, *launched.expert_counts]
+        if not launched.reads_counts:
+            # Without a reference the next step adds to the array in place.
+            launched.expert_counts = []
         if launched.ends_in_plain_decodes:
             self._launcher.start_forward(outputs)
-        elif sampled or launched.states:
+        elif outputs:
             mx.async_eval(outputs)
             if launched.plan.decodes:
                 self._launcher.forget_progress()
@@ -323,6 +333,8 @@ class Executor:
             top_logits if self._receipt_logits else None,
             masks.digest() if masks is not None else b"",
         )
+        if self._expert_counter is not None and launched.expert_counts:
+            self._expert_counter.read(launched.expert_counts[0])
         self._freed_buffers.step_finished(launched.plan)
         failures = masks.failures if masks is not None else []
         return StepResult(tokens, logprobs, digest, read_spills(launched.spills), failures)

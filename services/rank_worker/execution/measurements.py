@@ -4,10 +4,15 @@ from collections import deque
 
 import mlx.core as mx
 
+from services.rank_worker.model.expert_counter import ExpertCounter
 from shared import limits
-from shared.messages import StepsMeasured
+from shared.messages import LayerAssignments, StepsMeasured
 from shared.messages.step_profile import StepProfile
 from shared.messages.step_times import StepTimes, pack
+
+EXPERT_COUNTS_PER_S = 1_024
+"""Counts of experts that a rank may report per second on average: 2 to 4 KB. Larger tables are
+reported more rarely."""
 
 
 class StepMeasurements:
@@ -16,13 +21,18 @@ class StepMeasurements:
     One thread adds and another one takes.
     """
 
-    def __init__(self, epoch: int, rank: int) -> None:
+    def __init__(self, epoch: int, rank: int, expert_counter: ExpertCounter | None = None) -> None:
         """Begin without steps.
 
         Args:
             epoch: the epoch of all steps.
             rank: this rank.
+            expert_counter: counts assignments to experts; None: they are not counted.
         """
+        self._experts = expert_counter
+        self._reported_counts = expert_counter.counts if expert_counter is not None else None
+        self._pause_s = 0.0
+        """Reports, one a second, until the next one with counts of experts."""
         self._epoch = epoch
         self._rank = rank
         self._steps: deque[tuple[int, StepTimes]] = deque(maxlen=limits.STEPS_PER_MESSAGE_MAX)
@@ -43,20 +53,33 @@ class StepMeasurements:
         self._steps.append((step_id, times))
 
     def take(self) -> StepsMeasured | None:
-        """Return a report of the steps since the last report; None without any."""
+        """Return a report of all since the last report; None without any. Called once a second."""
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
-        if not steps:
+        experts = self._take_experts()
+        if not steps and not experts:
             return None
-        origin_s = steps[0][1].came_s
+        first_step_id, origin_s = (steps[0][0], steps[0][1].came_s) if steps else (0, 0.0)
         active_bytes, peak_bytes, cached_bytes = self._memory
         return StepsMeasured(
             epoch=self._epoch,
             rank=self._rank,
-            first_step_id=steps[0][0],
+            first_step_id=first_step_id,
             origin_s=origin_s,
             times=pack((times for _, times in steps), origin_s),
             profiles=[self._profiles.popleft() for _ in range(len(self._profiles))],
+            experts=experts,
             active_bytes=active_bytes,
             peak_bytes=peak_bytes,
             cached_bytes=cached_bytes,
         )
+
+    def _take_experts(self) -> list[LayerAssignments]:
+        """Return the assignments since the last report that had some; [] if it is too soon."""
+        self._pause_s = max(0.0, self._pause_s - 1.0)
+        counter = self._experts
+        if counter is None or self._pause_s > 0.0 or counter.counts is self._reported_counts:
+            return []
+        # The main thread replaces the array at any time.
+        layers, self._reported_counts = counter.report(self._reported_counts)
+        self._pause_s = sum(len(one.counts) for one in layers) / EXPERT_COUNTS_PER_S
+        return layers

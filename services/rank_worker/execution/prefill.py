@@ -100,7 +100,7 @@ class PrefillExecutor:
         tokens = pad_tokens([sequence.tokens[start:stop]], width)
         caches = self._store.prefill(slot, stop - start, width)
         if not chunk.samples:
-            self._forward.fill_caches(tokens, caches)
+            self._forward.fill_caches(tokens, caches, stop - start)
             forwards.start_fill(self._store.marker())
         elif padding:
             ends = mx.array([stop - start - 1], dtype=mx.int32)

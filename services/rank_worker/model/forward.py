@@ -1,12 +1,14 @@
 """Runs the model so that its head is computed only for positions whose logits are needed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.sharding.local_experts import device_wait_tokens
 from shared.errors import ConfigError
 
@@ -34,11 +36,19 @@ class Forward:
     For families that are built differently, the last token runs in a forward of its own.
     """
 
-    def __init__(self, model: nn.Module, *, can_select: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        expert_counter: ExpertCounter | None = None,
+        *,
+        can_select: bool | None = None,
+    ) -> None:
         """Detect how the model is built; nothing is computed.
 
         Args:
             model: the model, or this rank's shard of it.
+            expert_counter: counts the assignments of each forward to experts; None: they are not
+                counted.
             can_select: whether the whole model's head can be computed for selected positions;
                 None: `model` has all layers.
 
@@ -51,6 +61,7 @@ class Forward:
         """Reduces the hidden states that the head receives; None: the head receives all."""
         self._given: mx.array | None = None
         """Hidden states [rows, count, dim] that replace the output of the layers."""
+        self._expert_counter: ExpertCounter | None = None
         self.keeps_hidden = False
         """Whether each forward stores its hidden states in `hidden`."""
         self.hidden: mx.array | None = None
@@ -70,6 +81,8 @@ class Forward:
                 f"mlx-lm's {type(model).__module__} computes its logits differently with some of "
                 "its layers than with all: choose another world.sharding."
             )
+        # Not before: the forwards above only find out how the model is built.
+        self._expert_counter = expert_counter
 
     @property
     def can_embed(self) -> bool:
@@ -104,14 +117,20 @@ class Forward:
         finally:
             self._given = None
 
-    def fill_caches(self, tokens: mx.array, caches: list[Any]) -> None:
+    def fill_caches(
+        self, tokens: mx.array, caches: list[Any], real_tokens: int | None = None
+    ) -> None:
         """Build a forward that only writes KV; its logits are never computed.
 
         Args:
             tokens: int32 [rows, count].
             caches: one per layer, which get the KV of these tokens.
+            real_tokens: tokens of each row that are not padding at its end; None: all.
         """
-        self._logits(tokens, cache=caches)
+        real = None
+        if real_tokens is not None and real_tokens < tokens.shape[1]:
+            real = mx.broadcast_to(mx.arange(tokens.shape[1]) < real_tokens, tokens.shape)
+        self._run(tokens, caches, real, fills=True)
 
     def last_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Build a forward over a prompt's last chunk, with the logits of its last token only.
@@ -125,7 +144,7 @@ class Forward:
         """
         if self.can_select and tokens.shape[1] > 1:
             return self._selected(tokens, caches, _last)[:, 0]
-        return self._logits(tokens, cache=caches)[:, -1]
+        return self._run(tokens, caches)[:, -1]
 
     def row_end_logits(self, tokens: mx.array, caches: list[Any], ends: mx.array) -> mx.array:
         """Build a forward over right-padded rows, with the logits of each row's last real token.
@@ -139,22 +158,28 @@ class Forward:
             Logits [rows, vocab] at these positions.
         """
         index = ends[:, None, None]
+        real = mx.arange(tokens.shape[1]) <= ends[:, None]
         logits = self._selected(
-            tokens, caches, lambda hidden: mx.take_along_axis(hidden, index, axis=1)
+            tokens, caches, lambda hidden: mx.take_along_axis(hidden, index, axis=1), real
         )
         return logits[:, 0]
 
-    def all_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+    def all_logits(
+        self, tokens: mx.array, caches: list[Any], rows: Sequence[int] | None = None
+    ) -> mx.array:
         """Build a batched decode with the logits of all positions.
 
         Args:
             tokens: int32 [rows, count].
             caches: one per layer.
+            rows: rows whose results are used; None: all.
 
         Returns:
             Logits [rows, count, vocab].
         """
-        return self._logits(tokens, cache=caches)
+        count = tokens.shape[1]
+        used = None if rows is None else [row * count + one for row in rows for one in range(count)]
+        return self._run(tokens, caches, _mask(tokens, used))
 
     def selected_logits(
         self, tokens: mx.array, caches: list[Any], wanted: list[int] | None
@@ -170,12 +195,15 @@ class Forward:
             Logits [number of positions, vocab].
         """
         if wanted is None or not self.can_select:
-            logits = self.all_logits(tokens, caches)
+            logits = self._run(tokens, caches, _mask(tokens, wanted))
             logits = logits.reshape(-1, logits.shape[-1])
             return logits if wanted is None else logits[mx.array(wanted, dtype=mx.int32)]
         index = mx.array(wanted, dtype=mx.int32)
         return self._selected(
-            tokens, caches, lambda hidden: hidden.reshape(1, -1, hidden.shape[-1])[:, index]
+            tokens,
+            caches,
+            lambda hidden: hidden.reshape(1, -1, hidden.shape[-1])[:, index],
+            _mask(tokens, wanted),
         )[0]
 
     def splits_last_chunk(self, count: int) -> bool:
@@ -189,13 +217,43 @@ class Forward:
         """
         return not self.can_select and count > FULL_LOGITS_TOKENS_MAX
 
-    def _selected(self, tokens: mx.array, caches: list[Any], select: SelectPositions) -> mx.array:
-        """Build a forward: int32 [rows, count] -> logits of the selected positions."""
+    def _selected(
+        self,
+        tokens: mx.array,
+        caches: list[Any],
+        select: SelectPositions,
+        real: mx.array | None = None,
+    ) -> mx.array:
+        """Build a forward as `_run` does, with the logits of the selected positions."""
         self._select = select
         try:
-            return self._logits(tokens, cache=caches)
+            return self._run(tokens, caches, real)
         finally:
             self._select = None
+
+    def _run(
+        self,
+        tokens: mx.array,
+        caches: list[Any],
+        real: mx.array | None = None,
+        *,
+        fills: bool = False,
+    ) -> mx.array:
+        """Build a forward, and count its assignments to experts.
+
+        Args:
+            tokens: int32 [rows, count].
+            caches: one per layer.
+            real: bool [rows, count], false for tokens whose results are not used; None: all are.
+            fills: its logits are never computed.
+
+        Returns:
+            Logits [rows, count, vocab].
+        """
+        if self._expert_counter is None:
+            return self._logits(tokens, cache=caches)
+        with self._expert_counter.forward(real, fills=fills):
+            return self._logits(tokens, cache=caches)
 
     def _try_to_select(self, inner: nn.Module) -> bool:
         """Make the result of `inner` reducible; tell whether the model's logits shrink with it.
@@ -259,6 +317,15 @@ def _modules_without_head(model: nn.Module) -> Iterator[nn.Module]:
             inner = getattr(owner, name, None)
             if isinstance(inner, nn.Module):
                 yield inner
+
+
+def _mask(tokens: mx.array, used: Sequence[int] | None) -> mx.array | None:
+    """Return bool [rows, count], true at these flat positions; None for None."""
+    if used is None:
+        return None
+    mask = np.zeros(tokens.size, dtype=bool)
+    mask[list(used)] = True
+    return mx.array(mask).reshape(tokens.shape)
 
 
 def _last(hidden: mx.array) -> mx.array:

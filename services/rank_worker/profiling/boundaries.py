@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from services.rank_worker.model.expert_counter import LAYER, OTHER_MODEL
 from services.rank_worker.model.forward import EMBEDDING_NAMES
 from services.rank_worker.model.sharding.local_experts import is_switch
 from services.rank_worker.model.sharding.mlp_split import is_linear, is_mlp
@@ -22,10 +23,6 @@ from services.rank_worker.peers import collectives
 from services.rank_worker.profiling.part_timer import PartTimer
 from shared.messages.step_profile import NO_LAYER, Part
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)$")
-"""Path of a decoder layer in mlx-lm's families."""
-_OTHER_MODEL = re.compile(r"vision|visual|audio|mtp")
-"""Paths of models that answer no text: their layers are never called in a step."""
 _EXCHANGES: dict[str, Part] = {"send": "send", "recv": "receive", "recv_like": "receive"}
 """Parts of MLX's functions between two ranks; its others are between all ranks."""
 _MLP_NAMES = re.compile(r"mlp|feed_forward|ffn|ff\b|moe")
@@ -153,15 +150,15 @@ def _find_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Part, int]]:
     layers: dict[str, nn.Module] = {}
     by_path = sorted(model.named_modules(), key=lambda item: len(item[0]))
     for path, module in by_path:
-        found = _LAYER.search(path)
-        if found and not _OTHER_MODEL.search(path) and not _is_below(path, layers):
+        found = LAYER.search(path)
+        if found and not OTHER_MODEL.search(path) and not _is_below(path, layers):
             layers[path] = module
             for name, child in _modules(module):
                 if (part := _part_of(name, child)) is not None:
                     yield child, part, int(found[1])
     for path, module in by_path:
         name = path.rpartition(".")[2]
-        if not path or _is_below(path, layers) or _OTHER_MODEL.search(path):
+        if not path or _is_below(path, layers) or OTHER_MODEL.search(path):
             continue
         if name in EMBEDDING_NAMES and hasattr(type(module), "as_linear"):
             yield module, "embedding", NO_LAYER

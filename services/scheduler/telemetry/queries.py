@@ -9,33 +9,41 @@ from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.telemetry.telemetry import Telemetry
 from services.scheduler.world.world import World
 from shared import limits
+from shared.configuration.settings import Config
 from shared.messages import (
     ActivityReported,
+    ExpertsReported,
     OpenRequest,
     ProfilesReported,
     QueryActivity,
+    QueryExperts,
     QueryProfiles,
     QueryTrace,
     TraceReported,
 )
 
-Query = QueryProfiles | QueryTrace | QueryActivity
+Query = QueryProfiles | QueryTrace | QueryActivity | QueryExperts
+Answer = ProfilesReported | TraceReported | ActivityReported | ExpertsReported
 
 
 class TelemetryQueries:
     """Answers queries from what the parts of the scheduler know."""
 
     def __init__(
-        self, telemetry: Telemetry, requests: RequestTable, waiting: WaitingQueue, world: World
+        self,
+        config: Config,
+        telemetry: Telemetry,
+        requests: RequestTable,
+        waiting: WaitingQueue,
+        world: World,
     ) -> None:
+        self._config = config
         self._telemetry = telemetry
         self._requests = requests
         self._waiting = waiting
         self._world = world
 
-    def answer(
-        self, query: Query, now_s: float
-    ) -> ProfilesReported | TraceReported | ActivityReported:
+    def answer(self, query: Query, now_s: float) -> Answer:
         """Return the answer to a query at a monotonic time in seconds."""
         match query:
             case QueryProfiles():
@@ -44,6 +52,17 @@ class TelemetryQueries:
                 return self._telemetry.trace(query.seconds, self._requests, self._world, now_s)
             case QueryActivity():
                 return self._activity(query, now_s)
+            case QueryExperts():
+                return self._experts()
+
+    def _experts(self) -> ExpertsReported:
+        return ExpertsReported(
+            model=self._config.served_name,
+            model_fingerprint=self._world.fingerprint(),
+            sharding=self._config.sharding,
+            world_size=self._world.size,
+            layers=self._telemetry.experts.report(),
+        )
 
     def _activity(self, query: QueryActivity, now_s: float) -> ActivityReported:
         telemetry = self._telemetry

@@ -12,6 +12,7 @@ from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.requests.request_table import RequestTable
 from services.scheduler.telemetry.durations import Durations
 from services.scheduler.telemetry.event_log import EventLog
+from services.scheduler.telemetry.expert_loads import ExpertLoads
 from services.scheduler.telemetry.step_history import StepHistory, StepRecord, kind_of
 from services.scheduler.telemetry.step_profiles import StepProfiles
 from services.scheduler.world.world import World
@@ -22,6 +23,7 @@ from shared.messages import (
     StepsMeasured,
     TraceReported,
 )
+from shared.messages.rank_link import Sharding
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,16 +42,18 @@ class _RankTotals:
 class Telemetry:
     """The history of the last steps, and sums of each rank since the scheduler's start."""
 
-    def __init__(self, profile_every_steps: int) -> None:
+    def __init__(self, profile_every_steps: int, sharding: Sharding = "none") -> None:
         """Begin without steps.
 
         Args:
             profile_every_steps: of how many steps of a kind one is measured part by part; 0: none.
+            sharding: how the model is split.
         """
         self.history = StepHistory()
         self.profiles = StepProfiles(profile_every_steps)
         self.durations = Durations()
         self.events = EventLog()
+        self.experts = ExpertLoads(sharding)
         self._ranks: defaultdict[int, _RankTotals] = defaultdict(_RankTotals)
 
     def hear(self, rank: int, now_s: float) -> None:
@@ -100,6 +104,7 @@ class Telemetry:
         """
         totals = self._ranks[rank]
         totals.peak_bytes, totals.cached_bytes = message.peak_bytes, message.cached_bytes
+        self.experts.add(message.epoch, rank, message.experts, world_size)
         for step in self.history.measure(rank, message):
             # The report of the last rank completes a step, so each counts once.
             if len(step.times) == world_size:
@@ -120,6 +125,8 @@ class Telemetry:
             late_s=totals.late_s,
             awaited_s=self.profiles.awaited_s(status.rank),
             parts=self.profiles.totals(status.rank),
+            assignments=self.experts.own(status.rank),
+            foreign_assignments=self.experts.foreign(status.rank),
             silence_s=max(0.0, now_s - heard_at_s) if heard_at_s is not None else 0.0,
         )
         if clock is None:

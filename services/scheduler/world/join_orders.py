@@ -55,6 +55,8 @@ class JoinOrders:
                 backend=backend,
                 sharding=config.sharding,
                 memory_bytes=[one.hello.memory_bytes for one in chosen],
+                expert_shares=config.world.expert_shares if config.sharding == "expert" else [],
+                experts_every_steps=config.scheduler.experts_every_steps,
                 canary=config.world.canary,
                 canary_prompt_s=config.world.canary_prompt_s,
                 environment=environment,

@@ -21,6 +21,12 @@ class Split:
     world_size: int
     memory_bytes: Sequence[int] = ()
     """Memory that each rank may use, by rank; empty: equal shares."""
+    expert_shares: Sequence[int] = ()
+    """Relative number of routed experts of each rank; empty: in proportion to memory."""
+
+    def expert_weights(self) -> Sequence[int]:
+        """Return the relative number of routed experts of each rank."""
+        return self.expert_shares or rank_weights(self.memory_bytes, self.world_size)
 
 
 def rank_weights(memory_bytes: Sequence[int], world_size: int) -> list[int]:

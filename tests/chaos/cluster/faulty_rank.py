@@ -51,9 +51,9 @@ def patch_executor(switch: FaultSwitch) -> None:
 
     finish, chain, all_logits = Executor.finish, ReceiptChain.add_step, Forward.all_logits
 
-    def wrong_logits(self: Any, tokens: Any, caches: Any) -> Any:
+    def wrong_logits(self: Any, tokens: Any, caches: Any, rows: Any = None) -> Any:
         is_wrong = tokens.shape[0] > 1 and switch.take("row")
-        return all_logits(self, _next_rows(tokens) if is_wrong else tokens, caches)
+        return all_logits(self, _next_rows(tokens) if is_wrong else tokens, caches, rows)
 
     def wrong_finish(self: Any, launched: Any) -> Any:
         result = finish(self, launched)

@@ -29,6 +29,7 @@ from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.device.hardware import device_kind
 from services.rank_worker.execution.executor import Executor, LaunchedStep
 from services.rank_worker.execution.warmup import warm_up
+from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.peers.collectives import Collectives
 from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
 from shared.messages.rank_link import Backend, Sharding
@@ -40,6 +41,7 @@ REPLAYS = 20
 PREFILLS = 3
 """Prefills per measurement; their median counts."""
 WARM_STEPS = 2
+_NEVER = 2**62
 
 CollectiveCall = tuple[str, tuple[int, ...], mx.Dtype, int]
 """Function, shape and dtype of a collective, and the peer's rank of a send or receive."""
@@ -67,6 +69,7 @@ class _StepTimer:
         self._world = world
         loaded = standalone_rank.load(world, path, sharding)
         self._shard_bytes = loaded.shard_bytes
+        self._counter = ExpertCounter(loaded.model, world.rank, sharding, _NEVER)
         self._executor = Executor(
             loaded.model,
             rank=world.rank,
@@ -76,6 +79,7 @@ class _StepTimer:
             sum_ids=world.sum_ids if world.world_size > 1 else None,
             profile=ExecutionProfile(has_queue=device_kind() != "cpu", groups_prefill=False),
             traits=loaded.traits,
+            expert_counter=self._counter if self._counter.has_layers else None,
         )
         warm_up(self._executor, 4_096)
         self._step_id = 0
@@ -86,11 +90,11 @@ class _StepTimer:
         """Return `weights_mib`, the size of this rank's weights in MiB, and the name `device`."""
         return {"weights_mib": self._shard_bytes / 2**20, "device": str(mx.default_device())}
 
-    def measure(self, phase: str, **order: int) -> dict[str, float]:
+    def measure(self, phase: str, **order: int) -> dict[str, Any]:
         """Return the result of `decode` or `prefill`, as the order's phase says."""
         return self.decode(**order) if phase == "decode" else self.prefill(**order)
 
-    def decode(self, batch: int, steps: int) -> dict[str, float]:
+    def decode(self, batch: int, steps: int) -> dict[str, Any]:
         """Return the milliseconds of one decode step and its parts, with the keys of `_measure`.
 
         Args:
@@ -123,7 +127,7 @@ class _StepTimer:
 
         return self._measure(run)
 
-    def prefill(self, tokens: int) -> dict[str, float]:
+    def prefill(self, tokens: int) -> dict[str, Any]:
         """Return the milliseconds of one prompt's prefill and its parts, keyed as in `_measure`.
 
         Args:
@@ -142,7 +146,7 @@ class _StepTimer:
 
         return self._measure(run)
 
-    def _measure(self, run: Callable[[], float]) -> dict[str, float]:
+    def _measure(self, run: Callable[[], float]) -> dict[str, Any]:
         """Measure a step, its computation alone and its collectives alone.
 
         - step: the whole step on all ranks together.
@@ -151,12 +155,18 @@ class _StepTimer:
         - collectives: the same number and sizes of collectives one after the other on all ranks
           together, without computation between them.
         - waiting: the rest of the step, spent on slower peers and on work that cannot overlap.
+        - assignments: of the whole step, the tokens routed to this rank's experts and those routed
+          to all experts, once for each expert, by layer.
 
         Args:
             run: runs steps and returns the milliseconds of one.
         """
+        before = self._counter.counts
         step_ms = run()
-        found = {"step_ms": step_ms, "compute_ms": step_ms, "collectives_ms": 0.0}
+        found: dict[str, Any] = {"step_ms": step_ms, "compute_ms": step_ms, "collectives_ms": 0.0}
+        self._counter.read_now()
+        own = [sum(one.counts) for one in self._counter.report(before)[0]]
+        found["assignments"] = own, (self._counter.counts - before).sum(axis=1).tolist()
         if self._world.world_size > 1:
             with _recorded_collectives() as self._collectives:
                 found["compute_ms"] = run()

@@ -5,6 +5,9 @@ one after the other, because a device cannot hold all their models at once. A ra
 parts: compute (its graphs alone, with collectives that return their argument), collectives (the
 same number and sizes, without computation between them) and waiting, which is the rest. A metric
 that ends in "_most" is the largest of all ranks; the JSON document contains every rank's.
+
+Where experts are divided, `imbalance` is the load of each layer's busiest rank over the mean of its
+ranks, and `foreign_share` the part of a rank's assignments whose experts are on other ranks.
 """
 
 import itertools
@@ -31,6 +34,7 @@ from services.commands.bench.measuring.plan import BenchmarkPlan
 from services.commands.bench.measuring.processes import bench_program, print_progress
 from services.commands.bench.measuring.report import PART, Case, Report
 from shared.errors import UnavailableError, UsageError
+from shared.measurements.expert_balance import rank_imbalance
 
 SPLITTINGS = ("one", "tensor", "expert", "pipeline")
 BACKENDS = ("auto", "ring", "nccl")
@@ -42,6 +46,8 @@ COLUMNS = [
     "waiting_ms_most",
     "collectives",
     "weights_mib_most",
+    "imbalance",
+    "foreign_share_most",
 ]
 PARTS = ("compute_ms", "collectives_ms", "waiting_ms")
 
@@ -172,4 +178,23 @@ def _metrics(
     for rank, one in enumerate(found):
         figures |= {f"{part}_rank_{rank}": one[part] for part in PARTS}
         figures[f"weights_mib_rank_{rank}"] = descriptions[rank]["weights_mib"]
-    return figures
+    return figures | _expert_metrics([one["assignments"] for one in found])
+
+
+def _expert_metrics(assignments: list[list[list[int]]]) -> dict[str, float]:
+    """Return imbalance and foreign shares; {} where no rank lacks any expert.
+
+    Args:
+        assignments: of each rank those to its own experts and to all experts, by layer.
+    """
+    foreign = [1.0 - sum(own) / sum(whole) if sum(whole) else 0.0 for own, whole in assignments]
+    # Ranks of a pipeline have layers of their own.
+    if not any(foreign) or len({len(own) for own, _ in assignments}) > 1:
+        return {}
+    by_layer = list(zip(*(own for own, _ in assignments), strict=True))
+    shares = {f"foreign_share_rank_{rank}": share for rank, share in enumerate(foreign)}
+    return {
+        "imbalance": rank_imbalance(by_layer),
+        "foreign_share_most": max(foreign),
+        **shares,
+    }

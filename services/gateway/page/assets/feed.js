@@ -22,6 +22,7 @@ export class Feed {
     this.before = null;
     this.own = { requests: [], misses: [] };
     this.steps = [];
+    this.experts = [];
     this.times = [];
     this.lines = Object.fromEntries(LINES.map((name) => [name, []]));
     this.key = sessionStorage.getItem(KEY) || "";
@@ -88,6 +89,7 @@ export class Feed {
   receive(event) {
     const [, name, data] = /^event: (\w+)\ndata: (.*)$/s.exec(event) || [];
     if (name === "steps") this.addSteps(JSON.parse(data));
+    if (name === "experts") this.experts = JSON.parse(data);
     if (name === "own") this.own = JSON.parse(data);
     if (name === "snapshot") this.addSnapshot(JSON.parse(data));
   }

@@ -22,7 +22,7 @@ def apply_split(
         model: the whole model with lazy parameters.
         config: the model's config.json.
         split: the way of sharding, this rank, and the memory of each rank, which determines its
-            share.
+            share unless shares of experts are given.
         collectives: the world's collectives.
 
     Returns:
@@ -38,7 +38,7 @@ def apply_split(
     weights = rank_weights(split.memory_bytes, split.world_size)
     match split.sharding:
         case "expert":
-            return f"expert {split_experts(model, weights, collectives)}"
+            return f"expert {split_experts(model, weights, collectives, split.expert_weights())}"
         case "pipeline":
             return f"pipeline {split_layers(model, weights, collectives)}"
         case _:

@@ -16,7 +16,7 @@ import ast
 import inspect
 import itertools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -32,13 +32,19 @@ SUM_FUNCTIONS = {"all_sum", "sum_gradients"}
 """Functions that a block may pass its group to."""
 
 
-def split_experts(model: nn.Module, weights: list[int], collectives: Collectives) -> str:
+def split_experts(
+    model: nn.Module,
+    weights: list[int],
+    collectives: Collectives,
+    expert_weights: Sequence[int] = (),
+) -> str:
     """Keep only this rank's experts in each layer, and sum the layers' outputs over ranks.
 
     Args:
         model: the whole model with lazy parameters; changed in place.
-        weights: relative share of the experts by rank, for example [2, 1].
+        weights: relative share of shared experts by rank, for example [2, 1].
         collectives: the world's collectives.
+        expert_weights: relative number of routed experts by rank; empty: `weights`.
 
     Returns:
         The number of experts by rank, and where the layers' outputs are summed, for example "64+64;
@@ -62,7 +68,7 @@ def split_experts(model: nn.Module, weights: list[int], collectives: Collectives
                 f"This model has a layer of {count} routed experts, which cannot be divided "
                 f"between {len(weights)} ranks: set world.size to {count} or less."
             )
-        shares = divide(count, weights)
+        shares = divide(count, expert_weights or weights)
         keep_local(experts, *item_range(shares, collectives.rank))
         places.append(_place_sum(experts, ancestors, weights, collectives))
         texts.append("+".join(map(str, shares)))

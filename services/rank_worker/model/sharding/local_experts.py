@@ -82,13 +82,14 @@ def keep_local(experts: nn.Module, first: int, stop: int) -> None:
         stop: the expert after the last one.
     """
     switches = [child for child in experts.children().values() if is_switch(child)]
+    total = int(switches[0].num_experts)
     for switch in switches:
         for name, value in switch.items():
             if isinstance(value, mx.array):
                 switch[name] = value[first:stop]
     expert_weights = sum(switch.input_dims * switch.output_dims for switch in switches)
     original = type(experts)
-    local = LocalExperts(original, first, stop - first, expert_weights)
+    local = LocalExperts(original, first, stop - first, total, expert_weights)
 
     def call(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
         return local(module, x, indices)
@@ -107,7 +108,7 @@ class LocalExperts:
     """Computes this rank's experts of a layer, with zeros for the experts of other ranks."""
 
     def __init__(
-        self, original: type[nn.Module], first: int, count: int, expert_weights: int
+        self, original: type[nn.Module], first: int, count: int, total: int, expert_weights: int
     ) -> None:
         """Store the range of this rank's experts.
 
@@ -115,10 +116,15 @@ class LocalExperts:
             original: the layer's type; runs experts 0 to count - 1.
             first: the model's index of the first local expert.
             count: number of local experts.
+            total: number of the layer's experts on all ranks together.
             expert_weights: number of weights of one expert.
         """
         self._original = original
         self._count = count
+        self.experts = range(first, first + count)
+        """The model's indices of the local experts."""
+        self.total = total
+        """Number of the layer's experts on all ranks together."""
         self._expert_weights = expert_weights
         self._experts_per_token = 1
         self._bounds = mx.array(first, mx.int32), mx.array(count, mx.int32)

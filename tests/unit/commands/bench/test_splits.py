@@ -46,6 +46,9 @@ def test_bench_splits_reports_step_time_of_slowest_rank() -> None:
     ]
     for one in found:
         one["collectives"] = 9.0
+    # Two layers, in which both ranks route 100 tokens; the busiest rank has 60 and 90 of them.
+    found[0]["assignments"] = [60, 10], [100, 100]
+    found[1]["assignments"] = [40, 90], [100, 100]
     about = [{"weights_mib": 10.0}, {"weights_mib": 12.0}]
     figures = splits._metrics({"phase": "decode", "batch": 8}, found, about)
     assert figures["step_ms"] == 5.0
@@ -53,7 +56,22 @@ def test_bench_splits_reports_step_time_of_slowest_rank() -> None:
     assert (figures["compute_ms_most"], figures["compute_ms_rank_1"]) == (3.0, 2.0)
     assert figures["waiting_ms_most"] == 2.4
     assert figures["weights_mib_most"] == 12.0
+    assert figures["imbalance"] == pytest.approx((60 + 90) / (50 + 50))
+    assert figures["foreign_share_rank_0"] == pytest.approx(0.65)
+    assert figures["foreign_share_most"] == pytest.approx(0.65)
     assert set(splits.COLUMNS) <= set(figures)
+
+
+@pytest.mark.parametrize(
+    "assignments",
+    [[([], [])] * 2, [([5, 5], [5, 5])] * 2, [([5], [5]), ([5, 5], [5, 5])]],
+    ids=["dense", "tensor", "pipeline"],
+)
+def test_bench_splits_says_nothing_of_experts_that_are_not_divided(
+    assignments: list[list[list[int]]],
+) -> None:
+    """Only where experts are divided do the ranks' loads differ."""
+    assert splits._expert_metrics(assignments) == {}
 
 
 def test_bench_splits_reports_unmeasured_split_when_its_processes_fail_to_start(
@@ -66,7 +84,8 @@ def test_bench_splits_reports_unmeasured_split_when_its_processes_fail_to_start(
         "print(json.dumps({'weights_mib': 1.0}), flush=True)\n"
         "for line in sys.stdin:\n"
         "    parts = ('compute_ms', 'collectives_ms', 'waiting_ms', 'collectives')\n"
-        "    print(json.dumps({'step_ms': 2.0, **dict.fromkeys(parts, 0.5)}), flush=True)\n"
+        "    answer = {'step_ms': 2.0, 'assignments': [[], []], **dict.fromkeys(parts, 0.5)}\n"
+        "    print(json.dumps(answer), flush=True)\n"
     )
     program = f"import sys\nexec({starter!r} if sys.argv[3] == 'pipeline' else {echo!r})"
     monkeypatch.setattr(splits, "_PROGRAM", [sys.executable, "-c", program])

@@ -6,7 +6,8 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect as types
 
-from shared.messages import StepProfile, StepsMeasured, SubmitRequest, token_ids
+from shared import limits
+from shared.messages import LayerAssignments, StepProfile, StepsMeasured, SubmitRequest, token_ids
 from shared.messages.step_profile import PARTS, SPAN_BYTES
 from shared.messages.step_times import STEP_BYTES
 
@@ -24,6 +25,8 @@ def instances(struct: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
         optional["prediction"] = _packed_ids(0)
     if struct is StepsMeasured:
         required["times"] = st.integers(0, 3).map(lambda steps: bytes(steps * STEP_BYTES))
+    if struct is LayerAssignments:
+        return _layer_assignments()
     if struct is StepProfile:
         spans = st.lists(st.integers(0, len(PARTS) - 1), max_size=3)
         required["spans"] = spans.map(
@@ -64,6 +67,16 @@ def _values(kind: types.Type) -> st.SearchStrategy[Any]:
         case types.StructType():
             return instances(kind.cls)
     raise AssertionError(f"a message field has a type without a strategy: {kind}")
+
+
+@st.composite
+def _layer_assignments(draw: st.DrawFn) -> LayerAssignments:
+    """Return a strategy of counts of experts that their layer has."""
+    experts = draw(st.integers(1, 6))
+    first = draw(st.integers(0, experts - 1))
+    counts = draw(st.lists(st.integers(0, 2**40), max_size=experts - first))
+    layer = draw(st.integers(0, limits.LAYERS_MAX - 1))
+    return LayerAssignments(layer=layer, experts=experts, first=first, counts=counts)
 
 
 def _packed_ids(count_min: int) -> st.SearchStrategy[bytes]:
