@@ -71,6 +71,10 @@ ACTIVITY_REQUESTS_MAX = 512
 ACTIVITY_EVENTS_MAX = 64
 """Most steps, requests and events in one report of what the cluster does: about 200 KB."""
 
+SECONDS_MAX = 1e9
+COUNT_MAX = 2**62
+"""Largest duration and count in a message. Sums of what peers report end there."""
+
 GOODBYE_S = 1.0
 """Longest wait in `close` for the peer's acknowledgements. Without it ipc loses the last
 messages."""

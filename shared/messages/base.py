@@ -9,9 +9,9 @@ from shared import limits
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A token id, int32 on the device."""
 
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Seconds = Annotated[float, Meta(ge=0.0, le=limits.SECONDS_MAX)]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
-Count = Annotated[int, Meta(ge=0, le=2**62)]
+Count = Annotated[int, Meta(ge=0, le=limits.COUNT_MAX)]
 ShortText = Annotated[str, Meta(max_length=4_096)]
 RequestName = Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS_MAX)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]

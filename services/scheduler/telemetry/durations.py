@@ -2,6 +2,7 @@
 
 import bisect
 
+from shared import limits
 from shared.messages import DurationCounts
 from shared.messages.durations import BOUNDS_S, DurationName
 
@@ -24,7 +25,7 @@ class Durations:
         key, bounds = (name, label), BOUNDS_S[name]
         counts = self._counts.setdefault(key, [0] * (len(bounds) + 1))
         counts[bisect.bisect_left(bounds, seconds)] += 1
-        self._sums_s[key] = self._sums_s.get(key, 0.0) + max(0.0, seconds)
+        self._sums_s[key] = add_seconds(self._sums_s.get(key, 0.0), seconds)
 
     def report(self) -> list[DurationCounts]:
         """Return all counts."""
@@ -34,3 +35,13 @@ class Durations:
             )
             for (name, label), counts in self._counts.items()
         ]
+
+
+def add_seconds(total_s: float, more_s: float) -> float:
+    """Return a sum of durations that fits a message, even if a rank reports nonsense."""
+    return min(limits.SECONDS_MAX, total_s + max(0.0, more_s))
+
+
+def add_counts(total: int, more: int) -> int:
+    """Return a sum of counts that fits a message, as `add_seconds`."""
+    return min(limits.COUNT_MAX, total + more)

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from services.scheduler.batch.plan_builder import PlannedStep
+from services.scheduler.telemetry.durations import add_counts, add_seconds
 from services.scheduler.telemetry.step_history import kind_of
 from shared.measurements.step_losses import exchanges, find_losses
 from shared.messages import MeasuredStep, OrderProfile, ProfilesReported, QueryProfiles
@@ -84,7 +85,8 @@ class StepProfiles:
             totals[part.part] = _sum(totals.get(part.part), part)
         if len(step.profiles) == world_size > 1:
             for rank, one in exchanges(step.profiles).items():
-                self._awaited_s[rank] += one.awaited_s
+                awaited_s = add_seconds(self._awaited_s[rank], one.awaited_s)
+                self._awaited_s[rank] = awaited_s
 
     def totals(self, rank: int) -> list[PartTotal]:
         """Return a rank's sums over all measured steps since the scheduler's start."""
@@ -117,8 +119,8 @@ def _sum(before: PartTotal | None, more: PartTotal) -> PartTotal:
         return more
     return PartTotal(
         part=more.part,
-        runs=before.runs + more.runs,
-        seconds=before.seconds + more.seconds,
-        bytes=before.bytes + more.bytes,
-        primitives=before.primitives + more.primitives,
+        runs=add_counts(before.runs, more.runs),
+        seconds=add_seconds(before.seconds, more.seconds),
+        bytes=add_counts(before.bytes, more.bytes),
+        primitives=add_counts(before.primitives, more.primitives),
     )

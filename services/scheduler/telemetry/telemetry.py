@@ -10,7 +10,7 @@ import msgspec
 
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.requests.request_table import RequestTable
-from services.scheduler.telemetry.durations import Durations
+from services.scheduler.telemetry.durations import Durations, add_seconds
 from services.scheduler.telemetry.event_log import EventLog
 from services.scheduler.telemetry.expert_loads import ExpertLoads
 from services.scheduler.telemetry.step_history import StepHistory, StepRecord, kind_of
@@ -90,9 +90,9 @@ class Telemetry:
         """
         self.history.receive(receipt.epoch, receipt.step_id, rank, now_s)
         totals = self._ranks[rank]
-        totals.busy_s += receipt.busy_ms / 1e3
+        totals.busy_s = add_seconds(totals.busy_s, receipt.busy_ms / 1e3)
         if has_requests:
-            totals.idle_s += receipt.idle_ms / 1e3
+            totals.idle_s = add_seconds(totals.idle_s, receipt.idle_ms / 1e3)
 
     def add_report(self, rank: int, message: StepsMeasured, world_size: int) -> None:
         """Add what a rank of the present epoch has measured.
@@ -170,4 +170,5 @@ class Telemetry:
         ended_s = {rank: step.rank_times(rank).ended_s for rank in step.times}
         first_s = min(ended_s.values())
         for rank, time_s in ended_s.items():
-            self._ranks[rank].late_s += time_s - first_s
+            totals = self._ranks[rank]
+            totals.late_s = add_seconds(totals.late_s, time_s - first_s)
