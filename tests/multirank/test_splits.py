@@ -12,6 +12,7 @@ import pytest
 
 from tests.multirank.worlds.cached_prompts import BLOCK, SETTINGS, generate
 from tests.multirank.worlds.cluster import cluster
+from tests.multirank.worlds.saved_model import save_model
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,7 @@ def test_tensor_expert_and_pipeline_splits_generate_same_tokens_as_one_rank(
         found = [rank[case] for rank in ranks]
         whole = one_rank[family]
         assert len(set(map(str, whole["tokens"].values()))) == 6, "the sequences differ"
+        assert _table(found, sharding) == _table([whole], sharding), case
         for one in found:
             assert one["tokens"] == whole["tokens"], case
             assert one["digests"] == found[0]["digests"], case
@@ -110,24 +112,16 @@ def test_tensor_expert_and_pipeline_splits_generate_same_tokens_as_one_rank(
             assert len({one["bytes"] for one in found}) > 1, "shares follow unequal memory"
 
 
-def _save_model(folder: Path, family: str, **sizes: int) -> None:
-    """Save a tiny model in another process, because this one may not import MLX."""
-    folder.mkdir()
-    code = (
-        "import json, sys\n"
-        "from pathlib import Path\n"
-        "import mlx.core as mx\n"
-        "from mlx.utils import tree_flatten\n"
-        "from tests.mlx.sharding.moe_models import make_moe_model, moe_config\n"
-        "mx.set_default_device(mx.cpu)\n"
-        "folder, family, sizes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])\n"
-        "config = moe_config(family, **sizes)\n"
-        "(folder / 'config.json').write_text(json.dumps(config))\n"
-        "weights = dict(tree_flatten(make_moe_model(family, **sizes).parameters()))\n"
-        "mx.save_safetensors(str(folder / 'model.safetensors'), weights, {'format': 'mlx'})\n"
-    )
-    command = [sys.executable, "-c", code, str(folder), family, json.dumps(sizes)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+def _table(ranks: list[dict[str, Any]], sharding: str) -> list[tuple[int, int, int]]:
+    """Return (layer, expert, assignments) of the experts that ranks hold, each once."""
+    reports = ranks[:1] if sharding == "tensor" else ranks
+    rows = [row for rank in reports for row in rank["experts"]]
+    table = [
+        (layer, expert, count)
+        for layer, first, counts in rows
+        for expert, count in enumerate(counts, first)
+    ]
+    return sorted(table)
 
 
 @pytest.mark.proof
@@ -136,7 +130,7 @@ def test_stored_blocks_of_world_with_other_split_are_not_found(tmp_path: Path) -
     """Stored blocks are found only by a world with the same split."""
     model, blocks = tmp_path / "model", tmp_path / "blocks"
     blocks.mkdir()
-    _save_model(model, MOE, num_hidden_layers=4)
+    save_model(model, MOE, num_hidden_layers=4)
     prompt = [(7 * place + 3) % 211 for place in range(3 * BLOCK + 5)]
     whole = 3 * BLOCK
     answers = []
@@ -175,7 +169,7 @@ def test_pipeline_split_of_hybrid_model_generates_same_tokens_as_one_rank(tmp_pa
     """
     model, blocks = tmp_path / "model", tmp_path / "blocks"
     blocks.mkdir()
-    _save_model(model, HYBRID, num_hidden_layers=2, full_attention_interval=2)
+    save_model(model, HYBRID, num_hidden_layers=2, full_attention_interval=2)
     settings = {
         **SETTINGS,
         "MODEL_PATH": str(model),
