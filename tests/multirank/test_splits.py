@@ -94,6 +94,7 @@ def test_tensor_expert_and_pipeline_splits_generate_same_tokens_as_one_rank(
         found = [rank[case] for rank in ranks]
         whole = one_rank[family]
         assert len(set(map(str, whole["tokens"].values()))) == 6, "the sequences differ"
+        assert _table(found, sharding) == _table([whole], sharding), case
         for one in found:
             assert one["tokens"] == whole["tokens"], case
             assert one["digests"] == found[0]["digests"], case
@@ -109,6 +110,18 @@ def test_tensor_expert_and_pipeline_splits_generate_same_tokens_as_one_rank(
             assert sum(kv) == whole["kv_bytes_per_token"], "each rank keeps its own layers' KV"
         if sharding != "tensor":
             assert len({one["bytes"] for one in found}) > 1, "shares follow unequal memory"
+
+
+def _table(ranks: list[dict[str, Any]], sharding: str) -> list[tuple[int, int, int]]:
+    """Return (layer, expert, assignments) of the experts that ranks hold, each once."""
+    reports = ranks[:1] if sharding == "tensor" else ranks
+    rows = [row for rank in reports for row in rank["experts"]]
+    table = [
+        (layer, expert, count)
+        for layer, first, counts in rows
+        for expert, count in enumerate(counts, first)
+    ]
+    return sorted(table)
 
 
 @pytest.mark.proof

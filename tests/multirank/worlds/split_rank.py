@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from services.rank_worker.device import ring_sockets  # noqa: E402
 from services.rank_worker.execution.warmup import warm_up  # noqa: E402
+from services.rank_worker.model.expert_counter import ExpertCounter  # noqa: E402
 from services.rank_worker.model.sharding import local_experts  # noqa: E402
 from services.rank_worker.model.sharding.apply import apply_split  # noqa: E402
 from services.rank_worker.model.unsharded_traits import read_traits  # noqa: E402
@@ -72,6 +73,7 @@ def _run(world: Collectives, sharding: Any, family: str) -> dict[str, Any]:
     split = Split(sharding, world.rank, world.world_size, memory)
     traits = read_traits(model)
     description = apply_split(model, moe_config(family, **SIZES), split, world)
+    counter = ExpertCounter(model, world.rank, sharding, 1)
     driver = ExecutorDriver(model, row_tokens=256)
     driver.executor = make_executor(
         model,
@@ -79,11 +81,13 @@ def _run(world: Collectives, sharding: Any, family: str) -> dict[str, Any]:
         world_size=world.world_size,
         sum_ids=world.sum_ids if world.world_size > 1 else None,
         traits=traits,
+        expert_counter=counter,
     )
     warm_up(driver.executor, 4096)
     collectives_per_decode = _run_steps(driver)
     return {
         "split": description,
+        "experts": [(one.layer, one.first, one.counts) for one in counter.report()[0]],
         "tokens": driver.tokens,
         "digests": [digest.hex() for digest in driver.digests],
         "collectives_per_decode": collectives_per_decode,

@@ -1,9 +1,13 @@
 """Loads of experts: what the scheduler keeps of the ranks' reports."""
 
+import msgpack
 import pytest
 
 from services.scheduler.telemetry.expert_loads import ExpertLoads
-from shared.messages import LayerAssignments
+from shared import limits
+from shared.errors import FrameRefused
+from shared.messages import LayerAssignments, StepsMeasured, ToScheduler
+from shared.transport import codec
 
 
 def _layer(number: int, first: int, counts: list[int], experts: int = 4) -> LayerAssignments:
@@ -73,3 +77,35 @@ def test_sums_stop_below_largest_number_of_messages() -> None:
     loads._own[0] = loads._foreign[1] = 2**60 - 1
     loads.add(1, 0, [_layer(0, 0, [2**40])], 2)
     assert loads.report()[0].counts[0] == loads.own(0) == loads.foreign(1) == 2**60
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"first": 3, "counts": [1, 1]},
+        {"counts": [1] * 5},
+        {"counts": [-1]},
+        {"counts": [2**41]},
+        {"layer": limits.LAYERS_MAX},
+        {"experts": limits.EXPERTS_MAX + 1},
+        {"counts": b"1234"},
+    ],
+)
+def test_damaged_counts_are_refused_at_arrival(wrong: dict[str, object]) -> None:
+    """A message with such counts reaches no part of the scheduler."""
+    right = {"layer": 0, "experts": 4, "first": 0, "counts": [1, 1]}
+    body = {
+        "type": "StepsMeasured",
+        "epoch": 1,
+        "rank": 0,
+        "first_step_id": 1,
+        "origin_s": 0.0,
+        "times": b"",
+        "active_bytes": 0,
+        "peak_bytes": 0,
+        "cached_bytes": 0,
+    }
+    decoder: codec.Decoder[StepsMeasured] = codec.Decoder(ToScheduler)
+    assert decoder.decode(msgpack.packb({**body, "experts": [right]})).experts
+    with pytest.raises(FrameRefused):
+        decoder.decode(msgpack.packb({**body, "experts": [{**right, **wrong}]}))
