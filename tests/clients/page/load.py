@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from tests.end_to_end.running_lockstep import RunningLockstep
 
 PATH = "/v1/completions"
+MODEL = "lockstep-demo"
 
 
 @contextlib.contextmanager
 def streams(
-    running: RunningLockstep, count: int, max_tokens: int = 2_000, key: str = ""
+    running: RunningLockstep, count: int, max_tokens: int = 2_000, key: str = "", model: str = MODEL
 ) -> Iterator[list[str]]:
     """Keep this many streams open within the block.
 
@@ -20,6 +21,7 @@ def streams(
         count: number of streams, each of which begins anew when it has ended.
         max_tokens: length of each completion.
         key: API key; "": the server needs no key.
+        model: name of the model.
 
     Yields:
         A list to which the ends of streams are added: "" of a whole one, else the error.
@@ -32,7 +34,7 @@ def streams(
         while not is_over.is_set():
             turn += 1
             prompt = f"Stream {number}, turn {turn}, tells a long story about a lighthouse."
-            body = {"model": "lockstep-demo", "prompt": prompt, "max_tokens": max_tokens}
+            body = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
             body |= {"logit_bias": {"2041": -100, "2042": -100, "2043": -100}}
             error = ""
             try:

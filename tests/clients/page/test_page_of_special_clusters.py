@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from services.commands.bench.random_model import make_random_model
 from tests.clients.page.browser import Browser
 from tests.clients.page.load import streams
 from tests.end_to_end.running_lockstep import running_lockstep
@@ -71,3 +73,26 @@ def test_page_names_rank_that_others_wait_for_and_its_part(
         assert 0.6 * runs * seconds * 1e3 < awaited_ms < 3.0 * runs * seconds * 1e3
         if kind == "attention":
             assert "attention takes" in said
+
+
+def test_page_shows_load_of_experts_by_layer_and_rank(browser: Browser, tmp_path: Path) -> None:
+    """The shares of the ranks add up, and every layer's busiest expert is named."""
+    folder = tmp_path / "model"
+    make_random_model(folder, "tiny-moe")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(mode=0o700)
+    settings = '[world]\nsharding = "expert"\n[scheduler]\nexperts_every_steps = 10\n'
+    with (
+        running_lockstep(run_dir, 2, "--model", str(folder), settings=settings) as running,
+        streams(running, 2, model="model") as ends,
+    ):
+        browser.open(f"http://127.0.0.1:{running.port}/")
+        said = browser.wait_for_text("of the load", "#experts", 60.0)
+        shares = [int(word) for word in re.findall(r"Rank \d: (\d+) %", said)]
+        assert len(shares) == 2
+        assert abs(sum(shares) - 100) <= 1
+        assert browser.count("#experts tbody tr") == 4
+        assert browser.count("#experts canvas") == 1
+        assert "experts 8 to 15 of 16" in browser.text("#cluster")
+        assert browser.violations() == []
+        assert not any(ends)
