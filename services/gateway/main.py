@@ -33,6 +33,7 @@ from services.gateway.tokenizing import tokenizer
 from services.gateway.tokenizing.replay.stored_turns import StoredTurns
 from services.gateway.tokenizing.replay.turns import TurnMemory
 from services.gateway.tokenizing.tokenizer import Tokenizer
+from services.gateway.tracing.tracing import Tracing
 from shared import limits, log
 from shared.clock import Clock, SystemClock, unix_seconds
 from shared.configuration.loading import API_KEYS_VARIABLE
@@ -102,7 +103,8 @@ def build_service(
         config.gateway_address, config.keys_dir, silence_s=config.scheduler.silence_s
     )
     call_later = asyncio.get_running_loop().call_later
-    open_requests = OpenRequests(link, call_later, clock, status, metrics, flush_list)
+    tracing = Tracing(link, clock)
+    open_requests = OpenRequests(link, call_later, clock, status, metrics, flush_list, tracing)
     link.start(open_requests.handle)
     return CompletionService(
         config=config,
@@ -129,6 +131,7 @@ def build_service(
         documents=documents,
         stored_turns=stored_turns,
         model_names=ModelNames(config),
+        tracing=tracing,
     )
 
 

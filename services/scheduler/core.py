@@ -35,6 +35,7 @@ from services.scheduler.stall_detector import StallDetector
 from services.scheduler.status_report import StatusReporter
 from services.scheduler.step_pipeline import StepPipeline
 from services.scheduler.telemetry.telemetry import Telemetry
+from services.scheduler.telemetry.trace_queries import TraceQueries
 from services.scheduler.world.world import World, WorldState
 from services.scheduler.world.world_change import WorldChange, WorldFacts
 from shared import limits
@@ -45,10 +46,12 @@ from shared.messages import (
     AbortRequest,
     BlocksRestored,
     BlocksSpilled,
+    ExchangesReported,
     GrammarCompiled,
     Heartbeat,
     OrderDrain,
     OrderProfile,
+    OrderTrace,
     QueryProfiles,
     QueryStatus,
     QueryTrace,
@@ -108,6 +111,9 @@ class SchedulerCore:
         self._stall_detector = StallDetector()
         self._counters: defaultdict[str, float] = self._requests.counters
         self._gateways: set[PeerId] = set()
+        self._traces = TraceQueries(
+            self._telemetry, self._requests, self._world, self._gateways, self._actions
+        )
         self._status_at_s = 0.0
         self._drain = Drain(config.scheduler.drain_s)
         self._status = StatusReporter(
@@ -196,12 +202,8 @@ class SchedulerCore:
                 self._set_operator_drain(gateway, now_s, is_on=message.is_on)
             case OrderProfile() if gateway.startswith(_OPERATOR):
                 self._telemetry.profiles.order(message)
-            case QueryProfiles():
-                report = self._telemetry.profiles.report(message)
-                self._actions.append(SendToGateway(gateway, report))
-            case QueryTrace():
-                trace = self._telemetry.trace(message.seconds, self._requests, self._world, now_s)
-                self._actions.append(SendToGateway(gateway, trace))
+            case QueryProfiles() | OrderTrace() | QueryTrace() | ExchangesReported():
+                self._traces.handle(gateway, message, now_s)
             case _:
                 self._log_refused_message(gateway, message)
 
@@ -330,6 +332,7 @@ class SchedulerCore:
         for sequence, cause, detail in self._requests.expired(now_s):
             self._fail(sequence, cause, detail)
         self._reports.end_late_grammars(now_s)
+        self._traces.answer_late(now_s)
         if now_s - self._status_at_s >= _STATUS_EVERY_S:
             self._report_to_gateways(now_s)
         self._stop_if_drained(now_s)

@@ -21,9 +21,7 @@ from shared.messages.gateway_link import OrderProfile as OrderProfile
 from shared.messages.gateway_link import ProfilesReported as ProfilesReported
 from shared.messages.gateway_link import QueryProfiles as QueryProfiles
 from shared.messages.gateway_link import QueryStatus as QueryStatus
-from shared.messages.gateway_link import QueryTrace as QueryTrace
 from shared.messages.gateway_link import RankStatus as RankStatus
-from shared.messages.gateway_link import RecordedRequest as RecordedRequest
 from shared.messages.gateway_link import RequestAccepted as RequestAccepted
 from shared.messages.gateway_link import RequestAdmitted as RequestAdmitted
 from shared.messages.gateway_link import RequestFailed as RequestFailed
@@ -33,7 +31,6 @@ from shared.messages.gateway_link import Speculation as Speculation
 from shared.messages.gateway_link import StatusReported as StatusReported
 from shared.messages.gateway_link import SubmitRequest as SubmitRequest
 from shared.messages.gateway_link import TokensGenerated as TokensGenerated
-from shared.messages.gateway_link import TraceReported as TraceReported
 from shared.messages.rank_link import BlocksRestored as BlocksRestored
 from shared.messages.rank_link import BlocksSpilled as BlocksSpilled
 from shared.messages.rank_link import GrammarCompiled as GrammarCompiled
@@ -86,6 +83,15 @@ from shared.messages.store_link import SpillFailed as SpillFailed
 from shared.messages.store_link import StoredFolder as StoredFolder
 from shared.messages.store_link import StoreReported as StoreReported
 from shared.messages.store_link import WrittenRecord as WrittenRecord
+from shared.messages.trace import ExchangesReported as ExchangesReported
+from shared.messages.trace import OrderTrace as OrderTrace
+from shared.messages.trace import QueryExchanges as QueryExchanges
+from shared.messages.trace import QueryTrace as QueryTrace
+from shared.messages.trace import RecordedExchange as RecordedExchange
+from shared.messages.trace import RecordedGateway as RecordedGateway
+from shared.messages.trace import RecordedRequest as RecordedRequest
+from shared.messages.trace import RecordedTransfer as RecordedTransfer
+from shared.messages.trace import TraceReported as TraceReported
 
 ToScheduler = (
     SubmitRequest
@@ -94,7 +100,9 @@ ToScheduler = (
     | OrderDrain
     | OrderProfile
     | QueryProfiles
+    | OrderTrace
     | QueryTrace
+    | ExchangesReported
     | RankHello
     | RankLoading
     | RankReady
@@ -117,6 +125,7 @@ ToGateway = (
     | RequestFailed
     | StatusReported
     | ProfilesReported
+    | QueryExchanges
     | TraceReported
 )
 """Messages that a gateway accepts."""

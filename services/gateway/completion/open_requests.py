@@ -15,6 +15,7 @@ from services.gateway.http.admission import FullQueue
 from services.gateway.links.scheduler_client import CallLater, Events, Link, Timer
 from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
+from services.gateway.tracing.tracing import Tracing
 from shared import messages
 from shared.clock import Clock
 from shared.errors import LinkError, LinkFull, PeerUnknown
@@ -49,6 +50,7 @@ class OpenRequests:
         status: StatusBoard,
         metrics: GatewayMetrics,
         flush_list: FlushList,
+        tracing: Tracing | None = None,
     ) -> None:
         """Store the parts; the link's owner must call `handle` with received events.
 
@@ -59,6 +61,7 @@ class OpenRequests:
             status: stores the scheduler's reports.
             metrics: counts ends and durations.
             flush_list: streams with unwritten events.
+            tracing: records HTTP requests; None: a new one, which has none.
         """
         self._link = link
         self._call_later = call_later
@@ -66,6 +69,7 @@ class OpenRequests:
         self._status = status
         self._metrics = metrics
         self._flush_list = flush_list
+        self._tracing = tracing or Tracing(link, clock)
         self._choices: dict[str, Choice] = {}
         self._reconnect_timer: Timer | None = None
         """Set while the session is lost; fails all requests when it fires."""
@@ -113,6 +117,7 @@ class OpenRequests:
             ApiError: 503 when there is no session or the scheduler does not keep up.
         """
         now_s = self._clock.now()
+        generation.note_submitted(now_s)
         for choice in generation.choices:
             choice.submitted_s = now_s
             self._choices[choice.request_id] = choice
@@ -173,11 +178,7 @@ class OpenRequests:
                 if accepted is not None:
                     accepted.is_accepted = True
             case messages.RequestAdmitted():
-                self._queue.clear()
-                admitted = self._choices.get(message.request_id)
-                # A restarted scheduler admits again; usage reports the first admission.
-                if admitted is not None and admitted.cached is None:
-                    admitted.cached = message.cached
+                self._handle_admitted(message, now_s)
             case messages.RequestRejected():
                 self._handle_rejected(message)
             case messages.RequestFailed():
@@ -190,11 +191,22 @@ class OpenRequests:
                     choice.generation.fail(errors.ended(message))
             case messages.StatusReported():
                 self._status.report(message, now_s)
-            case messages.ProfilesReported() | messages.TraceReported():
+            case messages.QueryExchanges() | messages.TraceReported():
+                self._tracing.handle(message, now_s)
+            case messages.ProfilesReported():
                 # Only operator commands query them, over links of their own.
                 pass
             case _:
                 assert_never(message)
+
+    def _handle_admitted(self, message: messages.RequestAdmitted, now_s: float) -> None:
+        self._queue.clear()
+        choice = self._choices.get(message.request_id)
+        # A restarted scheduler admits again; usage reports the first admission.
+        if choice is None or choice.cached is not None:
+            return
+        choice.cached = message.cached
+        choice.generation.note_admitted(now_s)
 
     def _handle_tokens(self, message: messages.TokensGenerated, now_s: float) -> None:
         names = message.request_ids
@@ -204,6 +216,7 @@ class OpenRequests:
             _log.error("tokens_message_malformed", requests=count)
             return
         choices = self._choices
+        is_recorded, step = self._tracing.recorder.is_on, (message.epoch, message.step_id)
         for entry in range(count):
             choice = choices.get(names[entry])
             tokens = message.tokens[entry]
@@ -219,7 +232,9 @@ class OpenRequests:
                 self._metrics.next_token.observe(now_s - choice.last_token_s)
             else:
                 self._metrics.first_token.observe(now_s - choice.submitted_s)
-                choice.generation.started.set()
+                choice.generation.note_first_token(now_s)
+            if is_recorded and choice.generation.exchange is not None:
+                choice.generation.exchange.add_tokens(len(tokens), step)
             self._metrics.generation_tokens += len(tokens)
             choice.last_token_s = now_s
             if choice.add(tokens, logprobs[entry]):
@@ -279,6 +294,7 @@ class OpenRequests:
             request_id=choice.request_id,
             position=position,
             expected=len(choice.tokens),
+            **choice.generation.log_fields,
         )
         self._metrics.ends["error"] += 1
         self._choices.pop(choice.request_id, None)
@@ -291,6 +307,7 @@ class OpenRequests:
             request_id=choice.request_id,
             completion_tokens=completion_tokens,
             received=len(choice.tokens),
+            **choice.generation.log_fields,
         )
         self._metrics.ends["error"] += 1
         choice.generation.fail(errors.failed("Not all tokens of the completion arrived."))

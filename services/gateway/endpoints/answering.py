@@ -33,6 +33,7 @@ from services.gateway.tokenizing.replay.meaning import (
     digest_messages,
 )
 from services.gateway.tokenizing.replay.recorder import TurnRecorder
+from services.gateway.tracing.exchange import EXCHANGE
 from shared import limits
 from shared.messages import Grammar, SubmitRequest, token_ids
 
@@ -271,6 +272,9 @@ async def respond(
     generation.weight = authentication.weight(request)
     generation.session = session_key(request, *options.session_names)
     generation.decode = service.tokenizer.decode_whole
+    generation.exchange = exchange = request.get(EXCHANGE)
+    if exchange is not None:
+        exchange.response_id = generation.response_id
     generation.choices = _choices(
         service, request, generation, options, serializer, rules, more_expected=more_expected
     )
