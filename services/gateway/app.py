@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from services.gateway.dialects import openapi
@@ -98,7 +98,7 @@ async def handle_request(request: web.Request, handler: _Handler) -> web.StreamR
             exchange.add_write(began_s, request.writer.output_size)
     finally:
         service.admission.remove(request)
-        exchange.recorder.end(exchange)
+        service.tracing.end(exchange)
     return response
 
 
@@ -112,6 +112,7 @@ async def _respond(
         response = service.origin_policy.preflight(request)
         if response is None:
             service.authenticator.check(request)
+            _begin_span(service, request)
             response = await handler(request)
     except ApiError as error:
         response = _error_response(request, error)
@@ -143,6 +144,13 @@ def _begin_exchange(service: CompletionService, request: web.Request) -> Exchang
             request.headers.getall(trace_context.TRACE_STATE, ()),
         )
     return service.tracing.recorder.begin(f"{request.method} {request.path}", context)
+
+
+def _begin_span(service: CompletionService, request: web.Request) -> None:
+    """Begin the exported span of a POST request, where spans are exported."""
+    export, resource = service.tracing.export, request.match_info.route.resource
+    if export is not None and resource is not None and request.method == hdrs.METH_POST:
+        export.begin(request[EXCHANGE], request.method, resource.canonical)
 
 
 async def health(_: web.Request) -> web.Response:
@@ -184,6 +192,7 @@ async def document(request: web.Request) -> web.Response:
 
 def _error_response(request: web.Request, error: ApiError) -> web.Response:
     """Return the response for an error in the form of the dialect that the path belongs to."""
+    request[EXCHANGE].failure = error.code or str(error.status)
     if request.path.startswith("/v1/messages") or model_list.wants_anthropic(request):
         return messages_errors.response(error)
     return error.response()

@@ -33,6 +33,7 @@ from services.gateway.tokenizing import tokenizer
 from services.gateway.tokenizing.replay.stored_turns import StoredTurns
 from services.gateway.tokenizing.replay.turns import TurnMemory
 from services.gateway.tokenizing.tokenizer import Tokenizer
+from services.gateway.tracing.span_export import SpanExport, open_export
 from services.gateway.tracing.tracing import Tracing
 from shared import limits, log
 from shared.clock import Clock, SystemClock, unix_seconds
@@ -73,15 +74,20 @@ def run(config: Config) -> int:
     log.set_up("gateway", config.log, config.log_directory)
     try:
         keys = ApiKeys(config.gateway, os.environ.get(API_KEYS_VARIABLE, ""), SystemClock())
+        export = open_export(config.gateway)
         loaded = tokenizer.load(config.model, _log.info)
-        return asyncio.run(_serve(config, loaded, keys))
+        return asyncio.run(_serve(config, loaded, keys, export))
     except LockstepError as error:
         _log.error(str(error))
         return error.exit_code
 
 
 def build_service(
-    config: Config, loaded: Tokenizer, keys: ApiKeys, clock: Clock
+    config: Config,
+    loaded: Tokenizer,
+    keys: ApiKeys,
+    clock: Clock,
+    export: SpanExport | None = None,
 ) -> CompletionService:
     """Create the parts that all HTTP handlers share and start the link to the scheduler.
 
@@ -92,6 +98,7 @@ def build_service(
         loaded: the model's tokenizer.
         keys: the valid API keys.
         clock: source of time.
+        export: makes spans of requests; None: none are exported.
     """
     status = StatusBoard(clock)
     documents = DocumentClient(config)
@@ -103,7 +110,7 @@ def build_service(
         config.gateway_address, config.keys_dir, silence_s=config.scheduler.silence_s
     )
     call_later = asyncio.get_running_loop().call_later
-    tracing = Tracing(link, clock)
+    tracing = Tracing(link, clock, export)
     open_requests = OpenRequests(link, call_later, clock, status, metrics, flush_list, tracing)
     link.start(open_requests.handle)
     return CompletionService(
@@ -166,7 +173,9 @@ def _waiting(config: Config) -> FairShare:
     return FairShare(config.gateway.open_requests_max, config.tenants.share)
 
 
-async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
+async def _serve(
+    config: Config, loaded: Tokenizer, keys: ApiKeys, export: SpanExport | None
+) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     forced = asyncio.Event()
@@ -180,7 +189,7 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
     connection_limits.limit_send_buffers(listener)
     connections_max = connection_limits.connections_max(raise_descriptor_limit())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    service = build_service(config, loaded, keys, SystemClock())
+    service = build_service(config, loaded, keys, SystemClock(), export)
     stored_responses = StoredResponses(service.documents)
     connections = FairShare(connections_max, config.tenants.share)
     runner = GuardedRunner(app.build(service, stored_responses), config.gateway, connections)
@@ -204,6 +213,8 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
         service.encoders.shutdown()
         service.grammar_checkers.shutdown()
         service.grammars.close()
+        if export is not None:
+            export.close()
     return limits.EXIT_UNAVAILABLE if aborted else limits.EXIT_OK
 
 

@@ -136,7 +136,7 @@ def add_exchanges(
     for one in gateway.exchanges:
         arrived_s = one.arrived_at_s - offset_s
         ended_s = report.now_s if one.ended_at_s is None else one.ended_at_s - offset_s
-        writes = list(_writes(one, arrived_s))
+        writes = list(_writes(one, offset_s))
         ended_s = max(ended_s, writes[-1][0][1] if writes else arrived_s)
         if ended_s < report.since_s:
             continue
@@ -188,10 +188,12 @@ def _exchange_facts(one: RecordedExchange) -> Facts:
 
 
 def _writes(
-    one: RecordedExchange, arrived_s: float
+    one: RecordedExchange, offset_s: float
 ) -> Iterator[tuple[tuple[float, float], tuple[int, int], Facts]]:
     """Yield times, step and facts of each write; none overlaps the one before."""
-    until_s = arrived_s
+    arrived_s = one.arrived_at_s - offset_s
+    # They are rounded to microseconds, and must not reach into the phase before.
+    until_s = arrived_s if one.first_byte_at_s is None else one.first_byte_at_s - offset_s
     for write in unpack(one.writes):
         began_s = max(until_s, arrived_s + write.after_s)
         until_s = max(began_s + _WRITE_S, arrived_s + write.after_s + write.seconds)

@@ -186,6 +186,8 @@ class EventStream:
             await _within(generation.ended, self._keepalive_s - silent_s)
         if generation.error is not None:
             self._add(self._serializer.fail(generation.error))
+            if generation.exchange is not None:
+                generation.exchange.failure = generation.error.code or "error"
             _log.warning(
                 "stream_failed",
                 request_id=generation.response_id,

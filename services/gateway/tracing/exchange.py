@@ -43,6 +43,10 @@ class Exchange:
     """The trace that it belongs to: the client's, or that of the exported span."""
     span: Any = None
     """Its exported span; None: it is not exported."""
+    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Attributes of that span."""
+    failure: str = ""
+    """Code of the error that ended it; "": none did."""
     writes: bytearray = dataclasses.field(default_factory=bytearray)
     """Its packed writes during the present recording."""
     new_tokens: int = 0

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 
 from services.gateway.links.scheduler_client import Link
-from services.gateway.tracing.exchange import ExchangeRecorder
+from services.gateway.tracing.exchange import Exchange, ExchangeRecorder
+from services.gateway.tracing.span_export import SpanExport
 from shared.clock import Clock
 from shared.errors import LinkError, UnavailableError
 from shared.messages import OrderTrace, QueryExchanges, QueryTrace, TraceReported
@@ -20,14 +21,16 @@ _MARGIN_S = 0.2
 class Tracing:
     """Records HTTP requests when the scheduler orders it, and collects traces for clients."""
 
-    def __init__(self, link: Link, clock: Clock) -> None:
+    def __init__(self, link: Link, clock: Clock, export: SpanExport | None = None) -> None:
         """Begin without requests.
 
         Args:
             link: sends to the scheduler.
             clock: the time.
+            export: makes spans of requests; None: none are exported.
         """
         self.recorder = ExchangeRecorder(clock)
+        self.export = export
         self._link = link
         self._clock = clock
         self._until_s = 0.0
@@ -53,6 +56,12 @@ class Tracing:
         # If the session was lost, the query has ended.
         with contextlib.suppress(LinkError):
             self._link.send(self.recorder.answer(message, now_s))
+
+    def end(self, exchange: Exchange) -> None:
+        """End an exchange now, and its span."""
+        self.recorder.end(exchange)
+        if self.export is not None and exchange.span is not None:
+            self.export.end(exchange)
 
     async def collect(self, seconds: float) -> TraceReported:
         """Record for some seconds, and return the trace; `busy_s` must be 0.

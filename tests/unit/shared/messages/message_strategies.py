@@ -6,7 +6,14 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect as types
 
-from shared.messages import StepProfile, StepsMeasured, SubmitRequest, token_ids
+from shared.messages import (
+    RecordedExchange,
+    StepProfile,
+    StepsMeasured,
+    SubmitRequest,
+    token_ids,
+)
+from shared.messages.http_writes import WRITE_BYTES
 from shared.messages.step_profile import PARTS, SPAN_BYTES
 from shared.messages.step_times import STEP_BYTES
 
@@ -24,6 +31,8 @@ def instances(struct: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
         optional["prediction"] = _packed_ids(0)
     if struct is StepsMeasured:
         required["times"] = st.integers(0, 3).map(lambda steps: bytes(steps * STEP_BYTES))
+    if struct is RecordedExchange:
+        optional["writes"] = st.integers(0, 3).map(lambda writes: bytes(writes * WRITE_BYTES))
     if struct is StepProfile:
         spans = st.lists(st.integers(0, len(PARTS) - 1), max_size=3)
         required["spans"] = spans.map(
