@@ -64,7 +64,22 @@ kept."""
 
 RECORDED_STEPS_MAX = 8_192
 RECORDED_REQUESTS_MAX = 4_096
-"""Most steps and requests in one report of the last seconds: a few MB."""
+RECORDED_TRANSFERS_MAX = 4_096
+"""Most steps, requests and transfers of blocks in one report of the last seconds: a few MB."""
+
+RECORDED_EXCHANGES_MAX = 2_048
+RECORDED_WRITES_MAX = 32_768
+"""Most HTTP requests, and writes of all of them, that a gateway reports: about 1 MB. 32 streams of
+50 tokens/s write as often in 20 s."""
+
+RECORDED_GATEWAYS_MAX = 16
+RECORDED_GATEWAYS_BYTES_MAX = 6 * 1024 * 1024
+RECORDED_SPANS_BYTES_MAX = 6 * 1024 * 1024
+"""Most gateways, and bytes of their reports and of measured steps, in one report of the last
+seconds, so that it fits a message with any number of ranks."""
+
+TRACE_S_MAX = 120.0
+"""Longest recording that is ordered at once."""
 
 ACTIVITY_STEPS_MAX = 256
 ACTIVITY_REQUESTS_MAX = 512

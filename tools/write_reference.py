@@ -49,6 +49,7 @@ _HEADERS = """\
 | header | direction | meaning |
 |---|---|---|
 | `Authorization: Bearer KEY`, `x-api-key: KEY` | request | the API key |
+| `traceparent`, `tracestate` | request | the client's trace (W3C Trace Context) |
 | `Content-Type: application/json` | request | the only accepted body type |
 | `anthropic-version` | request | `/v1/models` answers in the form of Anthropic's API |
 | `x-lockstep-ignored` | response | fields of the request [without effect](ignored-fields.md) |

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from services.gateway.dialects import openapi
@@ -13,11 +13,13 @@ from services.gateway.dialects.messages import errors as messages_errors
 from services.gateway.dialects.openai import chat, completions, tokens
 from services.gateway.dialects.responses import endpoint as responses
 from services.gateway.dialects.responses.stored_responses import StoredResponses
-from services.gateway.endpoints import model_list
+from services.gateway.endpoints import model_list, trace
 from services.gateway.endpoints.completion_service import SERVICE, CompletionService
 from services.gateway.http import authentication, ignored_fields, server
 from services.gateway.http.errors import ApiError
 from services.gateway.http.json_response import json_response
+from services.gateway.tracing import trace_context
+from services.gateway.tracing.exchange import EXCHANGE, Exchange
 from shared.log import Log
 
 DOCUMENT = web.AppKey("document", bytes)
@@ -59,6 +61,7 @@ def build(service: CompletionService, stored_responses: StoredResponses) -> web.
     # Claude Code asks for it, with HEAD, before its first request.
     app.router.add_get("/api/hello", health)
     app.router.add_get("/v1/lockstep/status", status)
+    app.router.add_get("/v1/lockstep/trace", trace.trace)
     app.router.add_get("/health", health)
     app.router.add_get("/livez", health)
     app.router.add_get("/readyz", readiness)
@@ -79,15 +82,23 @@ async def handle_request(request: web.Request, handler: _Handler) -> web.StreamR
         handler: answers the request on its path.
     """
     service = request.app[SERVICE]
+    request[EXCHANGE] = exchange = _begin_exchange(service, request)
     try:
         response = await _respond(service, request, handler)
         service.metrics.responses[response.status] += 1
         # A body of stored items is in memory until a slow client has read it.
         body = response.body if isinstance(response, web.Response) else None
         service.admission.release_body(request, len(body) if isinstance(body, bytes) else 0)
+        began_s = exchange.recorder.clock.now()
         await server.finish_response(request, response)
+        exchange.status = response.status
+        if exchange.first_byte_s is None:
+            exchange.first_byte_s = began_s
+        if isinstance(body, bytes) and exchange.recorder.is_on:
+            exchange.add_write(began_s, request.writer.output_size)
     finally:
         service.admission.remove(request)
+        service.tracing.end(exchange)
     return response
 
 
@@ -101,6 +112,7 @@ async def _respond(
         response = service.origin_policy.preflight(request)
         if response is None:
             service.authenticator.check(request)
+            _begin_span(service, request)
             response = await handler(request)
     except ApiError as error:
         response = _error_response(request, error)
@@ -114,10 +126,31 @@ async def _respond(
         raise
     except Exception:  # noqa: BLE001  # last resort of the process
         # The response has no details, because they may be internal.
-        _log.exception("handler_failed", path=request.path, key=authentication.key_name(request))
+        fields = request[EXCHANGE].log_fields
+        _log.exception(
+            "handler_failed", path=request.path, key=authentication.key_name(request), **fields
+        )
         failure = ApiError(500, "Internal error.", code="internal_error", close=True)
         response = _error_response(request, failure)
     return response
+
+
+def _begin_exchange(service: CompletionService, request: web.Request) -> Exchange:
+    """Return the record of a request, with the client's trace."""
+    context = None
+    if trace_context.TRACE_PARENT in request.headers:
+        context = trace_context.read(
+            request.headers.getall(trace_context.TRACE_PARENT),
+            request.headers.getall(trace_context.TRACE_STATE, ()),
+        )
+    return service.tracing.recorder.begin(f"{request.method} {request.path}", context)
+
+
+def _begin_span(service: CompletionService, request: web.Request) -> None:
+    """Begin the exported span of a POST request, where spans are exported."""
+    export, resource = service.tracing.export, request.match_info.route.resource
+    if export is not None and resource is not None and request.method == hdrs.METH_POST:
+        export.begin(request[EXCHANGE], request.method, resource.canonical)
 
 
 async def health(_: web.Request) -> web.Response:
@@ -159,6 +192,7 @@ async def document(request: web.Request) -> web.Response:
 
 def _error_response(request: web.Request, error: ApiError) -> web.Response:
     """Return the response for an error in the form of the dialect that the path belongs to."""
+    request[EXCHANGE].failure = error.code or str(error.status)
     if request.path.startswith("/v1/messages") or model_list.wants_anthropic(request):
         return messages_errors.response(error)
     return error.response()

@@ -17,6 +17,9 @@ from services.gateway.completion.streaming import FlushList
 from services.gateway.dialects.responses.stored_responses import StoredResponses
 from services.gateway.endpoints.completion_service import CompletionService
 from services.gateway.endpoints.model_names import ModelNames
+from services.gateway.endpoints.page import endpoints as page
+from services.gateway.endpoints.page.assets import load_assets
+from services.gateway.endpoints.page.feed import Feed
 from services.gateway.endpoints.request_threads import RequestThreads
 from services.gateway.http import connection_limits
 from services.gateway.http.admission import AdmissionControl
@@ -28,14 +31,13 @@ from services.gateway.links.document_client import DocumentClient
 from services.gateway.links.scheduler_client import SchedulerClient
 from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.page import endpoints as page
-from services.gateway.page.assets import load_assets
-from services.gateway.page.feed import Feed
 from services.gateway.structured.answer_grammar import AnswerGrammars
 from services.gateway.tokenizing import tokenizer
 from services.gateway.tokenizing.replay.stored_turns import StoredTurns
 from services.gateway.tokenizing.replay.turns import TurnMemory
 from services.gateway.tokenizing.tokenizer import Tokenizer
+from services.gateway.tracing.span_export import SpanExport, open_export
+from services.gateway.tracing.tracing import Tracing
 from shared import limits, log
 from shared.clock import Clock, SystemClock, unix_seconds
 from shared.configuration.loading import API_KEYS_VARIABLE
@@ -75,8 +77,9 @@ def run(config: Config) -> int:
     log.set_up("gateway", config.log, config.log_directory)
     try:
         keys = ApiKeys(config.gateway, os.environ.get(API_KEYS_VARIABLE, ""), SystemClock())
+        export = open_export(config.gateway)
         loaded = tokenizer.load(config.model, _log.info)
-        return asyncio.run(_serve(config, loaded, keys))
+        return asyncio.run(_serve(config, loaded, keys, export))
     except LockstepError as error:
         _log.error(str(error))
         return error.exit_code
@@ -88,6 +91,7 @@ def build_service(
     keys: ApiKeys,
     clock: Clock,
     page_paths: frozenset[str] = frozenset(),
+    export: SpanExport | None = None,
 ) -> CompletionService:
     """Create the parts that all HTTP handlers share and start the link to the scheduler.
 
@@ -99,6 +103,7 @@ def build_service(
         keys: the valid API keys.
         clock: source of time.
         page_paths: paths of the page's files, which need no API key.
+        export: makes spans of requests; None: none are exported.
     """
     status = StatusBoard(clock)
     documents = DocumentClient(config)
@@ -110,7 +115,8 @@ def build_service(
         config.gateway_address, config.keys_dir, silence_s=config.scheduler.silence_s
     )
     call_later = asyncio.get_running_loop().call_later
-    open_requests = OpenRequests(link, call_later, clock, status, metrics, flush_list)
+    tracing = Tracing(link, clock, export)
+    open_requests = OpenRequests(link, call_later, clock, status, metrics, flush_list, tracing)
     link.start(open_requests.handle)
     return CompletionService(
         config=config,
@@ -137,6 +143,7 @@ def build_service(
         documents=documents,
         stored_turns=stored_turns,
         model_names=ModelNames(config),
+        tracing=tracing,
     )
 
 
@@ -184,7 +191,9 @@ def _waiting(config: Config) -> FairShare:
     return FairShare(config.gateway.open_requests_max, config.tenants.share)
 
 
-async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
+async def _serve(
+    config: Config, loaded: Tokenizer, keys: ApiKeys, export: SpanExport | None
+) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     forced = asyncio.Event()
@@ -198,7 +207,7 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
     connections_max = connection_limits.connections_max(raise_descriptor_limit())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     assets, clock = load_assets(config.gateway.dashboard), SystemClock()
-    service = build_service(config, loaded, keys, clock, frozenset(assets))
+    service = build_service(config, loaded, keys, clock, frozenset(assets), export)
     stored_responses = StoredResponses(service.documents)
     connections = FairShare(connections_max, config.tenants.share)
     application = app.build(service, stored_responses)
@@ -226,6 +235,8 @@ async def _serve(config: Config, loaded: Tokenizer, keys: ApiKeys) -> int:
         service.encoders.shutdown()
         service.grammar_checkers.shutdown()
         service.grammars.close()
+        if export is not None:
+            export.close()
     return limits.EXIT_UNAVAILABLE if aborted else limits.EXIT_OK
 
 

@@ -34,7 +34,7 @@ from services.scheduler.speculation.methods import check_roll_back
 from services.scheduler.stall_detector import StallDetector
 from services.scheduler.status_report import StatusReporter
 from services.scheduler.step_pipeline import StepPipeline
-from services.scheduler.telemetry.queries import TelemetryQueries
+from services.scheduler.telemetry.queries import Query, TelemetryQueries
 from services.scheduler.telemetry.telemetry import Telemetry
 from services.scheduler.world.world import World, WorldState
 from services.scheduler.world.world_change import WorldChange, WorldFacts
@@ -50,11 +50,7 @@ from shared.messages import (
     Heartbeat,
     OrderDrain,
     OrderProfile,
-    QueryActivity,
-    QueryExperts,
-    QueryProfiles,
     QueryStatus,
-    QueryTrace,
     RankFailed,
     RankHello,
     RankLoading,
@@ -108,11 +104,11 @@ class SchedulerCore:
             self._actions,
         )
         self._reports = RankReports(self._world, self._batch, self._requests, self._telemetry)
-        known = (self._telemetry, self._requests, self._waiting, self._world)
-        self._queries = TelemetryQueries(config, *known)
         self._stall_detector = StallDetector()
         self._counters: defaultdict[str, float] = self._requests.counters
         self._gateways: set[PeerId] = set()
+        known = (self._telemetry, self._requests, self._waiting, self._world)
+        self._queries = TelemetryQueries(config, *known, self._gateways, self._actions)
         self._status_at_s = 0.0
         self._drain = Drain(config.scheduler.drain_s)
         self._status = StatusReporter(
@@ -202,9 +198,8 @@ class SchedulerCore:
                 self._set_operator_drain(gateway, now_s, is_on=message.is_on)
             case OrderProfile() if gateway.startswith(_OPERATOR):
                 self._telemetry.profiles.order(message)
-            case QueryProfiles() | QueryTrace() | QueryActivity() | QueryExperts():
-                answer = self._queries.answer(message, now_s)
-                self._actions.append(SendToGateway(gateway, answer))
+            case _ if isinstance(message, Query):
+                self._queries.handle(gateway, message, now_s)
             case _:
                 self._log_refused_message(gateway, message)
 
@@ -333,6 +328,7 @@ class SchedulerCore:
         for sequence, cause, detail in self._requests.expired(now_s):
             self._fail(sequence, cause, detail)
         self._reports.end_late_grammars(now_s)
+        self._queries.traces.answer_late(now_s)
         if now_s - self._status_at_s >= _STATUS_EVERY_S:
             self._report_to_gateways(now_s)
         self._stop_if_drained(now_s)

@@ -175,7 +175,7 @@ class StepPipeline:
             self._has_produced_tokens = True
             self._world.recovery.note_progress()
         for gateway, entries in by_gateway.items():
-            self._actions.append(SendToGateway(gateway, tokens_message(entries)))
+            self._actions.append(SendToGateway(gateway, tokens_message(entries, receipt)))
         for sequence, reason in ended:
             self._batch.remove(sequence)
             self._requests.finish(sequence, "stop" if reason == "stop" else "length")
@@ -211,12 +211,13 @@ def take_tokens(sequence: Sequence, tokens: list[int]) -> tuple[list[int], str |
     return taken, None
 
 
-def tokens_message(entries: list[_NewTokens]) -> TokensGenerated:
+def tokens_message(entries: list[_NewTokens], receipt: StepFinished) -> TokensGenerated:
     """Return the message that brings one gateway its tokens of a step.
 
     Args:
         entries: per sequence of the gateway itself, the position of its first new token in the
             completion, its new tokens, and their logprobs or [].
+        receipt: the step's receipt.
     """
     has_logprobs = any(logprobs for _, _, _, logprobs in entries)
     return TokensGenerated(
@@ -224,6 +225,8 @@ def tokens_message(entries: list[_NewTokens]) -> TokensGenerated:
         positions=[position for _, position, _, _ in entries],
         tokens=[tokens for _, _, tokens, _ in entries],
         logprobs=[logprobs for _, _, _, logprobs in entries] if has_logprobs else [],
+        epoch=receipt.epoch,
+        step_id=receipt.step_id,
     )
 
 

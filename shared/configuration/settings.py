@@ -123,6 +123,11 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     them. 0: turns are read as clients send them."""
     open_requests_max: Annotated[int, Meta(ge=1, le=100_000)] = 1_024
     """Requests open at once in this gateway. Further ones are answered with 429."""
+    otlp_endpoint: Annotated[
+        str, Meta(max_length=4_096, pattern=r"\A(https?://[^\s/?#@]+(/[^\s?#]*)?)?\Z")
+    ] = ""
+    """Base URL of an OpenTelemetry collector that gets a span per request by OTLP over HTTP, for
+    example http://localhost:4318. It needs the extra `lockstep[otlp]`. "": none is exported."""
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from shared.messages.step_profile import MeasuredStep, Part, StepProfile, unpack_spans
+from shared.messages.telemetry.step_profile import MeasuredStep, Part, StepProfile, unpack_spans
 
 READING_PARTS: tuple[Part, ...] = ("attention", "mlp", "experts", "head")
 """Parts whose time is at least that of reading their weights."""

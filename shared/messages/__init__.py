@@ -16,12 +16,6 @@ from shared.messages.base import GrammarFailure as GrammarFailure
 from shared.messages.base import Message as Message
 from shared.messages.base import Sampling as Sampling
 from shared.messages.base import TokenLogprobs as TokenLogprobs
-from shared.messages.durations import DurationCounts as DurationCounts
-from shared.messages.expert_counts import ExpertLayer as ExpertLayer
-from shared.messages.expert_counts import ExpertRange as ExpertRange
-from shared.messages.expert_counts import ExpertsReported as ExpertsReported
-from shared.messages.expert_counts import LayerAssignments as LayerAssignments
-from shared.messages.expert_counts import QueryExperts as QueryExperts
 from shared.messages.gateway_link import AbortRequest as AbortRequest
 from shared.messages.gateway_link import CachedPrefix as CachedPrefix
 from shared.messages.gateway_link import DismissedRank as DismissedRank
@@ -31,9 +25,7 @@ from shared.messages.gateway_link import OrderProfile as OrderProfile
 from shared.messages.gateway_link import ProfilesReported as ProfilesReported
 from shared.messages.gateway_link import QueryProfiles as QueryProfiles
 from shared.messages.gateway_link import QueryStatus as QueryStatus
-from shared.messages.gateway_link import QueryTrace as QueryTrace
 from shared.messages.gateway_link import RankStatus as RankStatus
-from shared.messages.gateway_link import RecordedRequest as RecordedRequest
 from shared.messages.gateway_link import RequestAccepted as RequestAccepted
 from shared.messages.gateway_link import RequestAdmitted as RequestAdmitted
 from shared.messages.gateway_link import RequestFailed as RequestFailed
@@ -43,7 +35,6 @@ from shared.messages.gateway_link import Speculation as Speculation
 from shared.messages.gateway_link import StatusReported as StatusReported
 from shared.messages.gateway_link import SubmitRequest as SubmitRequest
 from shared.messages.gateway_link import TokensGenerated as TokensGenerated
-from shared.messages.gateway_link import TraceReported as TraceReported
 from shared.messages.rank_link import BlocksRestored as BlocksRestored
 from shared.messages.rank_link import BlocksSpilled as BlocksSpilled
 from shared.messages.rank_link import GrammarCompiled as GrammarCompiled
@@ -68,10 +59,6 @@ from shared.messages.step_plan import SlotMove as SlotMove
 from shared.messages.step_plan import SpillOrder as SpillOrder
 from shared.messages.step_plan import StepFinished as StepFinished
 from shared.messages.step_plan import StepPlan as StepPlan
-from shared.messages.step_profile import MeasuredStep as MeasuredStep
-from shared.messages.step_profile import PartTotal as PartTotal
-from shared.messages.step_profile import RecordedStep as RecordedStep
-from shared.messages.step_profile import StepProfile as StepProfile
 from shared.messages.store_link import BlockPlace as BlockPlace
 from shared.messages.store_link import BlocksCleared as BlocksCleared
 from shared.messages.store_link import BlocksCommitted as BlocksCommitted
@@ -96,6 +83,25 @@ from shared.messages.store_link import SpillFailed as SpillFailed
 from shared.messages.store_link import StoredFolder as StoredFolder
 from shared.messages.store_link import StoreReported as StoreReported
 from shared.messages.store_link import WrittenRecord as WrittenRecord
+from shared.messages.telemetry.durations import DurationCounts as DurationCounts
+from shared.messages.telemetry.expert_counts import ExpertLayer as ExpertLayer
+from shared.messages.telemetry.expert_counts import ExpertRange as ExpertRange
+from shared.messages.telemetry.expert_counts import ExpertsReported as ExpertsReported
+from shared.messages.telemetry.expert_counts import LayerAssignments as LayerAssignments
+from shared.messages.telemetry.expert_counts import QueryExperts as QueryExperts
+from shared.messages.telemetry.step_profile import MeasuredStep as MeasuredStep
+from shared.messages.telemetry.step_profile import PartTotal as PartTotal
+from shared.messages.telemetry.step_profile import RecordedStep as RecordedStep
+from shared.messages.telemetry.step_profile import StepProfile as StepProfile
+from shared.messages.telemetry.trace import HttpExchangesReported as HttpExchangesReported
+from shared.messages.telemetry.trace import OrderTrace as OrderTrace
+from shared.messages.telemetry.trace import QueryHttpExchanges as QueryHttpExchanges
+from shared.messages.telemetry.trace import QueryTrace as QueryTrace
+from shared.messages.telemetry.trace import RecordedGateway as RecordedGateway
+from shared.messages.telemetry.trace import RecordedHttpExchange as RecordedHttpExchange
+from shared.messages.telemetry.trace import RecordedRequest as RecordedRequest
+from shared.messages.telemetry.trace import RecordedTransfer as RecordedTransfer
+from shared.messages.telemetry.trace import TraceReported as TraceReported
 
 ToScheduler = (
     SubmitRequest
@@ -104,9 +110,11 @@ ToScheduler = (
     | OrderDrain
     | OrderProfile
     | QueryProfiles
+    | OrderTrace
     | QueryTrace
     | QueryActivity
     | QueryExperts
+    | HttpExchangesReported
     | RankHello
     | RankLoading
     | RankReady
@@ -129,6 +137,7 @@ ToGateway = (
     | RequestFailed
     | StatusReported
     | ProfilesReported
+    | QueryHttpExchanges
     | TraceReported
     | ActivityReported
     | ExpertsReported

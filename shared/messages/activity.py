@@ -6,8 +6,9 @@ from msgspec import Meta
 
 from shared import limits
 from shared.messages.base import Count, Message, MessagePart, Seconds, ShortText
-from shared.messages.gateway_link import CachedPrefix, RecordedRequest
-from shared.messages.step_profile import RecordedStep
+from shared.messages.gateway_link import CachedPrefix
+from shared.messages.telemetry.step_profile import RecordedStep
+from shared.messages.telemetry.trace import RecordedRequest
 
 
 class QueryActivity(Message, frozen=True, kw_only=True):

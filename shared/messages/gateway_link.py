@@ -19,8 +19,8 @@ from shared.messages.base import (
     TokenId,
     TokenLogprobs,
 )
-from shared.messages.durations import DurationCounts
-from shared.messages.step_profile import MeasuredStep, PartTotal, RecordedStep
+from shared.messages.telemetry.durations import DurationCounts
+from shared.messages.telemetry.step_profile import MeasuredStep, PartTotal
 from shared.messages.token_ids import TOKEN_BYTES
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -166,55 +166,6 @@ class ProfilesReported(Message, frozen=True, kw_only=True):
     """Oldest first. The last ones may lack the profiles of some ranks."""
 
 
-class RecordedRequest(MessagePart, frozen=True, kw_only=True):
-    """When a request was accepted, admitted and ended, by the scheduler's monotonic clock."""
-
-    request_id: RequestName
-    prompt_tokens: Count
-    completion_tokens: Count
-    """Tokens of the completion so far."""
-    accepted_at_s: Seconds
-    """The request was accepted."""
-    started_at_s: Seconds | None = None
-    """Its first admission; None: it waits."""
-    first_epoch: Count = 0
-    """Epoch of the step that admitted it first; 0: none has."""
-    first_step_id: Count = 0
-    """Id of that step."""
-    first_token_at_s: Seconds | None = None
-    """Its first token; None: it has none."""
-    ended_at_s: Seconds | None = None
-    """Its end; None: it is open."""
-    end: ShortText = ""
-    """Its finish reason, or the cause of its failure; "": it is open."""
-
-
-class QueryTrace(Message, frozen=True, kw_only=True):
-    """Query of the steps and requests of the last seconds."""
-
-    seconds: Seconds
-    """How many."""
-
-
-class TraceReported(Message, frozen=True, kw_only=True):
-    """Answer to QueryTrace. Times are the scheduler's monotonic clock."""
-
-    now_s: Seconds
-    """Time of the answer."""
-    since_s: Seconds
-    """Time from which steps and requests are listed."""
-    hosts: list[ShortText]
-    """By rank: its host."""
-    clock_offsets_s: list[float]
-    """By rank: its monotonic clock minus the scheduler's."""
-    steps: Annotated[list[RecordedStep], Meta(max_length=limits.RECORDED_STEPS_MAX)]
-    """Oldest first; of too many the last ones."""
-    requests: Annotated[list[RecordedRequest], Meta(max_length=limits.RECORDED_REQUESTS_MAX)]
-    """Oldest first; of too many the last ones."""
-    measured: Annotated[list[MeasuredStep], Meta(max_length=limits.PROFILES_PER_MESSAGE_MAX)]
-    """The steps among them that were measured part by part."""
-
-
 class RequestAccepted(Message, frozen=True, kw_only=True):
     """Fact: the request will end exactly once, by RequestFinished or RequestFailed."""
 
@@ -233,6 +184,9 @@ class TokensGenerated(Message, frozen=True, kw_only=True):
     """One or more new tokens per entry; several if drafts were accepted."""
     logprobs: list[list[TokenLogprobs]] = []
     """[], or one list per entry, with as many items as tokens if it requested logprobs, else []."""
+    epoch: Count = 0
+    step_id: Count = 0
+    """The step."""
 
 
 class RequestFinished(Message, frozen=True, kw_only=True):

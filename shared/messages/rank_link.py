@@ -16,9 +16,9 @@ from shared.messages.base import (
     Seconds,
     ShortText,
 )
-from shared.messages.expert_counts import ExpertTotal, LayerAssignments
-from shared.messages.step_profile import StepProfile
-from shared.messages.step_times import STEP_BYTES
+from shared.messages.telemetry.expert_counts import ExpertTotal, LayerAssignments
+from shared.messages.telemetry.step_profile import StepProfile
+from shared.messages.telemetry.step_times import STEP_BYTES
 
 Backend = Literal["off", "ring", "nccl", "jaccl"]
 Sharding = Literal["none", "tensor", "expert", "pipeline"]

@@ -11,7 +11,7 @@ from services.supervisor.status.profile_query import ProfileQuery
 from shared.configuration.settings import Config, SchedulerConfig
 from shared.measurements.step_losses import find_losses, mean_exchanges, mean_seconds
 from shared.messages import MeasuredStep, PartTotal, RankStatus, StatusReported
-from shared.messages.step_profile import NO_LAYER, unpack_spans
+from shared.messages.telemetry.step_profile import NO_LAYER, unpack_spans
 from shared.model.location import demo_folder
 from tests.multirank.worlds.cluster import Client, cluster
 from tests.multirank.worlds.saved_model import save_model

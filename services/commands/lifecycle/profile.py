@@ -32,7 +32,7 @@ from shared.measurements.step_losses import (
     mean_seconds,
 )
 from shared.messages import MeasuredStep, StepProfile
-from shared.messages.step_profile import NO_LAYER, PARTS, Part, unpack_spans
+from shared.messages.telemetry.step_profile import NO_LAYER, PARTS, Part, unpack_spans
 from shared.os.standard_streams import exit_code_if_written
 
 KEY_VARIABLE = "LOCKSTEP_API_KEY"

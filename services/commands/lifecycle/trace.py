@@ -48,15 +48,17 @@ MEASURED_STEPS = 8
     help=f"Measure the next {MEASURED_STEPS} steps part by part (default: yes).",
 )
 def trace(sources: SettingSources, *, seconds: float, file: Path, parts: bool) -> int:
-    """Record what scheduler and ranks do in the next seconds, for ui.perfetto.dev.
+    """Record what gateways, scheduler and ranks do in the next seconds, for ui.perfetto.dev.
 
-    The file has a track for the plans, for host and device of each rank, and for each request.
-    Arrows lead from a request to its first plan, and from a plan to its step on each rank.
+    The file has tracks for HTTP requests with their writes, for requests and plans, and for host,
+    device, restores and spills of each rank. Arrows lead from an HTTP request to its plans, from a
+    plan to its step on each rank, and from there to the writes of its tokens.
     """
     config, console = running_config(sources), Console(sys.stdout)
     with ProfileQuery(config) as query:
         query.status()
         began_s = time.monotonic()
+        query.record(seconds + REPORT_S)
         if parts:
             query.order(MEASURED_STEPS, primitives=False)
         time.sleep(seconds + REPORT_S)
@@ -66,8 +68,9 @@ def trace(sources: SettingSources, *, seconds: float, file: Path, parts: bool) -
         file.write_bytes(orjson.dumps(build_trace(report)))
     except OSError as error:
         raise UsageError(f"The trace cannot be written to {file}: {error.strerror}.") from None
+    exchanges = sum(len(one.exchanges) for one in report.gateways)
     console.print_line(
-        f"{len(report.steps)} steps and {len(report.requests)} requests are in {file}: open it at "
-        "ui.perfetto.dev or chrome://tracing."
+        f"{len(report.steps)} steps, {len(report.requests)} requests and {exchanges} HTTP requests "
+        f"are in {file}: open it at ui.perfetto.dev or chrome://tracing."
     )
     return exit_code_if_written(limits.EXIT_OK, console.write_error)

@@ -12,6 +12,7 @@ from services.gateway.output.events import CallEnded, OutputEvent, Reasoning, Te
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.replay.recorder import TurnRecorder
 from services.gateway.tokenizing.replay.turns import DecodeTokens
+from services.gateway.tracing.exchange import Exchange
 from shared.messages import CachedPrefix, SubmitRequest, TokenLogprobs
 
 
@@ -224,6 +225,8 @@ class Generation:
     """The client's name of its session (`request_options.session_key`)."""
     decode: DecodeTokens | None = None
     """Decodes tokens of its prompts; None: no text of them is reported."""
+    exchange: Exchange | None = None
+    """The HTTP request, whose times are noted; None: they are not."""
     choices: list[Choice] = dataclasses.field(default_factory=list)
     """Empty at first; the caller sets it."""
     error: ApiError | None = None
@@ -239,6 +242,27 @@ class Generation:
     def prompt_tokens(self) -> int:
         """Sum of the lengths of the request's prompts in tokens; each prompt counts once."""
         return sum(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of all log lines about the request (`Exchange.log_fields`)."""
+        return self.exchange.log_fields if self.exchange is not None else {}
+
+    def note_submitted(self, now_s: float) -> None:
+        """Note that its choices are being sent to the scheduler."""
+        if self.exchange is not None:
+            self.exchange.submitted_s = now_s
+
+    def note_admitted(self, now_s: float) -> None:
+        """Note that the scheduler has admitted one of its choices."""
+        if self.exchange is not None and self.exchange.admitted_s is None:
+            self.exchange.admitted_s = now_s
+
+    def note_first_token(self, now_s: float) -> None:
+        """Note that the first token of one of its choices has come."""
+        if self.exchange is not None and self.exchange.first_token_s is None:
+            self.exchange.first_token_s = now_s
+        self.started.set()
 
     def raise_if_failed(self) -> None:
         """Raise the error that ended this generation, if there is one.

@@ -17,6 +17,7 @@ from services.gateway.http.admission import FullQueue
 from services.gateway.links.scheduler_client import CallLater, Events, Link, Timer
 from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
+from services.gateway.tracing.tracing import Tracing
 from shared import messages
 from shared.clock import Clock
 from shared.errors import LinkError, LinkFull, PeerUnknown
@@ -53,6 +54,7 @@ class OpenRequests:
         status: StatusBoard,
         metrics: GatewayMetrics,
         flush_list: FlushList,
+        tracing: Tracing | None = None,
     ) -> None:
         """Store the parts; the link's owner must call `handle` with received events.
 
@@ -63,13 +65,15 @@ class OpenRequests:
             status: stores the scheduler's reports.
             metrics: counts ends and durations.
             flush_list: streams with unwritten events.
+            tracing: records HTTP requests; None: a new one, which has none.
         """
-        self._link = link
+        self.link = link
         self._call_later = call_later
         self._clock = clock
         self._status = status
         self._metrics = metrics
         self._flush_list = flush_list
+        self._tracing = tracing or Tracing(link, clock)
         self._choices: dict[str, Choice] = {}
         self._reconnect_timer: Timer | None = None
         """Set while the session is lost; fails all requests when it fires."""
@@ -77,7 +81,6 @@ class OpenRequests:
         self.cache_misses = CacheMisses()
         """The last prompts that the cache did not have."""
         self.on_activity: Callable[[Activity], None] = lambda _: None
-        """Called with the scheduler's answers to `query`."""
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -124,11 +127,12 @@ class OpenRequests:
             ApiError: 503 when there is no session or the scheduler does not keep up.
         """
         now_s = self._clock.now()
+        generation.note_submitted(now_s)
         for choice in generation.choices:
             choice.submitted_s = now_s
             self._choices[choice.request_id] = choice
             try:
-                self._link.send(choice.submit_request)
+                self.link.send(choice.submit_request)
             except (LinkFull, PeerUnknown) as error:
                 raise errors.unavailable(f"The scheduler is busy: {error}.", 1.0) from None
 
@@ -149,14 +153,9 @@ class OpenRequests:
         for choice in list(self._choices.values()):
             choice.generation.fail(errors.unavailable(message, 5.0))
 
-    def query(self, message: messages.QueryActivity | messages.QueryExperts) -> None:
-        """Send a query to the scheduler; without a session there is no answer."""
-        with contextlib.suppress(LinkError):
-            self._link.send(message)
-
     def close_link(self) -> None:
         """Close the link to the scheduler."""
-        self._link.close()
+        self.link.close()
 
     def handle(self, events: Events) -> None:
         """Handle received messages and session changes in order, then write to all clients at once.
@@ -189,12 +188,7 @@ class OpenRequests:
                 if accepted is not None:
                     accepted.is_accepted = True
             case messages.RequestAdmitted():
-                self._queue.clear()
-                admitted = self._choices.get(message.request_id)
-                # A restarted scheduler admits again; usage reports the first admission.
-                if admitted is not None and admitted.cached is None:
-                    admitted.cached = message.cached
-                    self.cache_misses.note(admitted)
+                self._handle_admitted(message, now_s)
             case messages.RequestRejected():
                 self._handle_rejected(message)
             case messages.RequestFailed():
@@ -209,11 +203,23 @@ class OpenRequests:
                 self._status.report(message, now_s)
             case messages.ActivityReported() | messages.ExpertsReported():
                 self.on_activity(message)
-            case messages.ProfilesReported() | messages.TraceReported():
+            case messages.QueryHttpExchanges() | messages.TraceReported():
+                self._tracing.handle(message, now_s)
+            case messages.ProfilesReported():
                 # Only operator commands query them, over links of their own.
                 pass
             case _:
                 assert_never(message)
+
+    def _handle_admitted(self, message: messages.RequestAdmitted, now_s: float) -> None:
+        self._queue.clear()
+        choice = self._choices.get(message.request_id)
+        # A restarted scheduler admits again; usage reports the first admission.
+        if choice is None or choice.cached is not None:
+            return
+        choice.cached = message.cached
+        self.cache_misses.note(choice)
+        choice.generation.note_admitted(now_s)
 
     def _handle_tokens(self, message: messages.TokensGenerated, now_s: float) -> None:
         names = message.request_ids
@@ -223,6 +229,7 @@ class OpenRequests:
             _log.error("tokens_message_malformed", requests=count)
             return
         choices = self._choices
+        is_recorded, step = self._tracing.recorder.is_on, (message.epoch, message.step_id)
         for entry in range(count):
             choice = choices.get(names[entry])
             tokens = message.tokens[entry]
@@ -238,7 +245,9 @@ class OpenRequests:
                 self._metrics.next_token.observe(now_s - choice.last_token_s)
             else:
                 self._metrics.first_token.observe(now_s - choice.submitted_s)
-                choice.generation.started.set()
+                choice.generation.note_first_token(now_s)
+            if is_recorded and choice.generation.exchange is not None:
+                choice.generation.exchange.add_tokens(len(tokens), step)
             self._metrics.generation_tokens += len(tokens)
             choice.last_token_s = now_s
             if choice.add(tokens, logprobs[entry]):
@@ -257,7 +266,8 @@ class OpenRequests:
         if not choice.finish_reason:
             if message.finish_reason in ("stop", "length"):
                 if message.completion_tokens != len(choice.tokens):
-                    self._fail_count(choice, message.completion_tokens)
+                    counts = len(choice.tokens), message.completion_tokens
+                    self._fail_damaged(choice, "Not all tokens arrived.", *counts)
                     return
                 choice.finish(message.finish_reason)
                 seconds = now_s - choice.submitted_s
@@ -293,32 +303,22 @@ class OpenRequests:
         return is_temporary and self._status.was_ready and waited_s < RESTART_WAIT_S_MAX
 
     def _fail_position(self, choice: Choice, position: int) -> None:
-        _log.error(
-            "unexpected_token_position",
-            request_id=choice.request_id,
-            position=position,
-            expected=len(choice.tokens),
-        )
-        self._metrics.ends["error"] += 1
         self._choices.pop(choice.request_id, None)
         self._abort(choice, "abort")
-        choice.generation.fail(errors.failed("Tokens arrived out of order."))
+        counts = position, len(choice.tokens)
+        self._fail_damaged(choice, "Tokens arrived out of order.", *counts)
 
-    def _fail_count(self, choice: Choice, completion_tokens: int) -> None:
-        _log.error(
-            "unexpected_token_count",
-            request_id=choice.request_id,
-            completion_tokens=completion_tokens,
-            received=len(choice.tokens),
-        )
+    def _fail_damaged(self, choice: Choice, problem: str, received: int, expected: int) -> None:
+        name = choice.request_id
+        _log.error("tokens_damaged", request_id=name, received=received, expected=expected)
         self._metrics.ends["error"] += 1
-        choice.generation.fail(errors.failed("Not all tokens of the completion arrived."))
+        choice.generation.fail(errors.failed(problem))
 
     def _abort(self, choice: Choice, reason: Literal["abort", "stop"]) -> None:
         self._queue.clear()
         message = messages.AbortRequest(request_id=choice.request_id, reason=reason)
         try:
-            self._link.send(message)
+            self.link.send(message)
         except PeerUnknown:
             # The session is lost, so the scheduler has dropped all requests of this gateway.
             pass
@@ -345,7 +345,7 @@ class OpenRequests:
         _log.info("scheduler_connected", open=len(self._choices))
         # The session may be lost again; the Lost event then follows in the same list.
         with contextlib.suppress(LinkError):
-            self._link.send(messages.QueryStatus())
+            self.link.send(messages.QueryStatus())
         for choice in list(self._choices.values()):
             self._resume(choice)
 
@@ -378,7 +378,7 @@ class OpenRequests:
             more_requests_expected=False,
         )
         try:
-            self._link.send(resumed)
+            self.link.send(resumed)
         except PeerUnknown:
             pass
         except LinkFull:

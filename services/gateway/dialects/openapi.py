@@ -24,7 +24,9 @@ from services.gateway.dialects.openai.validation import (
 from services.gateway.dialects.responses import request_types as responses_requests
 from services.gateway.dialects.responses import response_types as responses_responses
 from services.gateway.endpoints.model_names import ModelNames
+from services.gateway.endpoints.trace import SECONDS_DEFAULT
 from services.gateway.http.authentication import PROBES
+from services.gateway.tracing.tracing import SECONDS_MAX
 from shared.configuration.settings import Config
 
 Json = dict[str, Any]
@@ -88,6 +90,7 @@ _STORED_ERRORS = {
     **{status: _ERRORS[status] for status in ("400", "401", "403", "404", "429", "503")},
     "404": "No response with this id is stored for the API key.",
 }
+_TRACE_ERRORS = {status: _ERRORS[status] for status in ("400", "401", "403", "429", "503")}
 _POST_ERRORS = {status: text for status, text in _ERRORS.items() if status != "529"}
 _RESPONSES_ERRORS = {**_POST_ERRORS, "404": "The model or an earlier response does not exist."}
 _MESSAGES_ERRORS = {status: text for status, text in _ERRORS.items() if status != "503"}
@@ -176,6 +179,7 @@ def _paths() -> Json:
             **_get("One model", model_types.ModelInfo, _MODEL_ERRORS),
         },
         "/v1/lockstep/status": _get("The scheduler's last report", response_types.GatewayStatus),
+        "/v1/lockstep/trace": _trace(),
         **{path: _get("Liveness of this process", response_types.Health)
            for path in sorted(PROBES - {"/readyz"})},
         "/readyz": _readiness(),
@@ -291,6 +295,17 @@ def _readiness() -> Json:
         **responses["200"],
         "description": "New requests are not served; `reason` says why.",
     }
+    return path
+
+
+def _trace() -> Json:
+    seconds = {"type": "number", "minimum": 1, "maximum": SECONDS_MAX, "default": SECONDS_DEFAULT}
+    path = _get(
+        "A trace of the next seconds, for ui.perfetto.dev", "application/json", _TRACE_ERRORS
+    )
+    path["get"]["parameters"] = [
+        {"name": "seconds", "in": "query", "required": False, "schema": seconds}
+    ]
     return path
 
 

@@ -22,6 +22,7 @@ from services.gateway.endpoints.answer_length import check_logprobs, completion_
 from services.gateway.endpoints.completion_service import CHARS_PER_TOKEN, CompletionService
 from services.gateway.endpoints.request_options import RequestOptions, session_key
 from services.gateway.endpoints.request_threads import Ticket
+from services.gateway.endpoints.span_attributes import request_attributes, result_attributes
 from services.gateway.http import authentication, errors, request_body
 from services.gateway.http.admission import ADMITTED
 from services.gateway.http.errors import ApiError, PromptTooLong
@@ -33,6 +34,7 @@ from services.gateway.tokenizing.replay.meaning import (
     digest_messages,
 )
 from services.gateway.tokenizing.replay.recorder import TurnRecorder
+from services.gateway.tracing.exchange import EXCHANGE
 from shared import limits
 from shared.messages import Grammar, SubmitRequest, token_ids
 
@@ -271,10 +273,25 @@ async def respond(
     generation.weight = authentication.weight(request)
     generation.session = session_key(request, *options.session_names)
     generation.decode = service.tokenizer.decode_whole
+    generation.exchange = exchange = request.get(EXCHANGE)
+    if exchange is not None:
+        exchange.response_id = generation.response_id
     generation.choices = _choices(
         service, request, generation, options, serializer, rules, more_expected=more_expected
     )
-    return await _run(service, request, generation, sink)
+    if exchange is None or exchange.span is None:
+        return await _run(service, request, generation, sink)
+    exchange.attributes = request_attributes(
+        generation,
+        model=serializer.metadata.model,
+        served_name=service.config.served_name,
+        is_chat=rules.tools is not None,
+        is_streamed=options.is_streamed,
+    )
+    try:
+        return await _run(service, request, generation, sink)
+    finally:
+        exchange.attributes |= result_attributes(generation)
 
 
 async def _run(

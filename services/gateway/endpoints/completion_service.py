@@ -28,6 +28,8 @@ from services.gateway.structured.answer_grammar import AnswerGrammars
 from services.gateway.tokenizing.replay.stored_turns import StoredTurns
 from services.gateway.tokenizing.replay.turns import TurnMemory
 from services.gateway.tokenizing.tokenizer import Tokenizer
+from services.gateway.tracing.exchange import EXCHANGE
+from services.gateway.tracing.tracing import Tracing
 from shared.clock import unix_seconds
 from shared.configuration.settings import Config
 from shared.log import Log
@@ -83,6 +85,8 @@ class CompletionService:
     """The same turns in this host's cache store, after a restart too."""
     model_names: ModelNames
     """Names of the served model that requests may use."""
+    tracing: Tracing
+    """Records HTTP requests for traces."""
     logged_fields: LoggedFields = dataclasses.field(default_factory=LoggedFields)
     """Ignored fields that the log has named."""
 
@@ -105,6 +109,7 @@ class CompletionService:
         self.open_requests.check_queue(admitted.tenant)
         body = await server.read_json_body(request, self.config.gateway, admitted.reserve_body)
         admitted.mark_read()
+        request[EXCHANGE].read_s = self.tracing.recorder.clock.now()
         return body
 
     def check_model(self, name: str) -> None:
@@ -121,11 +126,11 @@ class CompletionService:
         if not names:
             return
         request[ignored_fields.IGNORED] = names
-        key = authentication.key_name(request)
+        key, fields = authentication.key_name(request), request[EXCHANGE].log_fields
         for name in map(ignored_fields.shown, names[: ignored_fields.NAMES_MAX]):
             self.metrics.count_ignored(name)
             if self.logged_fields.add(name, key):
-                _log.info("field_ignored", field=name, path=request.path, key=key)
+                _log.info("field_ignored", field=name, path=request.path, key=key, **fields)
 
     async def parse(self, request: web.Request, work: Callable[[bytes], T]) -> T:
         """Admit a request, read its body, and return what `work` makes of it.

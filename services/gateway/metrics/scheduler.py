@@ -15,8 +15,8 @@ from prometheus_client.core import (
 )
 
 from shared.messages import DurationCounts, StatusReported
-from shared.messages.durations import BOUNDS_S
 from shared.messages.reported_numbers import meaning
+from shared.messages.telemetry.durations import BOUNDS_S
 
 CACHE = "cache_"
 """First part of the names that the prefix cache reports."""

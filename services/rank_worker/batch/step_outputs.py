@@ -16,7 +16,7 @@ from services.rank_worker.sampling.grammar.masks import StepMasks
 from services.rank_worker.sampling.grammar.matcher import Matcher
 from services.rank_worker.sampling.sampler import SampledTokens
 from shared.messages import GrammarFailure, StepPlan, TokenLogprobs
-from shared.messages.step_profile import StepProfile
+from shared.messages.telemetry.step_profile import StepProfile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

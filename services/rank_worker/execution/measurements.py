@@ -7,8 +7,8 @@ import mlx.core as mx
 from services.rank_worker.model.expert_counter import ExpertCounter
 from shared import limits
 from shared.messages import LayerAssignments, StepsMeasured
-from shared.messages.step_profile import StepProfile
-from shared.messages.step_times import StepTimes, pack
+from shared.messages.telemetry.step_profile import StepProfile
+from shared.messages.telemetry.step_times import StepTimes, pack
 
 EXPERT_COUNTS_PER_S = 1_024
 """Counts of experts that a rank may report per second on average: 2 to 4 KB. Larger tables are

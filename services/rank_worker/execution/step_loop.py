@@ -17,7 +17,7 @@ from shared import limits
 from shared.clock import Clock
 from shared.errors import InvariantBroken
 from shared.messages import JoinWorld, StepFinished, StepPlan
-from shared.messages.step_times import StepTimes
+from shared.messages.telemetry.step_times import StepTimes
 
 PLAN_WAIT_MAX_S = 0.002
 """Longest wait for a plan to launch ahead; the scheduler needs 0.1 to 1 ms to send one."""

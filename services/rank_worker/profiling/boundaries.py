@@ -21,7 +21,7 @@ from services.rank_worker.model.sharding.local_experts import is_switch
 from services.rank_worker.model.sharding.mlp_split import is_linear, is_mlp
 from services.rank_worker.peers import collectives
 from services.rank_worker.profiling.part_timer import PartTimer
-from shared.messages.step_profile import NO_LAYER, Part
+from shared.messages.telemetry.step_profile import NO_LAYER, Part
 
 _EXCHANGES: dict[str, Part] = {"send": "send", "recv": "receive", "recv_like": "receive"}
 """Parts of MLX's functions between two ranks; its others are between all ranks."""

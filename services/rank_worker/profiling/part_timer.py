@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from shared.clock import Clock
-from shared.messages.step_profile import (
+from shared.messages.telemetry.step_profile import (
     NO_LAYER,
     PARTS,
     SPANS_MAX,

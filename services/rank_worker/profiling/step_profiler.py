@@ -13,7 +13,7 @@ from services.rank_worker.profiling.boundaries import ModelParts
 from services.rank_worker.profiling.part_timer import PartTimer
 from shared.clock import Clock, SystemClock
 from shared.messages import StepPlan
-from shared.messages.step_profile import Part, StepProfile
+from shared.messages.telemetry.step_profile import Part, StepProfile
 
 _CHANGED_BYTES = {mx.cpu: 64 * 1024 * 1024, mx.gpu: 256 * 1024 * 1024}
 """Size of the array that is changed to measure what the device can move; larger than its caches."""

@@ -22,6 +22,10 @@ class RestoreOrder:
     nodes: list[Node]
     """The block of each item."""
     items: list[RestoreItem]
+    request_id: str
+    """The request of the sequence that waited first."""
+    ordered_at_s: float
+    """When it was ordered, on the scheduler's clock."""
     deadline_s: float
     """Seconds that a rank may take."""
     wait_until_s: float

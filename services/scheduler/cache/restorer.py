@@ -164,24 +164,28 @@ class Restorer:
             self._open[blocks.restore_id].blocks = None
             blocks.restore_id = None
 
-    def handle_restored(self, rank: int, message: BlocksRestored) -> None:
+    def handle_restored(self, rank: int, message: BlocksRestored) -> RestoreOrder | None:
         """Record which blocks a rank has read for a restore.
 
         Args:
             rank: the rank.
             message: its answer. A second one, and one to an unknown restore, is only counted.
+
+        Returns:
+            The restore; None if the answer was only counted.
         """
         counters = self._state.counters
         restore = self._open.get(message.restore_id)
         if restore is None or rank in restore.answers or message.count > len(restore.items):
             counters["cache_restore_answers_refused_total"] += 1
-            return
+            return None
         restore.answers[rank] = message
         counters["cache_restore_bytes_total"] += message.bytes_read
         if len(restore.answers) == self._state.block_format.ranks:
             counters["cache_restores_total"] += 1
             slowest_ms = max(one.read_ms for one in restore.answers.values())
             counters["cache_restore_ms_total"] += slowest_ms
+        return restore
 
     def adopt_answered(self, now_s: float) -> None:
         """Close all restores that every rank has answered, and adopt their blocks.
@@ -294,6 +298,8 @@ class Restorer:
             restore_id=self._last_id,
             nodes=nodes,
             items=[restore_item(self._state, node) for node in nodes],
+            request_id=blocks.request.request_id,
+            ordered_at_s=now_s,
             deadline_s=deadline_s,
             wait_until_s=now_s + deadline_s + _GRACE_S,
             reserved_bytes=restore_bytes(self._state, nodes),

@@ -29,6 +29,7 @@ class _Spill:
     """An entry whose spill was ordered."""
 
     entry: Entry
+    ordered_at_s: float
     reported_ranks: set[int] = dataclasses.field(default_factory=set)
     is_lost: bool = False
 
@@ -101,7 +102,7 @@ class Spiller:
                 break
             del self._queue[entry]
             entry.is_spilling = True
-            self._in_progress[entry.hash] = _Spill(entry)
+            self._in_progress[entry.hash] = _Spill(entry, now_s)
             self._in_progress_bytes += entry.size_bytes
             hashes.append(entry.hash)
         if hashes:
@@ -115,7 +116,9 @@ class Spiller:
                 evict_first=[entry.hash for entry in evict_first],
             )
 
-    def handle_spilled(self, rank: int, host: str, message: BlocksSpilled, now_s: float) -> None:
+    def handle_spilled(
+        self, rank: int, host: str, message: BlocksSpilled, now_s: float
+    ) -> float | None:
         """Record which blocks one rank has stored, and which are lost because it could not.
 
         Args:
@@ -124,7 +127,12 @@ class Spiller:
             message: the rank's report.
             now_s: the scheduler's time in seconds; after a report of losses only, spills pause from
                 then on.
+
+        Returns:
+            When the first of its blocks was ordered; None if none of them was.
         """
+        known = (self._in_progress.get(one) for one in (*message.stored, *message.lost))
+        ordered_at_s = min((one.ordered_at_s for one in known if one is not None), default=None)
         self._state.counters["cache_spill_bytes_total"] += message.bytes_written
         self._state.counters["cache_spill_ms_total"] += message.write_ms
         for block_hash in message.stored:
@@ -135,6 +143,7 @@ class Spiller:
             self.back_off(now_s)
         if message.stored:
             self._update_store(rank, host, message)
+        return ordered_at_s
 
     def back_off(self, now_s: float) -> None:
         """Order no spill for `BACK_OFF_S` seconds, then one block at a time until one is stored.

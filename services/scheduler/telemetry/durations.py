@@ -4,7 +4,7 @@ import bisect
 
 from shared import limits
 from shared.messages import DurationCounts
-from shared.messages.durations import BOUNDS_S, DurationName
+from shared.messages.telemetry.durations import BOUNDS_S, DurationName
 
 
 class Durations:

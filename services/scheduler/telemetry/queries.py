@@ -1,29 +1,34 @@
-"""Answers to queries about steps and requests. Changes nothing. Pure."""
+"""Answers to queries about steps and requests. Changes no decision. Pure."""
 
 from typing import Literal
 
+from services.scheduler.events import Action, SendToGateway
 from services.scheduler.requests.request_history import record_of
 from services.scheduler.requests.request_table import RequestTable
 from services.scheduler.requests.sequence import Sequence
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from services.scheduler.telemetry.telemetry import Telemetry
+from services.scheduler.telemetry.trace_queries import TraceQueries
 from services.scheduler.world.world import World
 from shared import limits
 from shared.configuration.settings import Config
+from shared.identifiers import PeerId
 from shared.messages import (
     ActivityReported,
     ExpertsReported,
+    HttpExchangesReported,
     OpenRequest,
+    OrderTrace,
     ProfilesReported,
     QueryActivity,
     QueryExperts,
     QueryProfiles,
     QueryTrace,
-    TraceReported,
 )
 
-Query = QueryProfiles | QueryTrace | QueryActivity | QueryExperts
-Answer = ProfilesReported | TraceReported | ActivityReported | ExpertsReported
+Query = (
+    QueryProfiles | QueryActivity | QueryExperts | QueryTrace | OrderTrace | HttpExchangesReported
+)
 
 
 class TelemetryQueries:
@@ -36,24 +41,48 @@ class TelemetryQueries:
         requests: RequestTable,
         waiting: WaitingQueue,
         world: World,
+        gateways: set[PeerId],
+        actions: list[Action],
     ) -> None:
+        """Begin without queries.
+
+        Args:
+            config: names the model and its split.
+            telemetry: the history of steps, profiles and events.
+            requests: the open requests, with the history of others.
+            waiting: those that wait.
+            world: the ranks.
+            gateways: all connected gateways and commands; the caller adds and removes them.
+            actions: receives the answers.
+        """
         self._config = config
         self._telemetry = telemetry
         self._requests = requests
         self._waiting = waiting
         self._world = world
+        self._actions = actions
+        self.traces = TraceQueries(telemetry, requests, world, gateways, actions)
 
-    def answer(self, query: Query, now_s: float) -> Answer:
-        """Return the answer to a query at a monotonic time in seconds."""
+    def handle(self, peer: PeerId, query: Query, now_s: float) -> None:
+        """Answer a query, or begin to collect the answer.
+
+        Args:
+            peer: the gateway or command that asks.
+            query: the query, or what belongs to one.
+            now_s: the monotonic time in seconds.
+        """
+        answer: ProfilesReported | ActivityReported | ExpertsReported
         match query:
             case QueryProfiles():
-                return self._telemetry.profiles.report(query)
-            case QueryTrace():
-                return self._telemetry.trace(query.seconds, self._requests, self._world, now_s)
+                answer = self._telemetry.profiles.report(query)
             case QueryActivity():
-                return self._activity(query, now_s)
+                answer = self._activity(query, now_s)
             case QueryExperts():
-                return self._experts()
+                answer = self._experts()
+            case QueryTrace() | OrderTrace() | HttpExchangesReported():
+                self.traces.handle(peer, query, now_s)
+                return
+        self._actions.append(SendToGateway(peer, answer))
 
     def _experts(self) -> ExpertsReported:
         return ExpertsReported(

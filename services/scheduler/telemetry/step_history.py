@@ -7,8 +7,8 @@ from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.telemetry.clock_offsets import ClockOffsets
 from shared import limits
 from shared.messages import RecordedStep, StepsMeasured
-from shared.messages.step_profile import StepKind
-from shared.messages.step_times import StepTimes, pack, unpack
+from shared.messages.telemetry.step_profile import StepKind
+from shared.messages.telemetry.step_times import StepTimes, pack, unpack
 
 STEPS_KEPT = 16_384
 """Steps in the history: some minutes, about 8 MB with two ranks."""

@@ -11,7 +11,7 @@ from services.scheduler.telemetry.durations import add_counts, add_seconds
 from services.scheduler.telemetry.step_history import kind_of
 from shared.measurements.step_losses import exchanges, find_losses
 from shared.messages import MeasuredStep, OrderProfile, ProfilesReported, QueryProfiles
-from shared.messages.step_profile import Part, PartTotal, StepKind, StepProfile
+from shared.messages.telemetry.step_profile import Part, PartTotal, StepKind, StepProfile
 
 STEPS_KEPT = 64
 """Measured steps whose profiles are kept."""

@@ -15,10 +15,14 @@ from services.scheduler.telemetry.event_log import EventLog
 from services.scheduler.telemetry.expert_loads import ExpertLoads
 from services.scheduler.telemetry.step_history import StepHistory, StepRecord, kind_of
 from services.scheduler.telemetry.step_profiles import StepProfiles
+from services.scheduler.telemetry.transfers import TransferHistory
 from services.scheduler.world.world import World
+from shared import limits
 from shared.messages import (
+    MeasuredStep,
     QueryProfiles,
     RankStatus,
+    RecordedGateway,
     StepFinished,
     StepsMeasured,
     TraceReported,
@@ -54,6 +58,7 @@ class Telemetry:
         self.durations = Durations()
         self.events = EventLog()
         self.experts = ExpertLoads(sharding)
+        self.transfers = TransferHistory()
         self._ranks: defaultdict[int, _RankTotals] = defaultdict(_RankTotals)
 
     def hear(self, rank: int, now_s: float) -> None:
@@ -141,29 +146,36 @@ class Telemetry:
         )
 
     def trace(
-        self, seconds: float, requests: RequestTable, world: World, now_s: float
+        self,
+        since_s: float,
+        requests: RequestTable,
+        world: World,
+        gateways: list[RecordedGateway],
+        now_s: float,
     ) -> TraceReported:
-        """Return all that is known of the last seconds.
+        """Return all that is known of what happened after a time.
 
         Args:
-            seconds: how many.
+            since_s: the time.
             requests: the open requests, with the history of others.
             world: the ranks.
+            gateways: what gateways have recorded.
             now_s: the monotonic time in seconds.
         """
-        since_s = now_s - seconds
         steps = self.history.report(since_s, world.size)
         first = (steps[0].epoch, steps[0].step_id - 1) if steps else (0, 0)
         after = QueryProfiles(epoch=first[0], step_id=max(0, first[1]))
         clocks = [self.history.offsets.find(rank) for rank in range(world.size)]
         return TraceReported(
             now_s=now_s,
-            since_s=max(0.0, since_s),
+            since_s=since_s,
             hosts=[one.host for one in world.statuses()],
             clock_offsets_s=[one.offset_s if one is not None else 0.0 for one in clocks],
             steps=steps,
             requests=requests.history.report(requests, since_s),
-            measured=self.profiles.report(after).steps if steps else [],
+            measured=_bounded(self.profiles.report(after).steps) if steps else [],
+            transfers=self.transfers.report(since_s),
+            gateways=gateways,
         )
 
     def _add_lateness(self, step: StepRecord) -> None:
@@ -172,3 +184,15 @@ class Telemetry:
         for rank, time_s in ended_s.items():
             totals = self._ranks[rank]
             totals.late_s = add_seconds(totals.late_s, time_s - first_s)
+
+
+def _bounded(steps: list[MeasuredStep]) -> list[MeasuredStep]:
+    """Return the last steps whose spans fit one report."""
+    found: list[MeasuredStep] = []
+    size_bytes = 0
+    for step in reversed(steps):
+        size_bytes += sum(len(one.spans) for one in step.profiles)
+        if size_bytes > limits.RECORDED_SPANS_BYTES_MAX:
+            break
+        found.append(step)
+    return found[::-1]

@@ -11,6 +11,7 @@ from shared.errors import UnavailableError
 from shared.messages import (
     MeasuredStep,
     OrderProfile,
+    OrderTrace,
     ProfilesReported,
     QueryProfiles,
     QueryStatus,
@@ -113,8 +114,16 @@ class ProfileQuery:
         """
         self._link.send(OrderProfile(steps=steps, primitives=primitives))
 
+    def record(self, seconds: float) -> None:
+        """Have gateways record their HTTP requests; `status` must have returned before.
+
+        Args:
+            seconds: how long.
+        """
+        self._link.send(OrderTrace(seconds=seconds))
+
     def trace(self, seconds: float) -> TraceReported:
-        """Return what the scheduler knows of the steps and requests of the last seconds.
+        """Return the trace of the last seconds.
 
         Raises:
             UnavailableError: when it does not answer.

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.page.assets import PREFIX
-from services.gateway.page.endpoints import FEED_PATH, VIEWERS_MAX
+from services.gateway.endpoints.page.assets import PREFIX
+from services.gateway.endpoints.page.endpoints import FEED_PATH, VIEWERS_MAX
 from shared.messages import CachedPrefix
 from tests.gateway.running_gateway import RunningGateway, start_error
 from tests.gateway.scripted_scheduler import reply_after, reply_with
@@ -150,7 +150,7 @@ def test_feed_refuses_more_viewers_than_its_limit_and_frees_their_places(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """The viewer after the last gets a 429 that says why; a page that closes makes room."""
-    prelude = "import services.gateway.page.endpoints as e; e.VIEWERS_MAX = 2"
+    prelude = "import services.gateway.endpoints.page.endpoints as e; e.VIEWERS_MAX = 2"
     assert VIEWERS_MAX > 2
     with (
         RunningGateway.start(model_folder, tmp_path, prelude=prelude) as gateway,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.gateway import raw_client
-from tests.gateway.concurrent_requests import MESSAGES, start_requests
 from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.scheduler_link.concurrent_requests import MESSAGES, start_requests
 from tests.support.waiting import wait_until
 
 

@@ -11,8 +11,12 @@ import pytest
 
 from shared.messages import RequestAccepted, token_ids
 from tests.gateway import raw_client
-from tests.gateway.concurrent_requests import TOKENS, ConcurrentRequests, start_requests
 from tests.gateway.running_gateway import RunningGateway
+from tests.gateway.scheduler_link.concurrent_requests import (
+    TOKENS,
+    ConcurrentRequests,
+    start_requests,
+)
 from tests.gateway.scripted_scheduler import (
     ScriptedScheduler,
     finished,

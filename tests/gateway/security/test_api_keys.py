@@ -156,9 +156,10 @@ def test_openai_client_is_served_with_api_key_and_refused_with_wrong_one(
         client.models.list()
 
 
-def test_only_health_probes_are_served_without_api_key(keyed: KeyedGateway) -> None:
-    """Probes are open; metrics and OpenAPI document are not, and unknown paths get a 401."""
-    for path in ("/health", "/livez", "/readyz"):
+def test_only_health_probes_and_page_are_served_without_api_key(keyed: KeyedGateway) -> None:
+    """Probes and the empty page are open; its data, metrics and the OpenAPI document are not, and
+    unknown paths get a 401."""
+    for path in ("/health", "/livez", "/readyz", "/"):
         assert keyed.gateway.get(path)[0] == 200, path
     for path in (
         "/metrics",
@@ -166,7 +167,8 @@ def test_only_health_probes_are_served_without_api_key(keyed: KeyedGateway) -> N
         "/v1/models",
         "/v1/models/tiny",
         "/v1/lockstep/status",
-        "/",
+        "/v1/lockstep/activity",
+        "/v1/lockstep/trace?seconds=1",
         "/health/",
         "/nothing",
     ):

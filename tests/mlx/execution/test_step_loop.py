@@ -40,7 +40,7 @@ from shared.messages import (
     StepsMeasured,
     ToScheduler,
 )
-from shared.messages.step_times import StepTimes, unpack
+from shared.messages.telemetry.step_times import StepTimes, unpack
 from shared.transport.links import Listener, Received
 from tests.mlx.executor_driver import admission, make_executor, make_prompt, prefill_chunk
 from tests.mlx.models import make_llama

@@ -10,7 +10,7 @@ import pytest
 from mlx import nn
 
 from services.rank_worker.model.sharding.local_experts import is_switch
-from shared.messages.step_profile import NO_LAYER, PartTotal, StepProfile, unpack_spans
+from shared.messages.telemetry.step_profile import NO_LAYER, PartTotal, StepProfile, unpack_spans
 from tests.mlx.executor_driver import ExecutorDriver, admission, make_prompt, prefill_chunk
 from tests.mlx.models import MakeModel, make_llama
 from tests.mlx.sharding.moe_models import make_moe_model

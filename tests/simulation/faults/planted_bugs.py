@@ -234,9 +234,9 @@ def tokens_are_sent_twice(stack: ExitStack) -> None:
     """Every tenth position is sent twice."""
     real = step_pipeline.tokens_message
 
-    def message(entries: list[Any]) -> Any:
+    def message(entries: list[Any], receipt: Any) -> Any:
         again = [entry for entry in entries if entry[1] == 9]
-        return real(entries + again)
+        return real(entries + again, receipt)
 
     replace(stack, step_pipeline, "tokens_message", message)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.messages.step_times import STEP_BYTES, StepTimes, pack, unpack
+from shared.messages.telemetry.step_times import STEP_BYTES, StepTimes, pack, unpack
 
 _TIMES = st.builds(StepTimes, *[st.floats(-2_000.0, 2_000.0)] * 6)
 

@@ -11,7 +11,7 @@ from shared.configuration.settings import Config
 from shared.errors import UnavailableError
 from shared.measurements.step_losses import EXCHANGES, mean_exchanges, mean_seconds
 from shared.messages import MeasuredStep
-from shared.messages.step_profile import Part
+from shared.messages.telemetry.step_profile import Part
 
 SHARES = [
     "rows",

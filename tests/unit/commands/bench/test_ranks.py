@@ -9,7 +9,7 @@ from services.commands.bench.measuring.report import Case, Report, from_json, to
 from services.commands.bench.serving import ranks, step_parts
 from shared.errors import UsageError
 from shared.messages import MeasuredStep, PartTotal, StepProfile
-from shared.messages.step_profile import Part, Span, pack_spans
+from shared.messages.telemetry.step_profile import Part, Span, pack_spans
 from tests.unit.commands.bench.bench_arguments import plan_of
 
 

@@ -15,7 +15,7 @@ from shared.messages import (
     StepProfile,
     StepsMeasured,
 )
-from shared.messages.step_profile import Part, Span, pack_spans
+from shared.messages.telemetry.step_profile import Part, Span, pack_spans
 from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld
 
 OPERATOR = PeerId(b"operator-1")

@@ -10,7 +10,7 @@ from shared.configuration.rank_settings import WorldConfig
 from shared.configuration.settings import Config, SpeculationConfig
 from shared.identifiers import PeerId
 from shared.messages import QueryStatus, RankStatus, StepsMeasured
-from shared.messages.step_times import StepTimes, pack
+from shared.messages.telemetry.step_times import StepTimes, pack
 from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld
 
 OFFSETS_S = {0: 1_000.0, 1: -40.0}

@@ -10,7 +10,7 @@ from shared.measurements.step_losses import (
     mean_seconds,
 )
 from shared.messages import MeasuredStep, PartTotal, StepProfile
-from shared.messages.step_profile import NO_LAYER, Part, Span, pack_spans, unpack_spans
+from shared.messages.telemetry.step_profile import NO_LAYER, Part, Span, pack_spans, unpack_spans
 
 
 def _profile(

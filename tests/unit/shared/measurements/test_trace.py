@@ -1,20 +1,43 @@
 """Traces in the format of Chrome's and Perfetto's viewers."""
 
-import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
-from services.scheduler.events import GatewayMessageReceived, RankMessageReceived
+from services.scheduler.events import (
+    Action,
+    GatewayConnected,
+    GatewayLost,
+    GatewayMessageReceived,
+    RankMessageReceived,
+    SendToGateway,
+    TimePassed,
+)
+from services.scheduler.telemetry.trace_queries import GATHER_S
 from shared.configuration.rank_settings import WorldConfig
 from shared.configuration.settings import Config
+from shared.identifiers import PeerId
 from shared.measurements.trace import build_trace
-from shared.messages import QueryTrace, StepsMeasured, TraceReported
-from shared.messages.step_times import StepTimes, pack
+from shared.messages import (
+    HttpExchangesReported,
+    OrderTrace,
+    QueryHttpExchanges,
+    QueryTrace,
+    RecordedHttpExchange,
+    StepsMeasured,
+    TraceReported,
+)
+from shared.messages.telemetry import http_writes
+from shared.messages.telemetry.http_writes import HttpWrite
+from shared.messages.telemetry.step_times import StepTimes, pack
+from tests.support.trace_checks import check_arrows, check_nesting
 from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld
 
 STEP_S = 0.005
+GATEWAY_OFFSET_S = -50.0
 
 
 def _world() -> InMemoryWorld:
@@ -48,16 +71,25 @@ def _world() -> InMemoryWorld:
     return world
 
 
-def _report(world: InMemoryWorld, seconds: float) -> TraceReported:
-    actions = world.core.handle(
-        GatewayMessageReceived(GATEWAY, QueryTrace(seconds=seconds)), world.now_s
+def _answers(actions: list[Action]) -> list[Any]:
+    return [one.message for one in actions if isinstance(one, SendToGateway)]
+
+
+def _report(
+    world: InMemoryWorld, seconds: float, exchanges: Sequence[RecordedHttpExchange] = ()
+) -> TraceReported:
+    """Query a trace; the gateway's clock is 50 s behind and its way takes 1 ms."""
+    query = GatewayMessageReceived(GATEWAY, QueryTrace(seconds=seconds))
+    (asked,) = _answers(world.core.handle(query, world.now_s))
+    assert asked == QueryHttpExchanges(asked_at_s=world.now_s, seconds=0.0)
+    answer = HttpExchangesReported(
+        asked_at_s=asked.asked_at_s,
+        came_at_s=world.now_s + GATEWAY_OFFSET_S + 0.001,
+        answered_at_s=world.now_s + GATEWAY_OFFSET_S + 0.001,
+        exchanges=list(exchanges),
     )
-    (report,) = (
-        action.message  # type: ignore[union-attr]
-        for action in actions
-        if isinstance(getattr(action, "message", None), TraceReported)
-    )
-    assert isinstance(report, TraceReported)
+    actions = world.core.handle(GatewayMessageReceived(GATEWAY, answer), world.now_s + 0.002)
+    (report,) = (one for one in _answers(actions) if isinstance(one, TraceReported))
     return report
 
 
@@ -74,13 +106,11 @@ def test_trace_has_every_step_on_scheduler_and_ranks_and_no_overlaps() -> None:
     events = build_trace(_report(_world(), 60.0))["traceEvents"]
     tracks = _slices(events)
     # Plans on two tracks, and host and device of two ranks.
-    assert tracks.keys() == {(1, 1), (1, 2), (10, 1), (10, 2), (11, 1), (11, 2)}
+    ranks = {(10, 1), (10, 2), (11, 1), (11, 2)}
+    assert tracks.keys() - {(2, lane) for lane in range(1, 4)} == {(1, 1), (1, 2), *ranks}
     for rank in (10, 11):
         assert [one["args"]["step"] for one in tracks[rank, 2]] == list(range(1, 11))
-    for slices in tracks.values():
-        slices.sort(key=lambda one: one["ts"])
-        for before, after in itertools.pairwise(slices):
-            assert before["ts"] + before["dur"] <= after["ts"] + 0.01
+    check_nesting(events)
 
 
 def test_ranks_with_different_clocks_lie_below_each_other() -> None:
@@ -90,45 +120,108 @@ def test_ranks_with_different_clocks_lie_below_each_other() -> None:
         assert first["ts"] == pytest.approx(second["ts"], abs=50.0)
 
 
-def test_arrows_of_trace_begin_and_end_within_slices_or_requests() -> None:
-    """Each arrow has both ends: from requests to plans, and from plans to devices."""
-    events = build_trace(_report(_world(), 60.0))["traceEvents"]
-    begins = {one["id"]: one for one in events if one["ph"] == "s"}
-    ends = {one["id"]: one for one in events if one["ph"] == "f"}
-    assert begins.keys() == ends.keys()
-    assert {"request a", "request b", "request c", "1.3.0", "1.3.1"} <= begins.keys()
-    tracks = _slices(events)
-    for name, end in ends.items():
-        slices = tracks[end["pid"], end["tid"]]
-        assert any(
-            one["ts"] - 0.01 <= end["ts"] <= one["ts"] + one["dur"] + 0.01 for one in slices
-        ), name
-        assert begins[name]["ts"] <= end["ts"] + 0.01
+def test_arrows_of_trace_begin_and_end_within_slices() -> None:
+    """Arrows lead from requests to plans, and from plans to the devices of both ranks."""
+    arrows = check_arrows(build_trace(_report(_world(), 60.0))["traceEvents"])
+    assert arrows["admission"] == 3
+    assert arrows["step"] >= 2 * 9
 
 
 def test_requests_of_trace_have_their_phases() -> None:
     """Waiting, prefill and decode follow each other; an open request ends with the trace."""
     report = _report(_world(), 60.0)
-    events = [one for one in build_trace(report)["traceEvents"] if one["ph"] in "be"]
+    events = build_trace(report)["traceEvents"]
     by_request: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        by_request[event["id"]].append(event)
+        if event.get("cat") == "request":
+            by_request[event["args"]["request"]].append(event)
     assert by_request.keys() == {"a", "b", "c"}
     for name, found in by_request.items():
-        assert [one["name"] for one in found if one["ph"] == "b"] == [
-            f"request {name}",
-            "queue",
-            "prefill",
-            "decode",
-        ]
-        whole, *phases = (
-            (begin["ts"], end["ts"]) for begin, end in zip(found[::2], found[1::2], strict=True)
-        )
-        assert phases[0][0] == whole[0]
-        assert phases[-1][1] == whole[1]
-        assert all(one[1] == other[0] for one, other in itertools.pairwise(phases))
-    ends = {one.request_id: one.end for one in report.requests}
-    assert ends == {"a": "length", "b": "length", "c": ""}
+        whole, *phases = found
+        assert whole["name"] == f"request {name}"
+        assert [one["name"] for one in phases] == ["queue", "prefill", "decode"]
+        assert phases[0]["ts"] == whole["ts"]
+        ends = [one["ts"] + one["dur"] for one in phases]
+        assert ends[-1] == pytest.approx(whole["ts"] + whole["dur"], abs=0.01)
+        assert ends[:-1] == pytest.approx([one["ts"] for one in phases[1:]], abs=0.01)
+    ends_by_name = {one.request_id: one.end for one in report.requests}
+    assert ends_by_name == {"a": "length", "b": "length", "c": ""}
+    check_nesting(events)
+
+
+def test_http_requests_of_trace_lie_on_scheduler_clock_and_lead_to_requests_and_writes() -> None:
+    """Its arrival comes before the request's, though the gateway's clock is 50 s behind."""
+    world = _world()
+    known = _report(world, 60.0)
+    (request,) = (one for one in known.requests if one.request_id == "b")
+    (step,) = (one for one in known.steps if one.step_id == 3)
+    arrived_s = request.accepted_at_s - 0.02
+    assert step.finished_at_s is not None
+    write = HttpWrite(step.finished_at_s - arrived_s, 0.00002, 99, 1, 1, 3)
+    exchange = RecordedHttpExchange(
+        name="POST /v1/completions",
+        response_id="b",
+        status=200,
+        trace_parent=f"00-{'a' * 32}-{'b' * 16}-01",
+        arrived_at_s=arrived_s + GATEWAY_OFFSET_S,
+        read_at_s=arrived_s + 0.005 + GATEWAY_OFFSET_S,
+        submitted_at_s=arrived_s + 0.02 + GATEWAY_OFFSET_S,
+        first_byte_at_s=arrived_s + 0.03 + GATEWAY_OFFSET_S,
+        ended_at_s=arrived_s + 0.5 + GATEWAY_OFFSET_S,
+        writes=http_writes.pack(write),
+    )
+    # The scheduler's id of the first choice of response b.
+    requests = [
+        msgspec.structs.replace(one, request_id=f"{one.request_id}:0") for one in known.requests
+    ]
+    report = msgspec.structs.replace(
+        _report(world, 60.0, [exchange]), requests=requests, since_s=arrived_s - 1.0
+    )
+    assert report.gateways[0].clock_offset_s == pytest.approx(GATEWAY_OFFSET_S, abs=1e-6)
+    events = build_trace(report)["traceEvents"]
+    check_nesting(events)
+    arrows = check_arrows(events)
+    assert arrows["submission"] == arrows["tokens"] == 1
+    by_name = {one["name"]: one for one in events if one.get("cat") in ("http", "write")}
+    assert by_name["POST /v1/completions"]["ts"] == pytest.approx(1e6, abs=2.0)
+    assert by_name["read"]["dur"] == pytest.approx(5_000, abs=2.0)
+    assert by_name["encode"]["dur"] == pytest.approx(15_000, abs=2.0)
+    assert by_name["write"]["args"] == {"bytes": 99, "tokens": 1, "epoch": 1, "step": 3}
+    (drawn,) = (one for one in events if one["name"] == "request b:0")
+    assert drawn["args"]["traceparent"] == exchange.trace_parent
+
+
+def test_query_is_answered_without_gateway_that_does_not_report() -> None:
+    """It waits a second for a gateway, and no longer for one that was lost."""
+    world = _world()
+    query = GatewayMessageReceived(GATEWAY, QueryTrace(seconds=1.0))
+    assert not any(
+        isinstance(one, TraceReported) for one in _answers(world.core.handle(query, world.now_s))
+    )
+    waiting = world.core.handle(TimePassed(), world.now_s + GATHER_S / 2)
+    assert not any(isinstance(one, TraceReported) for one in _answers(waiting))
+    late = _answers(world.core.handle(TimePassed(), world.now_s + GATHER_S))
+    assert [one.gateways for one in late if isinstance(one, TraceReported)] == [[]]
+    operator = PeerId(b"operator-1")
+    world.core.handle(GatewayConnected(operator), world.now_s + 1.0)
+    world.core.handle(GatewayMessageReceived(operator, QueryTrace(seconds=1.0)), world.now_s + 1.0)
+    world.core.handle(GatewayLost(GATEWAY), world.now_s + 1.1)
+    answers = _answers(world.core.handle(TimePassed(), world.now_s + 1.15))
+    assert [one.gateways for one in answers if isinstance(one, TraceReported)] == [[]]
+
+
+def test_order_of_trace_reaches_every_gateway_and_no_command() -> None:
+    """Commands have no HTTP requests."""
+    world = _world()
+    operator = PeerId(b"operator-1")
+    world.core.handle(GatewayConnected(operator), world.now_s)
+    order = GatewayMessageReceived(operator, OrderTrace(seconds=3.0))
+    sent = [
+        (one.gateway, one.message)
+        for one in world.core.handle(order, world.now_s)
+        if isinstance(one, SendToGateway)
+    ]
+    assert sent == [(GATEWAY, QueryHttpExchanges(asked_at_s=world.now_s, seconds=3.0))]
 
 
 def test_trace_of_last_moment_has_only_what_happened_in_it() -> None:

@@ -7,9 +7,17 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from shared import limits
-from shared.messages import LayerAssignments, StepProfile, StepsMeasured, SubmitRequest, token_ids
-from shared.messages.step_profile import PARTS, SPAN_BYTES
-from shared.messages.step_times import STEP_BYTES
+from shared.messages import (
+    LayerAssignments,
+    RecordedHttpExchange,
+    StepProfile,
+    StepsMeasured,
+    SubmitRequest,
+    token_ids,
+)
+from shared.messages.telemetry.http_writes import WRITE_BYTES
+from shared.messages.telemetry.step_profile import PARTS, SPAN_BYTES
+from shared.messages.telemetry.step_times import STEP_BYTES
 
 _INT_MAX = 2**63 - 1
 
@@ -27,6 +35,8 @@ def instances(struct: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
         required["times"] = st.integers(0, 3).map(lambda steps: bytes(steps * STEP_BYTES))
     if struct is LayerAssignments:
         return _layer_assignments()
+    if struct is RecordedHttpExchange:
+        optional["writes"] = st.integers(0, 3).map(lambda writes: bytes(writes * WRITE_BYTES))
     if struct is StepProfile:
         spans = st.lists(st.integers(0, len(PARTS) - 1), max_size=3)
         required["spans"] = spans.map(

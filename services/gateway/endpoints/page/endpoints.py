@@ -8,11 +8,11 @@ from aiohttp import hdrs, web
 
 from services.gateway.completion.generation import Choice
 from services.gateway.endpoints.completion_service import SERVICE, CompletionService
+from services.gateway.endpoints.page.assets import Asset
+from services.gateway.endpoints.page.feed import Feed, event
 from services.gateway.http import authentication
 from services.gateway.http.errors import ApiError
 from services.gateway.http.json_response import json_response
-from services.gateway.page.assets import Asset
-from services.gateway.page.feed import Feed, event
 from shared.configuration.settings import GatewayConfig
 from shared.errors import ConfigError
 

@@ -9,12 +9,17 @@ from typing import Any
 import msgspec
 
 from services.gateway.completion.open_requests import Activity, OpenRequests
+from services.gateway.endpoints.page.percentiles import RecentPercentiles
+from services.gateway.endpoints.page.snapshot import (
+    describe_activity,
+    describe_experts,
+    describe_steps,
+)
 from services.gateway.links.scheduler_status import StatusBoard
 from services.gateway.metrics.gateway import GatewayMetrics
-from services.gateway.page.percentiles import RecentPercentiles
-from services.gateway.page.snapshot import describe_activity, describe_experts, describe_steps
 from shared import limits
 from shared.clock import Clock, unix_time_s
+from shared.errors import LinkError
 from shared.log import Log
 from shared.messages import ActivityReported, QueryActivity, QueryExperts, RecordedStep
 
@@ -124,7 +129,7 @@ class Feed:
                 began_s = self._clock.now()
                 if began_s >= experts_at_s:
                     experts_at_s = began_s + EXPERTS_INTERVAL_S
-                    self._requests.query(QueryExperts())
+                    self._send(QueryExperts())
                 activity = await self._ask()
                 if activity is not None and activity.steps:
                     self._steps.extend(activity.steps)
@@ -149,7 +154,7 @@ class Feed:
         last = self._steps[-1] if self._steps else None
         query = QueryActivity(epoch=last.epoch, step_id=last.step_id) if last else QueryActivity()
         self._answer = asyncio.get_running_loop().create_future()
-        self._requests.query(query)
+        self._send(query)
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._answer
@@ -157,6 +162,11 @@ class Feed:
             return None
         finally:
             self._answer = None
+
+    def _send(self, query: QueryActivity | QueryExperts) -> None:
+        with contextlib.suppress(LinkError):
+            # Without a session there is no answer.
+            self._requests.link.send(query)
 
     def _snapshot(self, activity: ActivityReported | None) -> dict[str, Any]:
         return {

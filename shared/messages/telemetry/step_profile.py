@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from msgspec import Meta
 
 from shared.messages.base import Count, MessagePart, Seconds
-from shared.messages.step_times import STEP_BYTES
+from shared.messages.telemetry.step_times import STEP_BYTES
 
 Part = Literal[
     "host",

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from shared.messages import ActivityReported, ExpertsReported, RecordedStep
-from shared.messages.step_times import unpack
+from shared.messages.telemetry.step_times import unpack
 
 
 def describe_activity(activity: ActivityReported) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def load_assets(page_path: str) -> dict[str, Asset]:
     """
     if not page_path:
         return {}
-    folder = resources.files("services.gateway.page") / "assets"
+    folder = resources.files("services.gateway.endpoints.page") / "assets"
     files = {PREFIX + name: Asset(name, one.read_bytes()) for name, one in _files(folder, "")}
     page = files.pop(f"{PREFIX}index.html")
     return {page_path: page, **files}

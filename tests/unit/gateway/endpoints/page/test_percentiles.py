@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from services.gateway.endpoints.page.percentiles import WINDOW_S, RecentPercentiles, percentile
 from services.gateway.metrics.gateway import Histogram
-from services.gateway.page.percentiles import WINDOW_S, RecentPercentiles, percentile
 
 BOUNDS_S = tuple(0.01 * one for one in range(1, 101))
 

@@ -1,0 +1,179 @@
+"""HTTP requests with their responses. Owns their times, and their writes during a recording."""
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+from aiohttp import web
+
+from services.gateway.tracing.trace_context import TraceContext
+from shared import limits
+from shared.clock import Clock
+from shared.messages import HttpExchangesReported, QueryHttpExchanges, RecordedHttpExchange
+from shared.messages.telemetry import http_writes
+from shared.messages.telemetry.http_writes import HttpWrite
+
+KEPT_S = 10.0
+"""Time after a recording until its end is forgotten."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Exchange:
+    """One HTTP request and its response. Times are monotonic seconds, None before they come."""
+
+    recorder: "ExchangeRecorder"
+    name: str
+    """Method and path."""
+    arrived_s: float
+    """Its headers were read."""
+    read_s: float | None = None
+    """Its body was read."""
+    submitted_s: float | None = None
+    """Its prompts were sent to the scheduler."""
+    admitted_s: float | None = None
+    """The scheduler has admitted one of its completions."""
+    first_token_s: float | None = None
+    first_byte_s: float | None = None
+    """The beginning of its response was written."""
+    ended_s: float | None = None
+    status: int = 0
+    """HTTP status; 0 before the response begins, and where the client left before that."""
+    response_id: str = ""
+    """Id of the response; "" without completions."""
+    context: TraceContext | None = None
+    """The trace that it belongs to: the client's, or that of the exported span."""
+    span: Any = None
+    """Its exported span; None: it is not exported."""
+    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Attributes of that span."""
+    failure: str = ""
+    """Code of the error that ended it; "": none did."""
+    writes: bytearray = dataclasses.field(default_factory=bytearray)
+    """Its packed writes during the present recording."""
+    new_tokens: int = 0
+    """Tokens that came during a recording, and were not written yet."""
+    step: tuple[int, int] = 0, 0
+    """Epoch and id of the step that generated the last of them."""
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of all log lines about this request: `trace_id`, if it belongs to a trace."""
+        return {"trace_id": self.context.trace_id} if self.context is not None else {}
+
+    def add_tokens(self, count: int, step: tuple[int, int]) -> None:
+        """Note tokens that a step has generated; call it during a recording only."""
+        self.new_tokens += count
+        self.step = step
+
+    def add_write(self, began_s: float, size_bytes: int) -> None:
+        """Note a write to the connection that has just returned; call it during a recording only.
+
+        Args:
+            began_s: when it was called.
+            size_bytes: its length.
+        """
+        recorder = self.recorder
+        now_s = recorder.clock.now()
+        if not recorder.take_write(now_s):
+            return
+        epoch, step_id = self.step if self.new_tokens else (0, 0)
+        self.writes += http_writes.pack(
+            HttpWrite(
+                began_s - self.arrived_s,
+                now_s - began_s,
+                size_bytes,
+                self.new_tokens,
+                epoch,
+                step_id,
+            )
+        )
+        self.new_tokens = 0
+
+    def record(self) -> RecordedHttpExchange:
+        """Return it as part of a message."""
+        return RecordedHttpExchange(
+            name=self.name,
+            response_id=self.response_id,
+            status=self.status,
+            trace_parent=self.context.header if self.context is not None else "",
+            arrived_at_s=self.arrived_s,
+            read_at_s=self.read_s,
+            submitted_at_s=self.submitted_s,
+            first_byte_at_s=self.first_byte_s,
+            ended_at_s=self.ended_s,
+            writes=bytes(self.writes),
+        )
+
+
+EXCHANGE = web.RequestKey("exchange", Exchange)
+_NAME_CHARS_MAX = 200
+
+
+class ExchangeRecorder:
+    """All open exchanges; during a recording, the ended ones and all writes too, within bounds."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Begin without exchanges, recording nothing."""
+        self.clock = clock
+        self.is_on = False
+        """Writes and tokens are to be noted."""
+        self._until_s = 0.0
+        self._writes_left = 0
+        self._open: dict[Exchange, None] = {}
+        self._ended: deque[Exchange] = deque(maxlen=limits.RECORDED_EXCHANGES_MAX)
+
+    def begin(self, name: str, context: TraceContext | None) -> Exchange:
+        """Return a new exchange, whose request arrives now.
+
+        Args:
+            name: method and path.
+            context: the client's trace.
+        """
+        now_s = self.clock.now()
+        exchange = Exchange(self, name[:_NAME_CHARS_MAX], now_s, context=context)
+        self._open[exchange] = None
+        if self._ended and now_s > self._until_s + KEPT_S:
+            self._ended.clear()
+        return exchange
+
+    def end(self, exchange: Exchange) -> None:
+        """End an exchange now."""
+        exchange.ended_s = self.clock.now()
+        self._open.pop(exchange, None)
+        if self.is_on and exchange.ended_s <= self._until_s:
+            self._ended.append(exchange)
+
+    def take_write(self, now_s: float) -> bool:
+        """Return whether a write at this time is recorded, and count it."""
+        self.is_on = self.is_on and now_s <= self._until_s
+        self._writes_left -= 1
+        return self.is_on and self._writes_left >= 0
+
+    def answer(self, query: QueryHttpExchanges, came_s: float) -> HttpExchangesReported:
+        """Return all recorded exchanges, and record for the seconds that a query orders.
+
+        Args:
+            query: the scheduler's query.
+            came_s: when it arrived.
+        """
+        if query.seconds:
+            self._begin_recording(came_s)
+            self._until_s = max(self._until_s, came_s + query.seconds)
+        found = sorted([*self._ended, *self._open], key=lambda one: one.arrived_s)
+        recorded = [one.record() for one in found[-limits.RECORDED_EXCHANGES_MAX :]]
+        return HttpExchangesReported(
+            asked_at_s=query.asked_at_s,
+            came_at_s=came_s,
+            answered_at_s=self.clock.now(),
+            exchanges=[] if query.seconds else recorded,
+        )
+
+    def _begin_recording(self, now_s: float) -> None:
+        if self.is_on and now_s <= self._until_s:
+            return
+        self.is_on = True
+        self._writes_left = limits.RECORDED_WRITES_MAX
+        self._ended.clear()
+        for exchange in self._open:
+            exchange.writes.clear()
+            exchange.new_tokens = 0
