@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ _STREAM: dict[str, Any] = {
     "seed": 7,
     "max_tokens": 40,
 }
-_TEXTS = [" ".join(f"Line {number} of text {text}." for number in range(90)) for text in "abcdefg"]
+_TEXTS = [
+    " ".join(f"Line {number} of text {text}." for number in range(90)) for text in "abcdefghijkl"
+]
 _SETTINGS = "[cache]\nresident_bytes_max = 1_500_000\nblock_tokens = 32\n"
 _PORT_SECONDS = "/v1/lockstep/trace?seconds=1"
 
@@ -77,12 +79,16 @@ def _trace(running: RunningLockstep, file: Path, seconds: float, work: Any) -> l
 def test_trace_has_every_kind_of_event_and_arrow(running: RunningLockstep, tmp_path: Path) -> None:
     """Streams, restores and spills of two ranks; arrows from HTTP requests to writes of tokens."""
 
-    def work() -> _Stopwatch:
-        for text in (*_TEXTS, *_TEXTS[:3]):
+    def send(texts: Sequence[str]) -> None:
+        for text in texts:
             running.post("/v1/completions", {**_STREAM, "prompt": text, "max_tokens": 2})
+
+    def work() -> _Stopwatch:
+        # Blocks of the new texts are spilled, those of the first ones are restored.
+        send([*_TEXTS[7:], *_TEXTS[:3]])
         return _Stopwatch(running)
 
-    work()
+    send(_TEXTS[:7])
     stopwatch, events = _trace(running, tmp_path / "trace.json", 6.0, work)
     check_form(events)
     check_nesting(events)
