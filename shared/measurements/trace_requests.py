@@ -195,8 +195,8 @@ def _writes(
     # They are rounded to microseconds, and must not reach into the phase before.
     until_s = arrived_s if one.first_byte_at_s is None else one.first_byte_at_s - offset_s
     for write in unpack(one.writes):
-        began_s = max(until_s, arrived_s + write.after_s)
-        until_s = max(began_s + _WRITE_S, arrived_s + write.after_s + write.seconds)
+        began_s = max(until_s, write.at_s - offset_s)
+        until_s = max(began_s + _WRITE_S, write.at_s - offset_s + write.seconds)
         facts: Facts = {"bytes": write.size_bytes, "tokens": write.tokens}
         if write.step_id:
             facts |= {"epoch": write.epoch, "step": write.step_id}

@@ -246,8 +246,9 @@ class OpenRequests:
             else:
                 self._metrics.first_token.observe(now_s - choice.submitted_s)
                 choice.generation.note_first_token(now_s)
-            if is_recorded and choice.generation.exchange is not None:
-                choice.generation.exchange.add_tokens(len(tokens), step)
+            if is_recorded and (exchange := choice.generation.exchange) is not None:
+                exchange.step = step
+                exchange.new_tokens += len(tokens)
             self._metrics.generation_tokens += len(tokens)
             choice.last_token_s = now_s
             if choice.add(tokens, logprobs[entry]):

@@ -11,7 +11,6 @@ from shared import limits
 from shared.clock import Clock
 from shared.messages import HttpExchangesReported, QueryHttpExchanges, RecordedHttpExchange
 from shared.messages.telemetry import http_writes
-from shared.messages.telemetry.http_writes import HttpWrite
 
 KEPT_S = 10.0
 """Time after a recording until its end is forgotten."""
@@ -60,11 +59,6 @@ class Exchange:
         """Fields of all log lines about this request: `trace_id`, if it belongs to a trace."""
         return {"trace_id": self.context.trace_id} if self.context is not None else {}
 
-    def add_tokens(self, count: int, step: tuple[int, int]) -> None:
-        """Note tokens that a step has generated; call it during a recording only."""
-        self.new_tokens += count
-        self.step = step
-
     def add_write(self, began_s: float, size_bytes: int) -> None:
         """Note a write to the connection that has just returned; call it during a recording only.
 
@@ -74,20 +68,15 @@ class Exchange:
         """
         recorder = self.recorder
         now_s = recorder.clock.now()
-        if not recorder.take_write(now_s):
+        recorder.is_on = now_s <= recorder.until_s
+        if not recorder.is_on or not recorder.writes_left:
             return
-        epoch, step_id = self.step if self.new_tokens else (0, 0)
+        recorder.writes_left -= 1
+        tokens, self.new_tokens = self.new_tokens, 0
+        epoch, step_id = self.step if tokens else (0, 0)
         self.writes += http_writes.pack(
-            HttpWrite(
-                began_s - self.arrived_s,
-                now_s - began_s,
-                size_bytes,
-                self.new_tokens,
-                epoch,
-                step_id,
-            )
+            began_s, now_s - began_s, size_bytes, tokens, epoch, step_id
         )
-        self.new_tokens = 0
 
     def record(self) -> RecordedHttpExchange:
         """Return it as part of a message."""
@@ -117,8 +106,10 @@ class ExchangeRecorder:
         self.clock = clock
         self.is_on = False
         """Writes and tokens are to be noted."""
-        self._until_s = 0.0
-        self._writes_left = 0
+        self.until_s = 0.0
+        """End of the recording."""
+        self.writes_left = 0
+        """Writes that it may still have."""
         self._open: dict[Exchange, None] = {}
         self._ended: deque[Exchange] = deque(maxlen=limits.RECORDED_EXCHANGES_MAX)
 
@@ -132,7 +123,7 @@ class ExchangeRecorder:
         now_s = self.clock.now()
         exchange = Exchange(self, name[:_NAME_CHARS_MAX], now_s, context=context)
         self._open[exchange] = None
-        if self._ended and now_s > self._until_s + KEPT_S:
+        if self._ended and now_s > self.until_s + KEPT_S:
             self._ended.clear()
         return exchange
 
@@ -140,14 +131,8 @@ class ExchangeRecorder:
         """End an exchange now."""
         exchange.ended_s = self.clock.now()
         self._open.pop(exchange, None)
-        if self.is_on and exchange.ended_s <= self._until_s:
+        if self.is_on and exchange.ended_s <= self.until_s:
             self._ended.append(exchange)
-
-    def take_write(self, now_s: float) -> bool:
-        """Return whether a write at this time is recorded, and count it."""
-        self.is_on = self.is_on and now_s <= self._until_s
-        self._writes_left -= 1
-        return self.is_on and self._writes_left >= 0
 
     def answer(self, query: QueryHttpExchanges, came_s: float) -> HttpExchangesReported:
         """Return all recorded exchanges, and record for the seconds that a query orders.
@@ -158,7 +143,7 @@ class ExchangeRecorder:
         """
         if query.seconds:
             self._begin_recording(came_s)
-            self._until_s = max(self._until_s, came_s + query.seconds)
+            self.until_s = max(self.until_s, came_s + query.seconds)
         found = sorted([*self._ended, *self._open], key=lambda one: one.arrived_s)
         recorded = [one.record() for one in found[-limits.RECORDED_EXCHANGES_MAX :]]
         return HttpExchangesReported(
@@ -169,10 +154,10 @@ class ExchangeRecorder:
         )
 
     def _begin_recording(self, now_s: float) -> None:
-        if self.is_on and now_s <= self._until_s:
+        if self.is_on and now_s <= self.until_s:
             return
         self.is_on = True
-        self._writes_left = limits.RECORDED_WRITES_MAX
+        self.writes_left = limits.RECORDED_WRITES_MAX
         self._ended.clear()
         for exchange in self._open:
             exchange.writes.clear()

@@ -1,19 +1,18 @@
-"""Packed writes of an HTTP response. Owns their form in messages: six uint32 per write."""
+"""Packed writes of an HTTP response. Owns their form in messages: 36 bytes per write."""
 
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_WRITE = struct.Struct("<6I")
+_WRITE = struct.Struct("<Q3I2Q")
 WRITE_BYTES = _WRITE.size
-_MAX = 2**32 - 1
 
 
 class HttpWrite(NamedTuple):
     """One write of a response to its connection."""
 
-    after_s: float
-    """Seconds after the request arrived."""
+    at_s: float
+    """When it was called, by the gateway's monotonic clock."""
     seconds: float
     """Duration of the call."""
     size_bytes: int
@@ -24,16 +23,15 @@ class HttpWrite(NamedTuple):
     """The last step that generated one of them; zeros: unknown."""
 
 
-def pack(write: HttpWrite) -> bytes:
-    """Return a write as bytes: times in microseconds, all numbers at most 2**32 - 1."""
-    return _WRITE.pack(
-        _clamp(write.after_s * 1e6),
-        _clamp(write.seconds * 1e6),
-        _clamp(write.size_bytes),
-        _clamp(write.tokens),
-        _clamp(write.epoch),
-        _clamp(write.step_id),
-    )
+def pack(
+    at_s: float, seconds: float, size_bytes: int, tokens: int, epoch: int, step_id: int
+) -> bytes:
+    """Return a write as bytes, with times in whole microseconds; the arguments are `HttpWrite`'s.
+
+    A gateway packs thousands a second, so there is no object of each.
+    """
+    at_us, microseconds = int(at_s * 1e6), int(seconds * 1e6)
+    return _WRITE.pack(at_us, microseconds, size_bytes, tokens, epoch, step_id)
 
 
 def unpack(packed: bytes) -> Iterator[HttpWrite]:
@@ -44,9 +42,5 @@ def unpack(packed: bytes) -> Iterator[HttpWrite]:
     """
     if len(packed) % WRITE_BYTES:
         raise ValueError(f"A write has {WRITE_BYTES} bytes")
-    for after_us, microseconds, *counts in _WRITE.iter_unpack(packed):
-        yield HttpWrite(after_us / 1e6, microseconds / 1e6, *counts)
-
-
-def _clamp(number: float) -> int:
-    return max(0, min(_MAX, round(number)))
+    for at_us, microseconds, *counts in _WRITE.iter_unpack(packed):
+        yield HttpWrite(at_us / 1e6, microseconds / 1e6, *counts)

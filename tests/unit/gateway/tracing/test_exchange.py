@@ -24,7 +24,8 @@ class _Recording:
     def write(self, exchange: Exchange, tokens: int, step_id: int, size_bytes: int = 10) -> None:
         """Generate tokens and write them, as a stream does."""
         if self.recorder.is_on:
-            exchange.add_tokens(tokens, (1, step_id))
+            exchange.step = 1, step_id
+            exchange.new_tokens += tokens
         began_s = self.clock.now()
         self.clock.advance(0.001)
         if self.recorder.is_on:
@@ -60,9 +61,9 @@ def test_recording_has_open_and_ended_requests_with_their_writes() -> None:
     assert recorded[0].arrived_at_s == 100.0
     assert recorded[0].ended_at_s is None
     assert recorded[1].ended_at_s == recorded[1].arrived_at_s
-    assert list(unpack(recorded[0].writes)) == [
-        HttpWrite(pytest.approx(0.001), pytest.approx(0.001), 30, 2, 1, 7)  # type: ignore[arg-type]
-    ]
+    (write,) = unpack(recorded[0].writes)
+    assert (write.at_s, write.seconds) == pytest.approx((100.001, 0.001), abs=2e-6)
+    assert write == HttpWrite(write.at_s, write.seconds, 30, 2, 1, 7)
 
 
 def test_second_order_continues_recording_and_later_one_begins_anew() -> None:
