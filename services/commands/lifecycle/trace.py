@@ -61,7 +61,7 @@ def trace(sources: SettingSources, *, seconds: float, file: Path, parts: bool) -
         query.record(seconds + REPORT_S)
         if parts:
             query.order(MEASURED_STEPS, primitives=False)
-        time.sleep(seconds + REPORT_S)
+        query.wait(seconds + REPORT_S)
         # The answer takes a moment, and the measured steps are the first ones.
         report = query.trace(time.monotonic() - began_s + _MARGIN_S)
     try:

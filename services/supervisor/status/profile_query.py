@@ -20,7 +20,7 @@ from shared.messages import (
     ToGateway,
     TraceReported,
 )
-from shared.transport.links import Connected, Dialer, Received
+from shared.transport.links import Connected, Dialer, LinkEvent, Received
 
 _INTERVAL_S = 0.25
 """Seconds between two queries."""
@@ -122,6 +122,12 @@ class ProfileQuery:
         """
         self._link.send(OrderTrace(seconds=seconds))
 
+    def wait(self, seconds: float) -> None:
+        """Keep the link alive for some seconds: the scheduler forgets a peer that is silent."""
+        until_s = self._clock.now() + seconds
+        while (left_s := until_s - self._clock.now()) > 0.0:
+            self._handle(self._link.poll(min(left_s, _INTERVAL_S)))
+
     def trace(self, seconds: float) -> TraceReported:
         """Return the trace of the last seconds.
 
@@ -148,7 +154,10 @@ class ProfileQuery:
         left_s = until_s - self._clock.now()
         if left_s <= 0.0:
             raise self._no_answer()
-        for event in self._link.poll(left_s):
+        self._handle(self._link.poll(left_s))
+
+    def _handle(self, events: list[LinkEvent[ToGateway]]) -> None:
+        for event in events:
             match event:
                 case Connected():
                     self._link.send(QueryStatus())

@@ -29,7 +29,9 @@ _STREAM: dict[str, Any] = {
 _TEXTS = [
     " ".join(f"Line {number} of text {text}." for number in range(90)) for text in "abcdefghijkl"
 ]
-_SETTINGS = "[cache]\nresident_bytes_max = 1_500_000\nblock_tokens = 32\n"
+_SETTINGS = (
+    "[cache]\nresident_bytes_max = 1_500_000\nblock_tokens = 32\n[scheduler]\nsilence_s = 5.0\n"
+)
 _PORT_SECONDS = "/v1/lockstep/trace?seconds=1"
 
 

@@ -157,13 +157,8 @@ def test_http_requests_of_trace_lie_on_scheduler_clock_and_lead_to_requests_and_
     (step,) = (one for one in known.steps if one.step_id == 3)
     arrived_s = request.accepted_at_s - 0.02
     assert step.finished_at_s is not None
-<<<<<<< HEAD:tests/unit/shared/measurements/test_trace.py
-    write = HttpWrite(step.finished_at_s - arrived_s, 0.00002, 99, 1, 1, 3)
-    exchange = RecordedHttpExchange(
-=======
     write = HttpWrite(step.finished_at_s + GATEWAY_OFFSET_S, 0.00002, 99, 1, 1, 3)
-    exchange = RecordedExchange(
->>>>>>> 0046b16 (A recorded write costs a gateway one microsecond):tests/unit/shared/test_trace.py
+    exchange = RecordedHttpExchange(
         name="POST /v1/completions",
         response_id="b",
         status=200,
