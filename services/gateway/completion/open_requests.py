@@ -257,8 +257,7 @@ class OpenRequests:
 
     def _handle_finished(self, message: messages.RequestFinished, now_s: float) -> None:
         self._queue.clear()
-        choice = self._choices.pop(message.request_id, None)
-        if choice is None:
+        if (choice := self._choices.pop(message.request_id, None)) is None:
             return
         choice.is_confirmed = True
         choice.set_draft_counts(message.drafts_accepted, message.drafts_rejected)
