@@ -1,6 +1,7 @@
 """Traces of a running Lockstep with two ranks, an SSD cache and streams."""
 
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -26,9 +27,6 @@ _STREAM: dict[str, Any] = {
     "seed": 7,
     "max_tokens": 40,
 }
-_TEXTS = [
-    " ".join(f"Line {number} of text {text}." for number in range(90)) for text in "abcdefghijkl"
-]
 _SETTINGS = (
     "[cache]\nresident_bytes_max = 1_500_000\nblock_tokens = 32\n[scheduler]\nsilence_s = 5.0\n"
 )
@@ -92,12 +90,19 @@ def test_trace_has_every_kind_of_event_and_arrow(running: RunningLockstep, tmp_p
         for text in texts:
             running.post("/v1/completions", {**_STREAM, "prompt": text, "max_tokens": 2})
 
+    names = (f"text {number}" for number in itertools.count())
+
+    def new_texts(count: int) -> list[str]:
+        new = itertools.islice(names, count)
+        return [" ".join(f"Line {number} of {name}." for number in range(90)) for name in new]
+
     def work() -> _Stopwatch:
         # Blocks of the new texts are spilled, those of the first ones are restored.
-        send([*_TEXTS[7:], *_TEXTS[:3]])
+        send([*new_texts(5), *first[:3]])
         return _Stopwatch(running)
 
-    send(_TEXTS[:7])
+    first = new_texts(7)
+    send(first)
     stopwatch, events = _trace(running, tmp_path / "trace.json", 6.0, work)
     check_form(events)
     check_nesting(events)
@@ -107,8 +112,8 @@ def test_trace_has_every_kind_of_event_and_arrow(running: RunningLockstep, tmp_p
     for rank in (10, 11):
         assert {("restore", rank), ("spill", rank), ("part", rank)} <= kinds
         assert any(one["name"] == "collective" and one["pid"] == rank for one in slices)
-    names = {one["name"] for one in slices}
-    assert {"queue", "prefill", "decode", "read", "encode", "wait", "write"} <= names
+    kinds_of_work = {one["name"] for one in slices}
+    assert {"queue", "prefill", "decode", "read", "encode", "wait", "write"} <= kinds_of_work
     assert {"submission", "admission", "step", "tokens", "restore"} <= arrows.keys()
     restores = [one["args"] for one in slices if one["cat"] == "restore"]
     assert any(one["blocks"] and one["bytes"] and one["disk ms"] for one in restores)
