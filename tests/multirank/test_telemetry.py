@@ -162,7 +162,7 @@ def test_rank_with_planted_delay_is_named_with_its_part(
     planted_s = len(parts) * layers * delay_ms / 1e3
     assert 0.7 * planted_s < loss.seconds < 3.0 * planted_s
     # Steps are measured without an order too, and others have waited for the late rank.
-    assert second.awaited_s > 5 * first.awaited_s
+    assert second.awaited_s > 1.5 * first.awaited_s
 
 
 @pytest.mark.proof
