@@ -5,7 +5,7 @@ Pure. Averages are over steps of one kind that all ranks have reported.
 
 import dataclasses
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from shared.messages.telemetry.step_profile import MeasuredStep, Part, StepProfile, unpack_spans
@@ -125,6 +125,23 @@ def find_losses(steps: Sequence[MeasuredStep]) -> list[Loss]:
         return []
     losses = [*_waits(steps), *_slow_parts(steps), *_transfers(steps)]
     return sorted((one for one in losses if one.seconds > 0.0), key=lambda one: -one.seconds)
+
+
+def largest_loss(steps: Iterable[MeasuredStep], world_size: int) -> str:
+    """Return the largest loss, a sentence; "" before any step was measured on all ranks.
+
+    The steps of the last epoch and of its most frequent kind count.
+
+    Args:
+        steps: measured steps of any kind, oldest first.
+        world_size: number of ranks.
+    """
+    whole = [one for one in steps if len(one.profiles) == world_size]
+    last = [one for one in whole if one.epoch == whole[-1].epoch]
+    kinds = Counter(one.kind for one in last)
+    same = [one for one in last if one.kind == kinds.most_common(1)[0][0]]
+    losses = find_losses(same)
+    return losses[0].sentence if losses else ""
 
 
 def _waits(steps: Sequence[MeasuredStep]) -> Iterable[Loss]:

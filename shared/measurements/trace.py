@@ -7,6 +7,7 @@ writes of its tokens, and from a restore to the prefill that uses it.
 
 from typing import Any
 
+from shared.measurements.step_losses import largest_loss
 from shared.measurements.trace_requests import add_exchanges, add_requests, add_transfers
 from shared.measurements.trace_writer import Facts, Slice, TraceWriter
 from shared.messages import RecordedStep, TraceReported
@@ -29,7 +30,7 @@ def build_trace(report: TraceReported) -> dict[str, Any]:
 
     It has tracks for the HTTP requests of each gateway, for all requests of the scheduler, for the
     scheduler's plans, and for each rank: host, device, the parts of measured steps, restores and
-    spills.
+    spills. If steps were measured, `otherData` has their largest loss.
 
     Args:
         report: what the scheduler knows of the last seconds.
@@ -48,7 +49,9 @@ def build_trace(report: TraceReported) -> dict[str, Any]:
     add_transfers(writer, report, _FIRST_RANK, requests)
     for number, gateway in enumerate(report.gateways):
         add_exchanges(writer, report, gateway, _FIRST_GATEWAY + number, requests, plans)
-    return {"traceEvents": writer.events(), "displayTimeUnit": "ms"}
+    trace = {"traceEvents": writer.events(), "displayTimeUnit": "ms"}
+    loss = largest_loss(report.measured, len(report.hosts))
+    return {**trace, "otherData": {"largest loss": loss}} if loss else trace
 
 
 def _add_plans(writer: TraceWriter, report: TraceReported) -> Steps:

@@ -14,9 +14,19 @@ from typing import Any
 
 import psutil
 
-from tests.support.captured_process import READY_DEADLINE_S, CapturedProcess
+from tests.support.captured_process import READY_DEADLINE_S, ROOT, CapturedProcess
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
+
+_LATE_RANK = """
+import sys
+words = sys.orig_argv
+if "rank-worker" in words and words[words.index("--rank") + 1] == "1":
+    from tests.chaos.cluster.patched_rank import patch_rank_worker
+    from tests.multirank.worlds.slow_rank import delay
+    patch_rank_worker(lambda: delay("{kind}", {seconds}))
+"""
+"""Python runs it at its start, in every process of the cluster."""
 
 
 class RunningLockstep(CapturedProcess):
@@ -170,6 +180,18 @@ def running_lockstep(
     with contextlib.closing(RunningLockstep(run_dir, ranks, *arguments, **options)) as running:
         running.wait_until_ready()
         yield running
+
+
+def path_of_late_rank(folder: Path, kind: str, seconds: float) -> str:
+    """Return the PYTHONPATH with which rank 1 of a Lockstep is late.
+
+    Args:
+        folder: an empty folder.
+        kind: where it is late, as in `tests.multirank.worlds.slow_rank`.
+        seconds: how much each time.
+    """
+    (folder / "sitecustomize.py").write_text(_LATE_RANK.format(kind=kind, seconds=seconds))
+    return os.pathsep.join([str(folder), str(ROOT)])
 
 
 class StreamReader:

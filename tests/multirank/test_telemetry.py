@@ -1,15 +1,18 @@
 """What two real ranks report of their steps, against measurements of its own kind by this test."""
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.supervisor.status.profile_query import ProfileQuery
 from shared.configuration.settings import Config, SchedulerConfig
 from shared.measurements.step_losses import find_losses, mean_exchanges, mean_seconds
+from shared.measurements.trace import build_trace
 from shared.messages import MeasuredStep, PartTotal, RankStatus, StatusReported
 from shared.messages.telemetry.step_profile import NO_LAYER, unpack_spans
 from shared.model.location import demo_folder
@@ -29,6 +32,14 @@ def _measure(client: Client) -> list[MeasuredStep]:
     with ProfileQuery(config) as query:
         query.begin(STEPS)
         return query.collect(STEPS, 60.0, lambda _: client.poll())
+
+
+def _trace(client: Client) -> dict[str, Any]:
+    """Return the trace of the last steps, with those that were measured."""
+    config = Config(scheduler=SchedulerConfig(gateway_address=client.address))
+    with ProfileQuery(config) as query:
+        query.status()
+        return build_trace(query.trace(60.0))
 
 
 def _resident_bytes(rank: RankStatus) -> int:
@@ -152,12 +163,15 @@ def test_rank_with_planted_delay_is_named_with_its_part(
         client.submit("a", [9, 8, 7], max_tokens=TOKENS)
         client.poll_until(lambda: len(client.tokens["a"]) > 50, 60.0, "no tokens")
         steps = _measure(client)
+        trace = _trace(client)
         first, second = client.query_status().ranks
     loss = find_losses(steps)[0]
-    said, _, reasons = loss.sentence.partition(": ")
-    assert said == f"The others wait {loss.seconds * 1e3:.2f} ms a step for rank 1"
-    # The largest reason comes first.
-    assert reasons.partition(" take")[0] in parts
+    assert loss.sentence.startswith(f"The others wait {loss.seconds * 1e3:.2f} ms a step for rank")
+    for sentence in (loss.sentence, trace["otherData"]["largest loss"]):
+        said, _, reasons = sentence.partition(": ")
+        assert re.fullmatch(r"The others wait \d+\.\d\d ms a step for rank 1", said)
+        # The largest reason comes first.
+        assert reasons.partition(" take")[0] in parts
     layers = json.loads((demo_folder() / "config.json").read_text())["num_hidden_layers"]
     planted_s = len(parts) * layers * delay_ms / 1e3
     assert 0.7 * planted_s < loss.seconds < 3.0 * planted_s

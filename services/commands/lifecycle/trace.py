@@ -14,6 +14,7 @@ from services.supervisor.console.console import Console
 from services.supervisor.status.profile_query import ProfileQuery
 from shared import limits
 from shared.errors import UsageError
+from shared.measurements.step_losses import largest_loss
 from shared.measurements.trace import build_trace
 from shared.os.standard_streams import exit_code_if_written
 
@@ -52,7 +53,8 @@ def trace(sources: SettingSources, *, seconds: float, file: Path, parts: bool) -
 
     The file has tracks for HTTP requests with their writes, for requests and plans, and for host,
     device, restores and spills of each rank. Arrows lead from an HTTP request to its plans, from a
-    plan to its step on each rank, and from there to the writes of its tokens.
+    plan to its step on each rank, and from there to the writes of its tokens. The largest loss in
+    the measured steps is printed, and is in the file too.
     """
     config, console = running_config(sources), Console(sys.stdout)
     with ProfileQuery(config) as query:
@@ -73,4 +75,6 @@ def trace(sources: SettingSources, *, seconds: float, file: Path, parts: bool) -
         f"{len(report.steps)} steps, {len(report.requests)} requests and {exchanges} HTTP requests "
         f"are in {file}: open it at ui.perfetto.dev or chrome://tracing."
     )
+    if loss := largest_loss(report.measured, len(report.hosts)):
+        console.print_line(loss)
     return exit_code_if_written(limits.EXIT_OK, console.write_error)

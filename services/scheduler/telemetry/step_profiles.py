@@ -9,7 +9,7 @@ import msgspec
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.telemetry.durations import add_counts, add_seconds
 from services.scheduler.telemetry.step_history import kind_of
-from shared.measurements.step_losses import exchanges, find_losses
+from shared.measurements.step_losses import exchanges, largest_loss
 from shared.messages import MeasuredStep, OrderProfile, ProfilesReported, QueryProfiles
 from shared.messages.telemetry.step_profile import Part, PartTotal, StepKind, StepProfile
 
@@ -97,16 +97,8 @@ class StepProfiles:
         return self._awaited_s[rank]
 
     def largest_loss(self, world_size: int) -> str:
-        """Return the largest loss in the kept steps, a sentence; "" before any was measured.
-
-        The steps of the last epoch and of its most frequent kind count.
-        """
-        whole = [one for one in self._steps.values() if len(one.profiles) == world_size]
-        last = [one for one in whole if one.epoch == whole[-1].epoch]
-        kinds = Counter(one.kind for one in last)
-        same = [one for one in last if one.kind == kinds.most_common(1)[0][0]]
-        losses = find_losses(same)
-        return losses[0].sentence if losses else ""
+        """Return the largest loss in the kept steps, a sentence; "" before any was measured."""
+        return largest_loss(self._steps.values(), world_size)
 
     def report(self, query: QueryProfiles) -> ProfilesReported:
         """Return the kept steps that are queried, oldest first."""

@@ -1,7 +1,6 @@
 """The page where two keys look at it, and where one rank is slow."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -10,21 +9,12 @@ import pytest
 from services.commands.bench.random_model import make_random_model
 from tests.clients.page.browser import Browser
 from tests.clients.page.load import streams
-from tests.end_to_end.running_lockstep import running_lockstep
+from tests.end_to_end.running_lockstep import path_of_late_rank, running_lockstep
 from tests.support.captured_process import ROOT
 
 pytestmark = pytest.mark.proof
 
 ALICE, BOB = "alice-has-a-long-secret-key", "bob-has-another-secret-key"
-SLOW_RANK = """
-import sys
-words = sys.orig_argv
-if "rank-worker" in words and words[words.index("--rank") + 1] == "1":
-    from tests.chaos.cluster.patched_rank import patch_rank_worker
-    from tests.multirank.worlds.slow_rank import delay
-    patch_rank_worker(lambda: delay("{kind}", {seconds}))
-"""
-"""Python runs it at its start, in every process of the cluster."""
 
 
 def test_page_asks_for_key_and_shows_text_and_cancel_button_to_owner_only(
@@ -59,8 +49,7 @@ def test_page_names_rank_that_others_wait_for_and_its_part(
     seconds: float,
 ) -> None:
     """2 ms in attention, or 1 ms before each sum, of one rank stand in a sentence on the page."""
-    (tmp_path / "sitecustomize.py").write_text(SLOW_RANK.format(kind=kind, seconds=seconds))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", path_of_late_rank(tmp_path, kind, seconds))
     run_dir = tmp_path / "run"
     run_dir.mkdir(mode=0o700)
     settings = "[scheduler]\nprofile_every_steps = 10\n"

@@ -4,6 +4,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -15,7 +16,12 @@ from typing import Any
 import pytest
 
 from services.commands import main
-from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
+from tests.end_to_end.running_lockstep import (
+    RunningLockstep,
+    StreamReader,
+    path_of_late_rank,
+    running_lockstep,
+)
 from tests.support.trace_checks import check_arrows, check_form, check_nesting
 from tests.support.waiting import wait_until
 
@@ -30,6 +36,8 @@ _STREAM: dict[str, Any] = {
 _SETTINGS = (
     "[cache]\nresident_bytes_max = 1_500_000\nblock_tokens = 32\n[scheduler]\nsilence_s = 5.0\n"
 )
+_NO_END = {"2041": -100, "2042": -100, "2043": -100}
+"""Biases of the tokens that end a completion."""
 _PORT_SECONDS = "/v1/lockstep/trace?seconds=1"
 
 
@@ -215,6 +223,30 @@ def test_trace_without_gateway_has_steps_and_ends_in_time(
     titles = [one["args"]["name"] for one in events if one["name"] == "process_name"]
     assert "scheduler" in titles
     assert not any("HTTP" in title for title in titles)
+
+
+@pytest.mark.proof
+def test_trace_names_rank_that_others_wait_for_and_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2 ms in each attention of rank 1 stand in the file, on the console and in the download."""
+    monkeypatch.setenv("PYTHONPATH", path_of_late_rank(tmp_path, "attention", 0.002))
+    run_dir, file = tmp_path / "run", tmp_path / "trace.json"
+    run_dir.mkdir(mode=0o700)
+    settings = "[scheduler]\nprofile_every_steps = 10\n"
+    body = {**_STREAM, "max_tokens": 2_000, "logit_bias": _NO_END}
+    with running_lockstep(run_dir, 2, settings=settings) as running:
+        stream = StreamReader(running.stream("/v1/completions", body))
+        arguments = ["trace", "--seconds", "1", "-o", str(file)]
+        assert main.main([*arguments, "--config", str(running.config_file)]) == 0
+        _, _, downloaded = _get(running, _PORT_SECONDS)
+        assert not stream.is_done
+    said, sent = (
+        json.loads(one)["otherData"]["largest loss"] for one in (file.read_bytes(), downloaded)
+    )
+    for one in (said, sent):
+        assert re.match(r"The others wait \d+\.\d\d ms a step for rank 1: attention takes ", one)
+    assert capsys.readouterr().out.endswith(f"{said}\n")
 
 
 def _get(running: RunningLockstep, path: str) -> tuple[int, http.client.HTTPMessage, bytes]:

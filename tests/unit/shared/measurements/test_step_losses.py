@@ -7,6 +7,7 @@ import pytest
 from shared.measurements.step_losses import (
     exchanges,
     find_losses,
+    largest_loss,
     mean_seconds,
 )
 from shared.messages import MeasuredStep, PartTotal, StepProfile
@@ -49,9 +50,9 @@ def _profile(
     )
 
 
-def _step(*profiles: StepProfile, kind: str = "decode") -> MeasuredStep:
+def _step(*profiles: StepProfile, kind: str = "decode", epoch: int = 1) -> MeasuredStep:
     return MeasuredStep(
-        epoch=1,
+        epoch=epoch,
         step_id=1,
         kind=kind,  # type: ignore[arg-type]
         prefill_tokens=0,
@@ -148,6 +149,20 @@ def test_means_are_over_all_steps_of_a_rank() -> None:
 def test_no_steps_have_no_losses() -> None:
     """Nothing is said about nothing."""
     assert find_losses([]) == []
+    assert largest_loss([], 2) == ""
+
+
+def test_sentence_is_about_whole_steps_of_most_frequent_kind_of_last_epoch() -> None:
+    """Steps of other kinds and epochs, and those that a rank has not reported, do not count."""
+
+    def step(late_s: float, kind: str = "decode", epoch: int = 2) -> MeasuredStep:
+        waits = _profile(0, {"mlp": 0.001}, [late_s])
+        return _step(waits, _profile(1, {"mlp": 0.001}, [0.0]), kind=kind, epoch=epoch)
+
+    unreported = _step(_profile(0, {"mlp": 0.001}, [0.9]), epoch=3)
+    steps = [*[step(0.007, epoch=1)] * 3, step(0.006, "prefill"), *[step(0.002)] * 2, unreported]
+    assert largest_loss(steps, 2) == "The others wait 2.00 ms a step for rank 1."
+    assert largest_loss([unreported], 2) == ""
 
 
 def test_spans_are_unpacked_as_they_were_packed() -> None:

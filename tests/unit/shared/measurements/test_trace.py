@@ -23,15 +23,19 @@ from shared.identifiers import PeerId
 from shared.measurements.trace import build_trace
 from shared.messages import (
     HttpExchangesReported,
+    MeasuredStep,
     OrderTrace,
+    PartTotal,
     QueryHttpExchanges,
     QueryTrace,
     RecordedHttpExchange,
+    StepProfile,
     StepsMeasured,
     TraceReported,
 )
 from shared.messages.telemetry import http_writes
 from shared.messages.telemetry.http_writes import HttpWrite
+from shared.messages.telemetry.step_profile import Span, pack_spans
 from shared.messages.telemetry.step_times import StepTimes, pack
 from tests.support.trace_checks import check_arrows, check_nesting
 from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld
@@ -222,6 +226,30 @@ def test_order_of_trace_reaches_every_gateway_and_no_command() -> None:
         if isinstance(one, SendToGateway)
     ]
     assert sent == [(GATEWAY, QueryHttpExchanges(asked_at_s=world.now_s, seconds=3.0))]
+
+
+def test_trace_names_largest_loss_of_measured_steps() -> None:
+    """Rank 0 waits 4 ms for rank 1; without measured steps nothing is said."""
+    report = _report(_world(), 60.0)
+    assert "otherData" not in build_trace(report)
+    profiles = [
+        StepProfile(
+            rank=rank,
+            step_id=1,
+            began_s=1.0,
+            seconds=waits_s,
+            kv_bytes=0,
+            parts=[PartTotal(part="collective", runs=1, seconds=waits_s)],
+            spans=pack_spans([Span("collective", 0, 0.0, waits_s)]),
+        )
+        for rank, waits_s in enumerate((0.004, 0.0))
+    ]
+    step = MeasuredStep(
+        epoch=1, step_id=1, kind="decode", prefill_tokens=0, decodes=1, profiles=profiles
+    )
+    trace = build_trace(msgspec.structs.replace(report, measured=[step]))
+    said = {"largest loss": "The others wait 4.00 ms a step for rank 1."}
+    assert trace["otherData"] == said
 
 
 def test_trace_of_last_moment_has_only_what_happened_in_it() -> None:
