@@ -14,6 +14,14 @@ from shared.messages import RecordedStep, TraceReported
 from shared.messages.telemetry.step_profile import unpack_spans
 from shared.messages.telemetry.step_times import unpack
 
+SECONDS_MAX = 60.0
+"""Longest trace."""
+REPORT_S = 1.5
+"""Time until the ranks have reported all steps."""
+MARGIN_S = 0.2
+"""How much longer than the recording a trace is: the query takes a moment to arrive, and the steps
+that an operator orders to be measured are the first ones."""
+
 _SCHEDULER = 1
 _REQUESTS = 2
 _FIRST_RANK = 10

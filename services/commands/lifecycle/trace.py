@@ -15,13 +15,9 @@ from services.supervisor.status.profile_query import ProfileQuery
 from shared import limits
 from shared.errors import UsageError
 from shared.measurements.step_losses import largest_loss
-from shared.measurements.trace import build_trace
+from shared.measurements.trace import MARGIN_S, REPORT_S, SECONDS_MAX, build_trace
 from shared.os.standard_streams import exit_code_if_written
 
-REPORT_S = 1.5
-"""Time until the ranks have reported all steps."""
-SECONDS_MAX = 60.0
-_MARGIN_S = 0.2
 MEASURED_STEPS = 8
 """Steps that are measured part by part, so that the trace shows the parts."""
 
@@ -64,8 +60,7 @@ def trace(sources: SettingSources, *, seconds: float, file: Path, parts: bool) -
         if parts:
             query.order(MEASURED_STEPS, primitives=False)
         query.wait(seconds + REPORT_S)
-        # The answer takes a moment, and the measured steps are the first ones.
-        report = query.trace(time.monotonic() - began_s + _MARGIN_S)
+        report = query.trace(time.monotonic() - began_s + MARGIN_S)
     try:
         file.write_bytes(orjson.dumps(build_trace(report)))
     except OSError as error:

@@ -26,8 +26,8 @@ from services.gateway.dialects.responses import response_types as responses_resp
 from services.gateway.endpoints.model_names import ModelNames
 from services.gateway.endpoints.trace import SECONDS_DEFAULT
 from services.gateway.http.authentication import PROBES
-from services.gateway.tracing.tracing import SECONDS_MAX
 from shared.configuration.settings import Config
+from shared.measurements.trace import SECONDS_MAX
 
 Json = dict[str, Any]
 

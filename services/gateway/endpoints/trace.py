@@ -8,9 +8,8 @@ from multidict import MultiMapping
 
 from services.gateway.endpoints.completion_service import SERVICE
 from services.gateway.http.errors import ApiError, invalid_field, unavailable
-from services.gateway.tracing.tracing import SECONDS_MAX
 from shared.errors import UnavailableError
-from shared.measurements.trace import build_trace
+from shared.measurements.trace import SECONDS_MAX, build_trace
 from shared.messages import TraceReported
 
 SECONDS_DEFAULT = 10.0

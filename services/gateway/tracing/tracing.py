@@ -8,14 +8,10 @@ from services.gateway.tracing.exchange import Exchange, ExchangeRecorder
 from services.gateway.tracing.span_export import SpanExport
 from shared.clock import Clock
 from shared.errors import LinkError, UnavailableError
+from shared.measurements.trace import MARGIN_S, REPORT_S
 from shared.messages import OrderTrace, QueryHttpExchanges, QueryTrace, TraceReported
 
-REPORT_S = 1.5
-"""Time until the ranks have reported all steps."""
-SECONDS_MAX = 60.0
-"""Longest trace for a client."""
 _ANSWER_S = 5.0
-_MARGIN_S = 0.2
 
 
 class Tracing:
@@ -40,7 +36,7 @@ class Tracing:
     @property
     def busy_s(self) -> float:
         """Seconds until the trace that is being recorded for a client is complete; 0: none is."""
-        return max(_MARGIN_S, self._until_s - self._clock.now()) if self._until_s else 0.0
+        return max(MARGIN_S, self._until_s - self._clock.now()) if self._until_s else 0.0
 
     def handle(self, message: QueryHttpExchanges | TraceReported, now_s: float) -> None:
         """Answer the scheduler's query, or receive its trace.
@@ -75,7 +71,7 @@ class Tracing:
         try:
             self._link.send(OrderTrace(seconds=seconds + REPORT_S))
             await asyncio.sleep(seconds + REPORT_S)
-            self._link.send(QueryTrace(seconds=self._clock.now() - began_s + _MARGIN_S))
+            self._link.send(QueryTrace(seconds=self._clock.now() - began_s + MARGIN_S))
             async with asyncio.timeout(_ANSWER_S):
                 return await self._report
         except LinkError as error:
