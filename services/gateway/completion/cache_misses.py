@@ -26,22 +26,15 @@ class CacheMiss:
     """When it was admitted, in seconds since 1970."""
     prompt_tokens: int
     cached: CachedPrefix
-    before: list[int]
-    """Token ids before the place where it diverged; [] without one."""
-    after: list[int]
-    """Token ids from there on."""
+    ids: tuple[list[int], list[int]] | None
+    """Token ids before and after the place where it diverged; None without one."""
     decode: DecodeTokens | None
     """Makes text of token ids; None: no text is reported."""
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
         """The miss as fields of a JSON object. Its text is decoded when it is first needed."""
-        texts = None
-        if self.decode is not None and (self.before or self.after):
-            texts = (
-                self.decode(self.before)[-cache_header.TEXT_CHARS_MAX :],
-                self.decode(self.after)[: cache_header.TEXT_CHARS_MAX],
-            )
+        texts = cache_header.texts_at_divergence(self.ids, self.decode)
         fields = cache_header.body_fields(self.cached, self.prompt_tokens, texts)
         return {"request_id": self.request_id, "at_s": self.at_s, **(fields or {})}
 
@@ -57,15 +50,12 @@ class CacheMisses:
         cached, generation = choice.cached, choice.generation
         if cached is None or cached.miss in ("", "off") or choice.index:
             return
-        ids, place = generation.prompts[0].ids, cached.diverged_at
-        size = cache_header.TEXT_TOKENS
         miss = CacheMiss(
             request_id=choice.request_id,
             at_s=unix_time_s(),
             prompt_tokens=choice.submit_request.prompt_tokens,
             cached=cached,
-            before=[] if place is None else list(ids[max(0, place - size) : place]),
-            after=[] if place is None else list(ids[place : place + size]),
+            ids=cache_header.ids_at_divergence(generation.prompts[0].ids, cached),
             decode=generation.decode,
         )
         misses = self._by_tenant.setdefault(generation.tenant, deque(maxlen=MISSES_KEPT))

@@ -313,9 +313,7 @@ class Generation:
     def _texts_at_divergence(self) -> tuple[str, str] | None:
         """Return the first prompt's own text before and after the place where it diverged."""
         cached = self.choices[0].cached
-        if self.decode is None or cached is None or cached.diverged_at is None:
+        if cached is None:
             return None
-        ids, place = self.prompts[0].ids, cached.diverged_at
-        before = self.decode(list(ids[max(0, place - cache_header.TEXT_TOKENS) : place]))
-        after = self.decode(list(ids[place : place + cache_header.TEXT_TOKENS]))
-        return before[-cache_header.TEXT_CHARS_MAX :], after[: cache_header.TEXT_CHARS_MAX]
+        ids = cache_header.ids_at_divergence(self.prompts[0].ids, cached)
+        return cache_header.texts_at_divergence(ids, self.decode)

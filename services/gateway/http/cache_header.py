@@ -12,6 +12,7 @@ be added later. `pending` means that the stream began before the scheduler admit
 """
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.messages import CachedPrefix
@@ -22,6 +23,39 @@ TEXT_TOKENS = 16
 """Tokens before and after the divergence whose text is reported."""
 TEXT_CHARS_MAX = 48
 """Longest text on each side of the divergence."""
+
+
+def ids_at_divergence(
+    ids: Sequence[int], cached: CachedPrefix
+) -> tuple[list[int], list[int]] | None:
+    """Return the token ids just before and just after the place where a prompt diverged.
+
+    Args:
+        ids: the prompt.
+        cached: the scheduler's report on it.
+
+    Returns:
+        At most `TEXT_TOKENS` ids on each side; None without such a place.
+    """
+    if cached.diverged_at is None:
+        return None
+    place = cached.diverged_at
+    return list(ids[max(0, place - TEXT_TOKENS) : place]), list(ids[place : place + TEXT_TOKENS])
+
+
+def texts_at_divergence(
+    ids: tuple[list[int], list[int]] | None, decode: Callable[[list[int]], str] | None
+) -> tuple[str, str] | None:
+    """Return the texts of what `ids_at_divergence` has returned, at most `TEXT_CHARS_MAX` each.
+
+    Args:
+        ids: the ids before and after; None: there is no such place.
+        decode: makes text of token ids; None: no text is reported.
+    """
+    if ids is None or decode is None:
+        return None
+    before, after = ids
+    return decode(before)[-TEXT_CHARS_MAX:], decode(after)[:TEXT_CHARS_MAX]
 
 
 def header_value(
