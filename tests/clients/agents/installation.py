@@ -6,12 +6,12 @@ no client fetches anything itself.
 """
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from tests.clients.agents.catalog import AGENTS, Agent
 from tests.clients.agents.isolation import namespaces
+from tests.clients.installer import NPM_INSTALL, problem_of
 from tests.support.captured_process import ROOT
 
 FOLDER = ROOT / "build" / "clients"
@@ -22,12 +22,6 @@ PYTHON = FOLDER / "python" / "bin" / "python"
 """Interpreter with the clients of Python."""
 _PACKAGES = Path(__file__).with_name("package.json")
 _PYTHON_PACKAGES = Path(__file__).with_name("requirements.txt")
-_NPM = (
-    *("npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-package-lock"),
-    # npm waits up to a minute between attempts, for each package.
-    "--fetch-retries=1",
-)
-_DEADLINE_S = 600.0
 
 
 def missing_requirement(agent: Agent) -> str:
@@ -59,7 +53,7 @@ def _install_npm_packages() -> str:
         return "The clients of npm are not installed: there is no `npm`."
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "package.json").write_text(wanted)
-    problem = _problem([*_NPM, "--prefix", str(FOLDER)])
+    problem = problem_of([*NPM_INSTALL, "--prefix", str(FOLDER)])
     if not problem:
         installed.write_text(wanted)
     return problem
@@ -73,26 +67,12 @@ def _install_python_packages() -> str:
         return ""
     python = environment / "bin" / "python"
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    problem = _problem([sys.executable, "-m", "venv", "--clear", str(environment)]) or _problem(
+    problem = problem_of([sys.executable, "-m", "venv", "--clear", str(environment)]) or problem_of(
         [*pip, "--requirement", str(_PYTHON_PACKAGES)]
     )
     if not problem:
         installed.write_text(wanted)
     return problem
-
-
-def _problem(command: list[str]) -> str:
-    """Run a command, and return why it failed; "" if it did not."""
-    try:
-        ended = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=_DEADLINE_S
-        )
-    except subprocess.TimeoutExpired:
-        return f"`{' '.join(command[:3])}` took more than {_DEADLINE_S:.0f} s."
-    if ended.returncode == 0:
-        return ""
-    said = (ended.stderr or ended.stdout).strip().splitlines()[-3:]
-    return f"`{' '.join(command[:3])}` failed: {' '.join(said)}"
 
 
 def main(arguments: list[str]) -> int:

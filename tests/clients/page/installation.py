@@ -6,17 +6,16 @@ are there. Chromium and its driver come from Debian's packages, axe-core from np
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.clients.installer import NPM_INSTALL, problem_of
 from tests.support.captured_process import ROOT
 
 FOLDER = ROOT / "build" / "page"
 AXE = FOLDER / "node_modules" / "axe-core" / "axe.min.js"
 _PACKAGES = Path(__file__).with_name("package.json")
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_DEADLINE_S = 600.0
 
 
 def browser() -> str | None:
@@ -53,7 +52,7 @@ def _install_browser() -> str:
         return "Chromium is not installed: only root can do it, with Debian's apt-get."
     install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends"]
     packages = ["chromium", "chromium-driver", "fonts-dejavu-core"]
-    return _problem(["apt-get", "update", "--quiet"]) or _problem([*install, *packages])
+    return problem_of(["apt-get", "update", "--quiet"]) or problem_of([*install, *packages])
 
 
 def _install_axe() -> str:
@@ -61,34 +60,7 @@ def _install_axe() -> str:
         return "axe-core is not installed: there is no `npm`."
     FOLDER.mkdir(parents=True, exist_ok=True)
     shutil.copy(_PACKAGES, FOLDER / "package.json")
-    flags = [
-        "--ignore-scripts",
-        "--no-audit",
-        "--no-fund",
-        "--no-package-lock",
-        "--fetch-retries=1",
-    ]
-    return _problem(["npm", "install", *flags, "--prefix", str(FOLDER)])
-
-
-def _problem(command: list[str]) -> str:
-    """Run a command, and return why it failed; "" if it did not."""
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    try:
-        ended = subprocess.run(
-            command,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=_DEADLINE_S,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        return f"`{' '.join(command[:2])}` took more than {_DEADLINE_S:.0f} s."
-    if ended.returncode == 0:
-        return ""
-    said = (ended.stderr or ended.stdout).strip().splitlines()[-3:]
-    return f"`{' '.join(command[:2])}` failed: {' '.join(said)}"
+    return problem_of([*NPM_INSTALL, "--prefix", str(FOLDER)])
 
 
 def main(arguments: list[str]) -> int:
