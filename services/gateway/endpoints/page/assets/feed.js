@@ -1,6 +1,8 @@
 // The gateway's events, and what is kept of them. Everything kept is bounded, so that a page may
 // stay open for days.
 
+import { eventsOf } from "./sse.js";
+
 const PATH = "/v1/lockstep/activity";
 const STEPS_MAX = 512;
 const POINTS_MAX = 900;
@@ -67,27 +69,21 @@ export class Feed {
         return;
       }
       if (!response.ok) throw new Error(`the gateway answers ${response.status}`);
-      const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-      let text = "";
-      for (;;) {
-        const { done, value } = await reader.read();
-        if (done) throw new Error("the gateway has ended the connection");
+      for await (const events of eventsOf(response)) {
         clearTimeout(timer);
         timer = setTimeout(() => stop.abort(), SILENCE_MS);
-        const events = (text + value).split("\n\n");
-        text = events.pop();
         for (const event of events) this.receive(event);
         this.state = "live";
         this.onChange();
       }
+      throw new Error("the gateway has ended the connection");
     } finally {
       clearTimeout(timer);
       stop.abort();
     }
   }
 
-  receive(event) {
-    const [, name, data] = /^event: (\w+)\ndata: (.*)$/s.exec(event) || [];
+  receive({ name, data }) {
     if (name === "steps") this.addSteps(JSON.parse(data));
     if (name === "experts") this.experts = JSON.parse(data);
     if (name === "own") this.own = JSON.parse(data);

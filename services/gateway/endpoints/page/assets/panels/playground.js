@@ -3,6 +3,7 @@
 
 import { html, useRef, useState } from "../vendor/preact-htm.js";
 import { count, fixed, seconds } from "../format.js";
+import { eventsOf } from "../sse.js";
 
 const TOOL = JSON.stringify(
   [{ type: "function", function: { name: "weather", description: "Weather of a city", parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }],
@@ -56,15 +57,9 @@ async function ask(body, headers, signal, show) {
       method: "POST", signal, headers: { ...headers, "Content-Type": "application/json" }, body: JSON.stringify(body),
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
-    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    let text = "";
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) break;
-      const events = (text + value).split("\n\n");
-      text = events.pop();
-      for (const event of events.filter((one) => one.startsWith("data: {"))) {
-        const chunk = JSON.parse(event.slice(6));
+    for await (const events of eventsOf(response)) {
+      for (const { data } of events.filter((one) => one.data !== "[DONE]")) {
+        const chunk = JSON.parse(data);
         if (chunk.error) throw new Error(chunk.error.message);
         const choice = chunk.choices[0];
         if (choice?.delta) {
