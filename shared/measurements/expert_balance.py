@@ -5,8 +5,9 @@ the results of each layer of experts, so all of them wait for the busiest rank o
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from shared.messages import ExpertRange
 from shared.model.sharding.shares import item_range
 
 
@@ -43,6 +44,16 @@ def loads_by_rank(counts: Sequence[int], shares: Sequence[int]) -> list[int]:
     """
     ranges = (item_range(shares, rank) for rank in range(len(shares)))
     return [sum(counts[start:stop]) for start, stop in ranges]
+
+
+def loads_of_ranges(counts: Sequence[int], ranges: Iterable[ExpertRange]) -> list[int]:
+    """Return the load of each range of experts in one layer.
+
+    Args:
+        counts: load of each expert.
+        ranges: which experts ranks hold; they may overlap.
+    """
+    return [sum(counts[one.first : one.first + one.count]) for one in ranges]
 
 
 def balance(

@@ -7,7 +7,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from shared.measurements.expert_balance import expert_imbalance, rank_imbalance
+from shared.measurements.expert_balance import (
+    expert_imbalance,
+    loads_of_ranges,
+    rank_imbalance,
+)
 from shared.messages import ExpertLayer, ExpertRange, LayerAssignments
 from shared.messages.rank_link import Sharding
 
@@ -21,10 +25,6 @@ class _Layer:
     """Assignments to each expert."""
     ranges: dict[int, ExpertRange] = dataclasses.field(default_factory=dict)
     """By rank, in the present epoch."""
-
-    def rank_loads(self) -> list[int]:
-        """Return what the ranks' present experts have got, by rank."""
-        return [sum(self.counts[one.first : one.first + one.count]) for one in self.ranges.values()]
 
 
 class ExpertLoads:
@@ -99,11 +99,10 @@ class ExpertLoads:
                 layer.ranges[rank] = ExpertRange(rank=rank, first=new.first, count=len(new.counts))
 
     def _compute_gauges(self) -> dict[str, float]:
-        by_rank = [layer.rank_loads() for layer in self._layers.values()]
+        layers = self._layers.values()
+        by_rank = [loads_of_ranges(one.counts, one.ranges.values()) for one in layers]
         return {
             "expert_rank_imbalance": rank_imbalance(by_rank),
             "expert_rank_imbalance_worst": max(rank_imbalance([one]) for one in by_rank),
-            "expert_imbalance_worst": max(
-                expert_imbalance(layer.counts) for layer in self._layers.values()
-            ),
+            "expert_imbalance_worst": max(expert_imbalance(layer.counts) for layer in layers),
         }

@@ -5,7 +5,12 @@ from typing import Any
 
 import msgspec
 
-from shared.messages import ActivityReported, ExpertsReported, RecordedStep
+from shared.measurements.expert_balance import (
+    expert_imbalance,
+    loads_of_ranges,
+    rank_imbalance,
+)
+from shared.messages import ActivityReported, ExpertLayer, ExpertsReported, RecordedStep
 from shared.messages.telemetry.step_times import unpack
 
 
@@ -64,12 +69,29 @@ def describe_steps(steps: Iterable[RecordedStep]) -> list[dict[str, Any]]:
 
 
 def describe_experts(report: ExpertsReported) -> list[dict[str, Any]]:
-    """Return the loads of experts by layer as JSON objects; [] for a model without experts.
+    """Return the layers whose experts got tokens as JSON objects; [] for a model without experts.
 
-    `counts` has how many tokens each expert got, `ranges` which rank holds which experts.
+    `counts` has how many tokens each expert got, `ranks` the load of what each rank holds. Both
+    imbalances are those of `expert_balance`; that of ranks is None where one rank holds all, or
+    none has any load.
     """
-    layers: list[dict[str, Any]] = msgspec.to_builtins(report.layers)
-    return layers
+    return [_experts_of_layer(one) for one in report.layers if any(one.counts)]
+
+
+def _experts_of_layer(layer: ExpertLayer) -> dict[str, Any]:
+    loads = loads_of_ranges(layer.counts, layer.ranges)
+    is_shared = len(loads) > 1 and any(loads)
+    return {
+        "layer": layer.layer,
+        "counts": layer.counts,
+        "load": sum(layer.counts),
+        "busiest_expert": layer.counts.index(max(layer.counts)),
+        "expert_imbalance": round(expert_imbalance(layer.counts), 3),
+        "ranks": [
+            {"rank": one.rank, "load": load} for one, load in zip(layer.ranges, loads, strict=True)
+        ],
+        "rank_imbalance": round(rank_imbalance([loads]), 3) if is_shared else None,
+    }
 
 
 def _request(request: dict[str, Any], now_s: float) -> dict[str, Any]:

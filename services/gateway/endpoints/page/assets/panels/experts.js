@@ -6,8 +6,6 @@ import { count, fixed, percent } from "../format.js";
 const CELL = 6;
 
 const sum = (values) => values.reduce((total, one) => total + one, 0);
-const imbalance = (values) => (sum(values) ? (Math.max(...values) * values.length) / sum(values) : null);
-const loadOf = (layer, range) => sum(layer.counts.slice(range.first, range.first + range.count));
 
 // One row for each layer, one cell for each expert: the darker, the more tokens it got.
 function Heat({ layers }) {
@@ -33,12 +31,12 @@ function Heat({ layers }) {
 }
 
 function Ranks({ layers }) {
-  const ranks = layers[0].ranges.map((range) => range.rank);
-  const total = sum(layers.map((layer) => sum(layer.counts)));
+  const ranks = layers[0].ranks.map((one) => one.rank);
+  const total = sum(layers.map((layer) => layer.load));
   if (ranks.length < 2) return null;
   return html`<p>
     ${ranks.map((rank) => {
-      const load = sum(layers.map((layer) => layer.ranges.filter((range) => range.rank === rank).reduce((all, range) => all + loadOf(layer, range), 0)));
+      const load = sum(layers.map((layer) => layer.ranks.find((one) => one.rank === rank)?.load ?? 0));
       return html`<span class="fact">Rank ${rank}: ${percent(load / total)} of the load. </span>`;
     })}
   </p>`;
@@ -46,9 +44,9 @@ function Ranks({ layers }) {
 
 export function Experts({ feed }) {
   const [all, showAll] = useState(false);
-  const layers = feed.experts.filter((layer) => sum(layer.counts) > 0);
+  const layers = feed.experts;
   if (!layers.length) return html`<p>No tokens of routed experts have been counted: the model has none, or has served too few steps.</p>`;
-  const worst = [...layers].sort((a, b) => imbalance(b.counts) - imbalance(a.counts));
+  const worst = [...layers].sort((a, b) => b.expert_imbalance - a.expert_imbalance);
   const shown = all ? layers : worst.slice(0, 5);
   return html`
     <${Ranks} layers=${layers} />
@@ -59,9 +57,9 @@ export function Experts({ feed }) {
         <thead><tr><th scope="col">Layer</th><th scope="col">Tokens × experts</th><th scope="col">Busiest expert</th><th scope="col">Relative</th><th scope="col">Busiest rank, relative</th></tr></thead>
         <tbody>
           ${shown.map((layer) => html`<tr key=${layer.layer}>
-            <th scope="row">${layer.layer}</th><td>${count(sum(layer.counts))}</td>
-            <td>${layer.counts.indexOf(Math.max(...layer.counts))}</td><td>${fixed(imbalance(layer.counts), 2)}</td>
-            <td>${layer.ranges.length > 1 ? fixed(imbalance(layer.ranges.map((range) => loadOf(layer, range))), 2) : "–"}</td>
+            <th scope="row">${layer.layer}</th><td>${count(layer.load)}</td>
+            <td>${layer.busiest_expert}</td><td>${fixed(layer.expert_imbalance, 2)}</td>
+            <td>${fixed(layer.rank_imbalance, 2)}</td>
           </tr>`)}
         </tbody>
       </table>
