@@ -158,7 +158,8 @@ def test_playground_answers_with_options_and_compares_speculation(
     page.wait_for_count("#playground .token", 30, 60.0)
     titles = [one.text for one in page.find_all("#playground .answer h3")]
     assert titles == ["Speculation as configured", "Speculation off"]
-    page.wait_for_text("New conversation", "#playground")
+    # Nothing can be sent before the second answer has ended.
+    page.wait_for_count("#playground .play button:not([type]):not([disabled])", 1, 60.0)
     page.type("#playground [name=schema]", "{no json")
     page.type("#playground [name=prompt]", "Once more")
     page.click("Send", "#playground")
