@@ -96,8 +96,7 @@ class TelemetryQueries:
     def _activity(self, query: QueryActivity, now_s: float) -> ActivityReported:
         telemetry = self._telemetry
         waiting = self._waiting.heads(limits.ACTIVITY_REQUESTS_MAX)
-        is_waiting = {one.sequence_id for one in self._waiting}
-        running = [one for one in self._requests if one.sequence_id not in is_waiting]
+        running = [one for one in self._requests if one.slot is not None]
         listed = [*running, *waiting][: limits.ACTIVITY_REQUESTS_MAX]
         return ActivityReported(
             now_s=now_s,
