@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 from typing import Any, Protocol
 
+import msgspec
+
 from services.gateway.completion.completion_text import CompletionText, LogprobEntry
 from services.gateway.http import cache_header
 from services.gateway.http.errors import ApiError
@@ -13,7 +15,7 @@ from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.replay.recorder import TurnRecorder
 from services.gateway.tokenizing.replay.turns import DecodeTokens
 from services.gateway.tracing.exchange import Exchange
-from shared.messages import CachedPrefix, SubmitRequest, TokenLogprobs
+from shared.messages import CachedPrefix, SubmitRequest, TokenLogprobs, token_ids
 
 
 class OutputSink(Protocol):
@@ -93,6 +95,16 @@ class Choice:
     def request_id(self) -> str:
         """Id of the request to the scheduler that generates this completion."""
         return self.submit_request.request_id
+
+    def resumed_request(self, now_s: float) -> SubmitRequest:
+        """Return the request with which a restarted scheduler continues the completion."""
+        request = self.submit_request
+        return msgspec.structs.replace(
+            request,
+            generated=token_ids.pack(self.tokens),
+            deadline_s=max(0.0, request.deadline_s - (now_s - self.submitted_s)),
+            more_requests_expected=False,
+        )
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> bool:
         """Add the next tokens and pass their text to the sink.

@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Literal, assert_never
 
-import msgspec
-
 from services.gateway.completion.cache_misses import CacheMisses
 from services.gateway.completion.generation import Choice, Generation
 from services.gateway.completion.streaming import FlushList
@@ -22,7 +20,6 @@ from shared import messages
 from shared.clock import Clock
 from shared.errors import LinkError, LinkFull, PeerUnknown
 from shared.log import Log
-from shared.messages import token_ids
 from shared.transport.links import Connected, Lost, Quiet, Received
 
 CONNECT_WAIT_S = 5.0
@@ -34,7 +31,8 @@ RESTART_WAIT_S_MAX = 30.0
 RESUME_RETRY_S = 0.5
 """Time after which a request is sent again that a restarted scheduler cannot accept yet."""
 
-Activity = messages.ActivityReported | messages.ExpertsReported
+PageReport = messages.ActivityReported | messages.ExpertsReported
+"""A report of the scheduler that pages show."""
 
 _log = Log("gateway.requests")
 _NO_LOGPROBS: list[list[messages.TokenLogprobs]] = [[]]
@@ -68,6 +66,7 @@ class OpenRequests:
             tracing: records HTTP requests; None: a new one, which has none.
         """
         self.link = link
+        """The link to the scheduler, over which the page's feed sends its queries too."""
         self._call_later = call_later
         self._clock = clock
         self._status = status
@@ -80,7 +79,8 @@ class OpenRequests:
         self._queue = FullQueue(clock)
         self.cache_misses = CacheMisses()
         """The last prompts that the cache did not have."""
-        self.on_activity: Callable[[Activity], None] = lambda _: None
+        self.on_page_report: Callable[[PageReport], None] = lambda _: None
+        """Receives the scheduler's answers to the queries of the page's feed."""
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -202,7 +202,7 @@ class OpenRequests:
             case messages.StatusReported():
                 self._status.report(message, now_s)
             case messages.ActivityReported() | messages.ExpertsReported():
-                self.on_activity(message)
+                self.on_page_report(message)
             case messages.QueryHttpExchanges() | messages.TraceReported():
                 self._tracing.handle(message, now_s)
             case messages.ProfilesReported():
@@ -257,7 +257,8 @@ class OpenRequests:
 
     def _handle_finished(self, message: messages.RequestFinished, now_s: float) -> None:
         self._queue.clear()
-        if (choice := self._choices.pop(message.request_id, None)) is None:
+        choice = self._choices.pop(message.request_id, None)
+        if choice is None:
             return
         choice.is_confirmed = True
         choice.set_draft_counts(message.drafts_accepted, message.drafts_rejected)
@@ -266,15 +267,14 @@ class OpenRequests:
         if not choice.finish_reason:
             if message.finish_reason in ("stop", "length"):
                 if message.completion_tokens != len(choice.tokens):
-                    counts = len(choice.tokens), message.completion_tokens
-                    self._fail_damaged(choice, "Not all tokens arrived.", *counts)
+                    self._fail_count(choice, message.completion_tokens)
                     return
                 choice.finish(message.finish_reason)
                 seconds = now_s - choice.submitted_s
                 self._metrics.observe_end(message.finish_reason, seconds, choice.calls)
             else:
                 self._metrics.ends[message.finish_reason] += 1
-                choice.generation.fail(_finish_error(message))
+                choice.generation.fail(errors.cut_off(message))
         choice.generation.update_confirmed()
 
     def _handle_rejected(self, message: messages.RequestRejected) -> None:
@@ -303,16 +303,26 @@ class OpenRequests:
         return is_temporary and self._status.was_ready and waited_s < RESTART_WAIT_S_MAX
 
     def _fail_position(self, choice: Choice, position: int) -> None:
+        _log.error(
+            "unexpected_token_position",
+            request_id=choice.request_id,
+            position=position,
+            expected=len(choice.tokens),
+        )
+        self._metrics.ends["error"] += 1
         self._choices.pop(choice.request_id, None)
         self._abort(choice, "abort")
-        counts = position, len(choice.tokens)
-        self._fail_damaged(choice, "Tokens arrived out of order.", *counts)
+        choice.generation.fail(errors.failed("Tokens arrived out of order."))
 
-    def _fail_damaged(self, choice: Choice, problem: str, received: int, expected: int) -> None:
-        name = choice.request_id
-        _log.error("tokens_damaged", request_id=name, received=received, expected=expected)
+    def _fail_count(self, choice: Choice, completion_tokens: int) -> None:
+        _log.error(
+            "unexpected_token_count",
+            request_id=choice.request_id,
+            completion_tokens=completion_tokens,
+            received=len(choice.tokens),
+        )
         self._metrics.ends["error"] += 1
-        choice.generation.fail(errors.failed(problem))
+        choice.generation.fail(errors.failed("Not all tokens of the completion arrived."))
 
     def _abort(self, choice: Choice, reason: Literal["abort", "stop"]) -> None:
         self._queue.clear()
@@ -370,15 +380,8 @@ class OpenRequests:
             )
             self._handle_finished(finished, self._clock.now())
             return
-        elapsed_s = self._clock.now() - choice.submitted_s
-        resumed = msgspec.structs.replace(
-            request,
-            generated=token_ids.pack(choice.tokens),
-            deadline_s=max(0.0, request.deadline_s - elapsed_s),
-            more_requests_expected=False,
-        )
         try:
-            self.link.send(resumed)
+            self.link.send(choice.resumed_request(self._clock.now()))
         except PeerUnknown:
             pass
         except LinkFull:
@@ -392,9 +395,3 @@ class OpenRequests:
         # A new session may have resumed it meanwhile; then it must not be sent again.
         if choice.is_retry_due:
             self._resume(choice)
-
-
-def _finish_error(message: messages.RequestFinished) -> errors.ApiError:
-    if message.finish_reason == "error":
-        return errors.timed_out("The request did not end within its deadline.")
-    return errors.failed("The request was aborted by the server.")

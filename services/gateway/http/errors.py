@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 
 from shared.errors import Refusal
-from shared.messages import RequestFailed, RequestRejected
+from shared.messages import RequestFailed, RequestFinished, RequestRejected
 
 QUEUE_RETRY_S = 30.0
 """Retry-After of a request that waited too long in the queue; the queue empties slowly."""
@@ -193,6 +193,13 @@ def ended(failure: RequestFailed) -> ApiError:
             return failed(failure.detail)
         case _:
             assert_never(failure.cause)
+
+
+def cut_off(end: RequestFinished) -> ApiError:
+    """Return the HTTP error for a request that ended without `stop` or `length`."""
+    if end.finish_reason == "error":
+        return timed_out("The request did not end within its deadline.")
+    return failed("The request was aborted by the server.")
 
 
 def rejected(rejection: RequestRejected, prompt_param: str) -> ApiError:

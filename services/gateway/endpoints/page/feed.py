@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.completion.open_requests import Activity, OpenRequests
+from services.gateway.completion.open_requests import OpenRequests, PageReport
 from services.gateway.endpoints.page.percentiles import RecentPercentiles
 from services.gateway.endpoints.page.snapshot import (
     describe_activity,
@@ -86,7 +86,7 @@ class Feed:
         """The last steps, which a new viewer gets first."""
         self._experts = b""
         """The last event with the loads of experts; b"": none has come."""
-        requests.on_activity = self._receive
+        requests.on_page_report = self._receive
 
     def __len__(self) -> int:
         """Return the number of viewers."""
@@ -113,7 +113,7 @@ class Feed:
         for viewer in self._viewers:
             viewer.end()
 
-    def _receive(self, report: Activity) -> None:
+    def _receive(self, report: PageReport) -> None:
         if not isinstance(report, ActivityReported):
             self._experts = event("experts", describe_experts(report))
             self._publish(self._experts)
