@@ -64,10 +64,10 @@ kept."""
 
 RECORDED_STEPS_MAX = 8_192
 RECORDED_REQUESTS_MAX = 4_096
-RECORDED_TRANSFERS_MAX = 4_096
-"""Most steps, requests and transfers of blocks in one report of the last seconds: a few MB."""
+RECORDED_BLOCK_TRANSFERS_MAX = 4_096
+"""Most steps, requests and block transfers in one report of the last seconds: a few MB."""
 
-RECORDED_EXCHANGES_MAX = 2_048
+RECORDED_HTTP_REQUESTS_MAX = 2_048
 RECORDED_WRITES_MAX = 32_768
 """Most HTTP requests, and writes of all of them, that a gateway reports: about 1 MB. 32 streams of
 50 tokens/s write as often in 20 s."""

@@ -19,7 +19,7 @@ from services.gateway.http import authentication, ignored_fields, server
 from services.gateway.http.errors import ApiError
 from services.gateway.http.json_response import json_response
 from services.gateway.tracing import trace_context
-from services.gateway.tracing.exchange import EXCHANGE, Exchange
+from services.gateway.tracing.traced_request import TRACED_REQUEST, TracedRequest
 from shared.log import Log
 
 DOCUMENT = web.AppKey("document", bytes)
@@ -82,23 +82,23 @@ async def handle_request(request: web.Request, handler: _Handler) -> web.StreamR
         handler: answers the request on its path.
     """
     service = request.app[SERVICE]
-    request[EXCHANGE] = exchange = _begin_exchange(service, request)
+    request[TRACED_REQUEST] = traced = _begin_traced_request(service, request)
     try:
         response = await _respond(service, request, handler)
         service.metrics.responses[response.status] += 1
         # A body of stored items is in memory until a slow client has read it.
         body = response.body if isinstance(response, web.Response) else None
         service.admission.release_body(request, len(body) if isinstance(body, bytes) else 0)
-        began_s = exchange.recorder.clock.now()
+        began_s = traced.recorder.clock.now()
         await server.finish_response(request, response)
-        exchange.status = response.status
-        if exchange.first_byte_s is None:
-            exchange.first_byte_s = began_s
-        if isinstance(body, bytes) and exchange.recorder.is_on:
-            exchange.add_write(began_s, request.writer.output_size)
+        traced.status = response.status
+        if traced.first_byte_s is None:
+            traced.first_byte_s = began_s
+        if isinstance(body, bytes) and traced.recorder.is_on:
+            traced.add_write(began_s, request.writer.output_size)
     finally:
         service.admission.remove(request)
-        service.tracing.end(exchange)
+        service.tracing.end(traced)
     return response
 
 
@@ -126,7 +126,7 @@ async def _respond(
         raise
     except Exception:  # noqa: BLE001  # last resort of the process
         # The response has no details, because they may be internal.
-        fields = request[EXCHANGE].log_fields
+        fields = request[TRACED_REQUEST].log_fields
         _log.exception(
             "handler_failed", path=request.path, key=authentication.key_name(request), **fields
         )
@@ -135,7 +135,7 @@ async def _respond(
     return response
 
 
-def _begin_exchange(service: CompletionService, request: web.Request) -> Exchange:
+def _begin_traced_request(service: CompletionService, request: web.Request) -> TracedRequest:
     """Return the record of a request, with the client's trace."""
     context = None
     if trace_context.TRACE_PARENT in request.headers:
@@ -150,7 +150,7 @@ def _begin_span(service: CompletionService, request: web.Request) -> None:
     """Begin the exported span of a POST request, where spans are exported."""
     export, resource = service.tracing.export, request.match_info.route.resource
     if export is not None and resource is not None and request.method == hdrs.METH_POST:
-        export.begin(request[EXCHANGE], request.method, resource.canonical)
+        export.begin(request[TRACED_REQUEST], request.method, resource.canonical)
 
 
 async def health(_: web.Request) -> web.Response:
@@ -192,7 +192,7 @@ async def document(request: web.Request) -> web.Response:
 
 def _error_response(request: web.Request, error: ApiError) -> web.Response:
     """Return the response for an error in the form of the dialect that the path belongs to."""
-    request[EXCHANGE].failure = error.code or str(error.status)
+    request[TRACED_REQUEST].failure = error.code or str(error.status)
     if request.path.startswith("/v1/messages") or model_list.wants_anthropic(request):
         return messages_errors.response(error)
     return error.response()

@@ -45,12 +45,12 @@ class RankReports:
         elif cache.state.is_on and isinstance(message, BlocksRestored):
             order = cache.restorer.handle_restored(rank, message)
             if order is not None:
-                self._telemetry.transfers.add_restore(rank, order, message, now_s)
+                self._telemetry.block_transfers.add_restore(rank, order, message, now_s)
         elif cache.state.is_on and isinstance(message, BlocksSpilled):
             host = self._world.host_of(peer)
             ordered_at_s = cache.spiller.handle_spilled(rank, host, message, now_s)
             if ordered_at_s is not None:
-                self._telemetry.transfers.add_spill(rank, ordered_at_s, message, now_s)
+                self._telemetry.block_transfers.add_spill(rank, ordered_at_s, message, now_s)
 
     def end_late_grammars(self, now_s: float) -> None:
         """End the requests whose grammars some ranks have not compiled in time.

@@ -8,7 +8,7 @@ writes of its tokens, and from a restore to the prefill that uses it.
 from typing import Any
 
 from shared.measurements.step_losses import largest_loss
-from shared.measurements.trace_requests import add_exchanges, add_requests, add_transfers
+from shared.measurements.trace_requests import add_block_transfers, add_http_requests, add_requests
 from shared.measurements.trace_writer import Facts, Slice, TraceWriter
 from shared.messages import RecordedStep, TraceReported
 from shared.messages.telemetry.step_profile import unpack_spans
@@ -51,12 +51,12 @@ def build_trace(report: TraceReported) -> dict[str, Any]:
         _add_rank(writer, report, rank, plans)
     _add_parts(writer, report)
     traces = {
-        one.response_id: one.trace_parent for each in report.gateways for one in each.exchanges
+        one.response_id: one.trace_parent for each in report.gateways for one in each.http_requests
     }
     requests = add_requests(writer, report, _REQUESTS, plans, traces)
-    add_transfers(writer, report, _FIRST_RANK, requests)
+    add_block_transfers(writer, report, _FIRST_RANK, requests)
     for number, gateway in enumerate(report.gateways):
-        add_exchanges(writer, report, gateway, _FIRST_GATEWAY + number, requests, plans)
+        add_http_requests(writer, report, gateway, _FIRST_GATEWAY + number, requests, plans)
     trace = {"traceEvents": writer.events(), "displayTimeUnit": "ms"}
     loss = largest_loss(report.measured, len(report.hosts))
     return {**trace, "otherData": {"largest loss": loss}} if loss else trace

@@ -1,4 +1,4 @@
-"""Requests, HTTP requests and transfers of blocks in a trace. Pure."""
+"""Requests, HTTP requests and block transfers in a trace. Pure."""
 
 import dataclasses
 from collections import defaultdict
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from shared.measurements.trace_writer import Facts, Lanes, Slice, TraceWriter
 from shared.messages import (
+    RecordedBlockTransfer,
     RecordedGateway,
-    RecordedHttpExchange,
+    RecordedHttpRequest,
     RecordedRequest,
-    RecordedTransfer,
     TraceReported,
 )
 from shared.messages.telemetry.http_writes import unpack
@@ -74,19 +74,19 @@ def add_requests(
     return found
 
 
-def add_transfers(
+def add_block_transfers(
     writer: TraceWriter, report: TraceReported, first_process: int, requests: Requests
 ) -> None:
     """Add restores and spills of each rank, and an arrow from each restore to its prefill.
 
     Args:
         writer: gets the events.
-        report: contains the transfers.
+        report: contains the block transfers.
         first_process: number of rank 0's process.
         requests: slices of requests.
     """
-    by_track: defaultdict[tuple[int, str], list[RecordedTransfer]] = defaultdict(list)
-    for one in report.transfers:
+    by_track: defaultdict[tuple[int, str], list[RecordedBlockTransfer]] = defaultdict(list)
+    for one in report.block_transfers:
         by_track[one.rank, one.kind].append(one)
     for (rank, kind), transfers in by_track.items():
         lanes = Lanes(writer, first_process + rank, _FIRST_LANE[kind], _LANE_NAMES[kind])
@@ -107,7 +107,7 @@ def add_transfers(
                 writer.add_arrow("restore", drawn, request.prefill or request.queue)
 
 
-def add_exchanges(
+def add_http_requests(
     writer: TraceWriter,
     report: TraceReported,
     gateway: RecordedGateway,
@@ -133,7 +133,7 @@ def add_exchanges(
     for name, request in requests.items():
         by_response[name.rpartition(":")[0]].append(request.queue)
     offset_s = gateway.clock_offset_s
-    for one in gateway.exchanges:
+    for one in gateway.http_requests:
         arrived_s = one.arrived_at_s - offset_s
         ended_s = report.now_s if one.ended_at_s is None else one.ended_at_s - offset_s
         writes = list(_writes(one, offset_s))
@@ -141,10 +141,10 @@ def add_exchanges(
         if ended_s < report.since_s:
             continue
         track = lanes.take(arrived_s, ended_s)
-        facts = _exchange_facts(one)
+        facts = _http_facts(one)
         whole = writer.add_slice(track, one.name, (arrived_s, ended_s), "http", facts)
         source = whole
-        for phase, times_s in _exchange_phases(one):
+        for phase, times_s in _http_phases(one):
             began_s, until_s = times_s[0] - offset_s, times_s[1] - offset_s
             if until_s > report.since_s:
                 drawn = writer.add_slice(track, phase, (began_s, until_s), "http", facts)
@@ -166,7 +166,7 @@ def _phases(request: RecordedRequest, ended_s: float) -> Iterator[tuple[str, tup
         yield "decode", (first_s, ended_s)
 
 
-def _exchange_phases(one: RecordedHttpExchange) -> Iterator[tuple[str, tuple[float, float]]]:
+def _http_phases(one: RecordedHttpRequest) -> Iterator[tuple[str, tuple[float, float]]]:
     """Yield the phases before the first byte, by the gateway's clock."""
     if one.read_at_s is None:
         return
@@ -178,7 +178,7 @@ def _exchange_phases(one: RecordedHttpExchange) -> Iterator[tuple[str, tuple[flo
         yield "wait", (one.submitted_at_s, one.first_byte_at_s)
 
 
-def _exchange_facts(one: RecordedHttpExchange) -> Facts:
+def _http_facts(one: RecordedHttpRequest) -> Facts:
     facts: Facts = {"status": one.status or "open"}
     if one.response_id:
         facts["response"] = one.response_id
@@ -188,7 +188,7 @@ def _exchange_facts(one: RecordedHttpExchange) -> Facts:
 
 
 def _writes(
-    one: RecordedHttpExchange, offset_s: float
+    one: RecordedHttpRequest, offset_s: float
 ) -> Iterator[tuple[tuple[float, float], tuple[int, int], Facts]]:
     """Yield times, step and facts of each write; none overlaps the one before."""
     arrived_s = one.arrived_at_s - offset_s

@@ -93,14 +93,14 @@ from shared.messages.telemetry.step_profile import MeasuredStep as MeasuredStep
 from shared.messages.telemetry.step_profile import PartTotal as PartTotal
 from shared.messages.telemetry.step_profile import RecordedStep as RecordedStep
 from shared.messages.telemetry.step_profile import StepProfile as StepProfile
-from shared.messages.telemetry.trace import HttpExchangesReported as HttpExchangesReported
+from shared.messages.telemetry.trace import HttpRequestsReported as HttpRequestsReported
 from shared.messages.telemetry.trace import OrderTrace as OrderTrace
-from shared.messages.telemetry.trace import QueryHttpExchanges as QueryHttpExchanges
+from shared.messages.telemetry.trace import QueryHttpRequests as QueryHttpRequests
 from shared.messages.telemetry.trace import QueryTrace as QueryTrace
+from shared.messages.telemetry.trace import RecordedBlockTransfer as RecordedBlockTransfer
 from shared.messages.telemetry.trace import RecordedGateway as RecordedGateway
-from shared.messages.telemetry.trace import RecordedHttpExchange as RecordedHttpExchange
+from shared.messages.telemetry.trace import RecordedHttpRequest as RecordedHttpRequest
 from shared.messages.telemetry.trace import RecordedRequest as RecordedRequest
-from shared.messages.telemetry.trace import RecordedTransfer as RecordedTransfer
 from shared.messages.telemetry.trace import TraceReported as TraceReported
 
 ToScheduler = (
@@ -114,7 +114,7 @@ ToScheduler = (
     | QueryTrace
     | QueryActivity
     | QueryExperts
-    | HttpExchangesReported
+    | HttpRequestsReported
     | RankHello
     | RankLoading
     | RankReady
@@ -137,7 +137,7 @@ ToGateway = (
     | RequestFailed
     | StatusReported
     | ProfilesReported
-    | QueryHttpExchanges
+    | QueryHttpRequests
     | TraceReported
     | ActivityReported
     | ExpertsReported

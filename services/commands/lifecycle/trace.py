@@ -65,11 +65,9 @@ def trace(sources: SettingSources, *, seconds: float, file: Path, parts: bool) -
         file.write_bytes(orjson.dumps(build_trace(report)))
     except OSError as error:
         raise UsageError(f"The trace cannot be written to {file}: {error.strerror}.") from None
-    exchanges = sum(len(one.exchanges) for one in report.gateways)
-    console.print_line(
-        f"{len(report.steps)} steps, {len(report.requests)} requests and {exchanges} HTTP requests "
-        f"are in {file}: open it at ui.perfetto.dev or chrome://tracing."
-    )
+    counts = f"{len(report.steps)} steps, {len(report.requests)} requests and "
+    counts += f"{sum(len(one.http_requests) for one in report.gateways)} HTTP requests"
+    console.print_line(f"{counts} are in {file}: open it at ui.perfetto.dev or chrome://tracing.")
     if loss := largest_loss(report.measured, len(report.hosts)):
         console.print_line(loss)
     return exit_code_if_written(limits.EXIT_OK, console.write_error)

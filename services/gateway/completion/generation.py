@@ -14,7 +14,7 @@ from services.gateway.output.events import CallEnded, OutputEvent, Reasoning, Te
 from services.gateway.tokenizing.prompt import Prompt
 from services.gateway.tokenizing.replay.recorder import TurnRecorder
 from services.gateway.tokenizing.replay.turns import DecodeTokens
-from services.gateway.tracing.exchange import Exchange
+from services.gateway.tracing.traced_request import TracedRequest
 from shared.messages import CachedPrefix, SubmitRequest, TokenLogprobs, token_ids
 
 
@@ -237,7 +237,7 @@ class Generation:
     """The client's name of its session (`request_options.session_key`)."""
     decode: DecodeTokens | None = None
     """Decodes tokens of its prompts; None: no text of them is reported."""
-    exchange: Exchange | None = None
+    traced: TracedRequest | None = None
     """The HTTP request, whose times are noted; None: they are not."""
     choices: list[Choice] = dataclasses.field(default_factory=list)
     """Empty at first; the caller sets it."""
@@ -257,23 +257,23 @@ class Generation:
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """Fields of all log lines about the request (`Exchange.log_fields`)."""
-        return self.exchange.log_fields if self.exchange is not None else {}
+        """Fields of all log lines about the request (`TracedRequest.log_fields`)."""
+        return self.traced.log_fields if self.traced is not None else {}
 
     def note_submitted(self, now_s: float) -> None:
         """Note that its choices are being sent to the scheduler."""
-        if self.exchange is not None:
-            self.exchange.submitted_s = now_s
+        if self.traced is not None:
+            self.traced.submitted_s = now_s
 
     def note_admitted(self, now_s: float) -> None:
         """Note that the scheduler has admitted one of its choices."""
-        if self.exchange is not None and self.exchange.admitted_s is None:
-            self.exchange.admitted_s = now_s
+        if self.traced is not None and self.traced.admitted_s is None:
+            self.traced.admitted_s = now_s
 
     def note_first_token(self, now_s: float) -> None:
         """Note that the first token of one of its choices has come."""
-        if self.exchange is not None and self.exchange.first_token_s is None:
-            self.exchange.first_token_s = now_s
+        if self.traced is not None and self.traced.first_token_s is None:
+            self.traced.first_token_s = now_s
         self.started.set()
 
     def raise_if_failed(self) -> None:

@@ -203,7 +203,7 @@ class OpenRequests:
                 self._status.report(message, now_s)
             case messages.ActivityReported() | messages.ExpertsReported():
                 self.on_page_report(message)
-            case messages.QueryHttpExchanges() | messages.TraceReported():
+            case messages.QueryHttpRequests() | messages.TraceReported():
                 self._tracing.handle(message, now_s)
             case messages.ProfilesReported():
                 # Only operator commands query them, over links of their own.
@@ -246,9 +246,9 @@ class OpenRequests:
             else:
                 self._metrics.first_token.observe(now_s - choice.submitted_s)
                 choice.generation.note_first_token(now_s)
-            if is_recorded and (exchange := choice.generation.exchange) is not None:
-                exchange.step = step
-                exchange.new_tokens += len(tokens)
+            if is_recorded and (traced := choice.generation.traced) is not None:
+                traced.step = step
+                traced.new_tokens += len(tokens)
             self._metrics.generation_tokens += len(tokens)
             choice.last_token_s = now_s
             if choice.add(tokens, logprobs[entry]):

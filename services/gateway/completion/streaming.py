@@ -19,7 +19,7 @@ from services.gateway.http import authentication, cache_header, connection_limit
 from services.gateway.http.connection import PROBE
 from services.gateway.metrics.gateway import GatewayMetrics
 from services.gateway.output.events import OutputEvent, Text
-from services.gateway.tracing.exchange import EXCHANGE, Exchange
+from services.gateway.tracing.traced_request import TRACED_REQUEST, TracedRequest
 from shared.configuration.settings import GatewayConfig
 from shared.log import Log
 
@@ -92,7 +92,7 @@ class EventStream:
         self._read_bytes = 0
         self._read_s = 0.0
         self._key = ""
-        self._exchange: Exchange | None = None
+        self._traced: TracedRequest | None = None
 
     def add_text(self, choice: Choice, text: str, logprobs: list[LogprobEntry]) -> None:
         """Buffer an event for the next `flush`: text with its log probabilities, if any."""
@@ -126,9 +126,9 @@ class EventStream:
         self._written_bytes += len(data)
         left_bytes = transport.get_write_buffer_size()
         transport.write(data)
-        exchange = self._exchange
-        if exchange is not None and exchange.recorder.is_on:
-            exchange.add_write(self._written_s, len(data))
+        traced = self._traced
+        if traced is not None and traced.recorder.is_on:
+            traced.add_write(self._written_s, len(data))
         unsent_bytes = transport.get_write_buffer_size()
         if unsent_bytes:
             self._close_if_stalled(transport, unsent_bytes, left_bytes)
@@ -156,7 +156,7 @@ class EventStream:
                 key=self._key,
                 unsent_bytes=unsent_bytes,
                 stalled_s=round(stalled_s, 1),
-                **(self._exchange.log_fields if self._exchange is not None else {}),
+                **(self._traced.log_fields if self._traced is not None else {}),
             )
             # A closed connection cancels the handler, which aborts the request.
             transport.abort()
@@ -186,8 +186,8 @@ class EventStream:
             await _within(generation.ended, self._keepalive_s - silent_s)
         if generation.error is not None:
             self._add(self._serializer.fail(generation.error))
-            if generation.exchange is not None:
-                generation.exchange.failure = generation.error.code or "error"
+            if generation.traced is not None:
+                generation.traced.failure = generation.error.code or "error"
             _log.warning(
                 "stream_failed",
                 request_id=generation.response_id,
@@ -217,11 +217,11 @@ class EventStream:
         # Send only the headers: a larger write could wait for the client without a time limit.
         began_s = self._loop.time()
         await response.write(b"")
-        self._exchange = exchange = generation.exchange
-        if exchange is not None:
-            exchange.status, exchange.first_byte_s = response.status, began_s
-            if exchange.recorder.is_on:
-                exchange.add_write(began_s, request.writer.output_size)
+        self._traced = traced = generation.traced
+        if traced is not None:
+            traced.status, traced.first_byte_s = response.status, began_s
+            if traced.recorder.is_on:
+                traced.add_write(began_s, request.writer.output_size)
         # From now on only this object writes to the connection, until the handler returns.
         self._written_s = self._read_s = self._loop.time()
         self._transport = request.transport
@@ -327,9 +327,9 @@ async def _write(
     request: web.Request, response: web.StreamResponse, body: Pieces, length_bytes: int
 ) -> None:
     """Write a long body as fast as the client reads it; disconnect a client that is too slow."""
-    exchange = request.get(EXCHANGE)
-    if exchange is not None:
-        exchange.first_byte_s = asyncio.get_running_loop().time()
+    traced = request.get(TRACED_REQUEST)
+    if traced is not None:
+        traced.first_byte_s = asyncio.get_running_loop().time()
     timeout_s = server.RESPONSE_TIMEOUT_S + length_bytes / READ_BYTES_PER_S_MIN
     try:
         async with asyncio.timeout(timeout_s):
@@ -338,8 +338,8 @@ async def _write(
                 began_s = asyncio.get_running_loop().time()
                 async with asyncio.timeout(connection_limits.STALL_TIMEOUT_S):
                     await response.write(piece)
-                if exchange is not None and exchange.recorder.is_on:
-                    exchange.add_write(began_s, len(piece))
+                if traced is not None and traced.recorder.is_on:
+                    traced.add_write(began_s, len(piece))
                 # A client that reads fast never makes `write` wait, but others have their turn.
                 await asyncio.sleep(0)
     except TimeoutError:

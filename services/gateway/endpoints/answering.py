@@ -34,7 +34,7 @@ from services.gateway.tokenizing.replay.meaning import (
     digest_messages,
 )
 from services.gateway.tokenizing.replay.recorder import TurnRecorder
-from services.gateway.tracing.exchange import EXCHANGE
+from services.gateway.tracing.traced_request import TRACED_REQUEST
 from shared import limits
 from shared.messages import Grammar, SubmitRequest, token_ids
 
@@ -273,15 +273,15 @@ async def respond(
     generation.weight = authentication.weight(request)
     generation.session = session_key(request, *options.session_names)
     generation.decode = service.tokenizer.decode_whole
-    generation.exchange = exchange = request.get(EXCHANGE)
-    if exchange is not None:
-        exchange.response_id = generation.response_id
+    generation.traced = traced = request.get(TRACED_REQUEST)
+    if traced is not None:
+        traced.response_id = generation.response_id
     generation.choices = _choices(
         service, request, generation, options, serializer, rules, more_expected=more_expected
     )
-    if exchange is None or exchange.span is None:
+    if traced is None or traced.span is None:
         return await _run(service, request, generation, sink)
-    exchange.attributes = request_attributes(
+    traced.attributes = request_attributes(
         generation,
         model=serializer.metadata.model,
         served_name=service.config.served_name,
@@ -291,7 +291,7 @@ async def respond(
     try:
         return await _run(service, request, generation, sink)
     finally:
-        exchange.attributes |= result_attributes(generation)
+        traced.attributes |= result_attributes(generation)
 
 
 async def _run(

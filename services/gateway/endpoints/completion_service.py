@@ -28,7 +28,7 @@ from services.gateway.structured.answer_grammar import AnswerGrammars
 from services.gateway.tokenizing.replay.stored_turns import StoredTurns
 from services.gateway.tokenizing.replay.turns import TurnMemory
 from services.gateway.tokenizing.tokenizer import Tokenizer
-from services.gateway.tracing.exchange import EXCHANGE
+from services.gateway.tracing.traced_request import TRACED_REQUEST
 from services.gateway.tracing.tracing import Tracing
 from shared.clock import unix_seconds
 from shared.configuration.settings import Config
@@ -109,7 +109,7 @@ class CompletionService:
         self.open_requests.check_queue(admitted.tenant)
         body = await server.read_json_body(request, self.config.gateway, admitted.reserve_body)
         admitted.mark_read()
-        request[EXCHANGE].read_s = self.tracing.recorder.clock.now()
+        request[TRACED_REQUEST].read_s = self.tracing.recorder.clock.now()
         return body
 
     def check_model(self, name: str) -> None:
@@ -126,7 +126,7 @@ class CompletionService:
         if not names:
             return
         request[ignored_fields.IGNORED] = names
-        key, fields = authentication.key_name(request), request[EXCHANGE].log_fields
+        key, fields = authentication.key_name(request), request[TRACED_REQUEST].log_fields
         for name in map(ignored_fields.shown, names[: ignored_fields.NAMES_MAX]):
             self.metrics.count_ignored(name)
             if self.logged_fields.add(name, key):

@@ -64,8 +64,8 @@ def result_attributes(generation: Generation) -> dict[str, Any]:
     }
     if reasoning := sum(one.reasoning_tokens for one in choices):
         found["gen_ai.usage.reasoning.output_tokens"] = reasoning
-    exchange = generation.exchange
-    if exchange is not None and exchange.first_token_s is not None:
-        seconds = exchange.first_token_s - exchange.arrived_s
+    traced = generation.traced
+    if traced is not None and traced.first_token_s is not None:
+        seconds = traced.first_token_s - traced.arrived_s
         found["gen_ai.response.time_to_first_chunk"] = round(seconds, 6)
     return found

@@ -30,8 +30,8 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from services.gateway.tracing.exchange import Exchange
 from services.gateway.tracing.trace_context import TraceContext
+from services.gateway.tracing.traced_request import TracedRequest
 from shared.clock import unix_time_s
 from shared.configuration.settings import GatewayConfig
 from shared.log import Log
@@ -71,40 +71,40 @@ class OtlpExport:
         self._provider.add_span_processor(BatchSpanProcessor(_ReportingExporter(config)))
         self._tracer = self._provider.get_tracer("lockstep.gateway", version)
 
-    def begin(self, exchange: Exchange, method: str, route: str) -> None:
+    def begin(self, traced: TracedRequest, method: str, route: str) -> None:
         """Begin the span of a request, as `SpanExport.begin`."""
         span = self._tracer.start_span(
             f"{method} {route}",
-            _parent(exchange.context),
+            _parent(traced.context),
             SpanKind.SERVER,
             {"http.request.method": method, "http.route": route, "url.path": route},
-            start_time=_unix_ns(exchange.arrived_s, _unix_offset_s(exchange)),
+            start_time=_unix_ns(traced.arrived_s, _unix_offset_s(traced)),
         )
-        exchange.span = span
-        if exchange.context is None:
+        traced.span = span
+        if traced.context is None:
             own = span.get_span_context()
             is_sampled = bool(own.trace_flags & TraceFlags.SAMPLED)
             ids = f"{own.trace_id:032x}", f"{own.span_id:016x}"
-            exchange.context = TraceContext(*ids, is_sampled)
+            traced.context = TraceContext(*ids, is_sampled)
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, traced: TracedRequest) -> None:
         """End the span of a request with its children, as `SpanExport.end`."""
-        span = exchange.span
+        span = traced.span
         if not span.is_recording():
             return
-        assert exchange.ended_s is not None
-        offset_s = _unix_offset_s(exchange)
-        span.set_attributes(exchange.attributes)
-        if exchange.status:
-            span.set_attribute("http.response.status_code", exchange.status)
-        if exchange.status >= 500 or (exchange.failure and exchange.status < 400):
-            span.set_attribute("error.type", exchange.failure or str(exchange.status))
+        assert traced.ended_s is not None
+        offset_s = _unix_offset_s(traced)
+        span.set_attributes(traced.attributes)
+        if traced.status:
+            span.set_attribute("http.response.status_code", traced.status)
+        if traced.status >= 500 or (traced.failure and traced.status < 400):
+            span.set_attribute("error.type", traced.failure or str(traced.status))
             span.set_status(Status(StatusCode.ERROR))
         within = set_span_in_context(span, Context())
-        for name, began_s, ended_s in _phases(exchange, exchange.ended_s):
+        for name, began_s, ended_s in _phases(traced, traced.ended_s):
             child = self._tracer.start_span(name, within, start_time=_unix_ns(began_s, offset_s))
             child.end(_unix_ns(ended_s, offset_s))
-        span.end(_unix_ns(exchange.ended_s, offset_s))
+        span.end(_unix_ns(traced.ended_s, offset_s))
 
     def close(self) -> None:
         """Send the last spans for at most `CLOSE_S`."""
@@ -157,10 +157,10 @@ def _parent(context: TraceContext | None) -> Context:
     return set_span_in_context(NonRecordingSpan(parent), Context())
 
 
-def _phases(exchange: Exchange, ended_s: float) -> Iterator[tuple[str, float, float]]:
+def _phases(traced: TracedRequest, ended_s: float) -> Iterator[tuple[str, float, float]]:
     """Yield name, begin and end of what a request waited for, by the monotonic clock."""
-    submitted_s, first_s = exchange.submitted_s, exchange.first_token_s
-    admitted_s = exchange.admitted_s
+    submitted_s, first_s = traced.submitted_s, traced.first_token_s
+    admitted_s = traced.admitted_s
     if submitted_s is None:
         return
     begins: list[tuple[str, Any]] = [
@@ -172,8 +172,8 @@ def _phases(exchange: Exchange, ended_s: float) -> Iterator[tuple[str, float, fl
         yield name, began_s, max(began_s, until_s)
 
 
-def _unix_offset_s(exchange: Exchange) -> float:
-    return unix_time_s() - exchange.recorder.clock.now()
+def _unix_offset_s(traced: TracedRequest) -> float:
+    return unix_time_s() - traced.recorder.clock.now()
 
 
 def _unix_ns(time_s: float, offset_s: float) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from services.gateway.tracing.exchange import Exchange
+from services.gateway.tracing.traced_request import TracedRequest
 from shared.configuration.settings import GatewayConfig
 from shared.errors import ConfigError
 
@@ -10,17 +10,17 @@ from shared.errors import ConfigError
 class SpanExport(Protocol):
     """Makes a span of each request, and sends it from a thread of its own."""
 
-    def begin(self, exchange: Exchange, method: str, route: str) -> None:
+    def begin(self, traced: TracedRequest, method: str, route: str) -> None:
         """Begin the span of a request, and put it into a trace: the client's or a new one.
 
         Args:
-            exchange: gets the span, and its trace if the client has none.
+            traced: gets the span, and its trace if the client has none.
             method: HTTP method.
             route: path of the endpoint, with names in place of values.
         """
         ...
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, traced: TracedRequest) -> None:
         """End the span of a request that has ended; it is exported later."""
         ...
 

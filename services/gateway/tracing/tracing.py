@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 
 from services.gateway.links.scheduler_client import Link
-from services.gateway.tracing.exchange import Exchange, ExchangeRecorder
 from services.gateway.tracing.span_export import SpanExport
+from services.gateway.tracing.traced_request import RequestRecorder, TracedRequest
 from shared.clock import Clock
 from shared.errors import LinkError, UnavailableError
 from shared.measurements.trace import MARGIN_S, REPORT_S
-from shared.messages import OrderTrace, QueryHttpExchanges, QueryTrace, TraceReported
+from shared.messages import OrderTrace, QueryHttpRequests, QueryTrace, TraceReported
 
 _ANSWER_S = 5.0
 
@@ -25,7 +25,7 @@ class Tracing:
             clock: the time.
             export: makes spans of requests; None: none are exported.
         """
-        self.recorder = ExchangeRecorder(clock)
+        self.recorder = RequestRecorder(clock)
         self.export = export
         self._link = link
         self._clock = clock
@@ -38,7 +38,7 @@ class Tracing:
         """Seconds until the trace that is being recorded for a client is complete; 0: none is."""
         return max(MARGIN_S, self._until_s - self._clock.now()) if self._until_s else 0.0
 
-    def handle(self, message: QueryHttpExchanges | TraceReported, now_s: float) -> None:
+    def handle(self, message: QueryHttpRequests | TraceReported, now_s: float) -> None:
         """Answer the scheduler's query, or receive its trace.
 
         Args:
@@ -53,11 +53,11 @@ class Tracing:
         with contextlib.suppress(LinkError):
             self._link.send(self.recorder.answer(message, now_s))
 
-    def end(self, exchange: Exchange) -> None:
-        """End an exchange now, and its span."""
-        self.recorder.end(exchange)
-        if self.export is not None and exchange.span is not None:
-            self.export.end(exchange)
+    def end(self, traced: TracedRequest) -> None:
+        """End a request now, and its span."""
+        self.recorder.end(traced)
+        if self.export is not None and traced.span is not None:
+            self.export.end(traced)
 
     async def collect(self, seconds: float) -> TraceReported:
         """Record for some seconds, and return the trace; `busy_s` must be 0.

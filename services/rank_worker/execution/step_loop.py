@@ -198,7 +198,7 @@ class StepLoop:
         else:
             self.watchdog.set_idle()
         is_primary = self.order.rank == 0
-        # Before the receipt is sent, so that no exchange seems to take less time than it does.
+        # Before the receipt is sent, so that no round trip seems to take less time than it does.
         times = StepTimes(
             step.came_s, step.built_s, step.handed_over_s, began_s, now_s, self.clock.now()
         )

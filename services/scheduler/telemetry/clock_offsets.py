@@ -1,17 +1,17 @@
 """Offsets between the clocks of ranks and scheduler. Owns the estimates; pure.
 
-Source: the clock filter of NTP (RFC 5905, section 10). A plan and its receipt are one exchange:
-the scheduler knows when it sent the plan and got the receipt, the rank when it got the plan and
-sent the receipt. Of several exchanges the one with the shortest way says most, because all that
-delays one direction makes the offset wrong by up to half of it.
+Source: the clock filter of NTP (RFC 5905, section 10). A plan and its receipt are one round
+trip: the scheduler knows when it sent the plan and got the receipt, the rank when it got the plan
+and sent the receipt. Of several round trips the shortest one says most, because all that delays one
+direction makes the offset wrong by up to half of it.
 """
 
 import dataclasses
 from collections import defaultdict, deque
 
 _REPORTS = 8
-"""Reports of a rank, of about a second each, whose best exchanges are compared. Clocks drift by
-less than 0.1 ms meanwhile."""
+"""Reports of a rank, of about a second each, whose best round trips are compared. Clocks drift
+by less than 0.1 ms meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,22 +31,22 @@ class ClockOffsets:
         self._best: defaultdict[int, deque[ClockOffset]] = defaultdict(
             lambda: deque(maxlen=_REPORTS)
         )
-        """The best exchange of each of the last reports, by rank."""
+        """The best round trip of each of the last reports, by rank."""
 
-    def add_report(self, rank: int, exchanges: list[tuple[float, float, float, float]]) -> None:
-        """Add the exchanges of one report.
+    def add_report(self, rank: int, round_trips: list[tuple[float, float, float, float]]) -> None:
+        """Add the round trips of one report.
 
         Args:
             rank: the rank.
-            exchanges: per step (plan sent, plan arrived, receipt sent, receipt arrived) in seconds;
-                the first and last by the scheduler's clock, the others by the rank's.
+            round_trips: per step (plan sent, plan arrived, receipt sent, receipt arrived) in
+                seconds; the first and last by the scheduler's clock, the others by the rank's.
         """
         found = [
             ClockOffset(
                 offset_s=((arrived_s - sent_s) + (answered_s - received_s)) / 2.0,
                 error_s=max(0.0, (received_s - sent_s) - (answered_s - arrived_s)) / 2.0,
             )
-            for sent_s, arrived_s, answered_s, received_s in exchanges
+            for sent_s, arrived_s, answered_s, received_s in round_trips
         ]
         if found:
             self._best[rank].append(min(found, key=lambda one: one.error_s))

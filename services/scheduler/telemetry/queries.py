@@ -16,7 +16,7 @@ from shared.identifiers import PeerId
 from shared.messages import (
     ActivityReported,
     ExpertsReported,
-    HttpExchangesReported,
+    HttpRequestsReported,
     OpenRequest,
     OrderTrace,
     ProfilesReported,
@@ -27,7 +27,7 @@ from shared.messages import (
 )
 
 Query = (
-    QueryProfiles | QueryActivity | QueryExperts | QueryTrace | OrderTrace | HttpExchangesReported
+    QueryProfiles | QueryActivity | QueryExperts | QueryTrace | OrderTrace | HttpRequestsReported
 )
 
 
@@ -79,7 +79,7 @@ class TelemetryQueries:
                 answer = self._activity(query, now_s)
             case QueryExperts():
                 answer = self._experts()
-            case QueryTrace() | OrderTrace() | HttpExchangesReported():
+            case QueryTrace() | OrderTrace() | HttpRequestsReported():
                 self.traces.handle(peer, query, now_s)
                 return
         self._actions.append(SendToGateway(peer, answer))

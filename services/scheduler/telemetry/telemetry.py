@@ -10,12 +10,12 @@ import msgspec
 
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.requests.request_table import RequestTable
+from services.scheduler.telemetry.block_transfers import BlockTransferHistory
 from services.scheduler.telemetry.durations import Durations, add_seconds
 from services.scheduler.telemetry.event_log import EventLog
 from services.scheduler.telemetry.expert_loads import ExpertLoads
 from services.scheduler.telemetry.step_history import StepHistory, StepRecord, kind_of
 from services.scheduler.telemetry.step_profiles import StepProfiles
-from services.scheduler.telemetry.transfers import TransferHistory
 from services.scheduler.world.world import World
 from shared import limits
 from shared.messages import (
@@ -58,7 +58,7 @@ class Telemetry:
         self.durations = Durations()
         self.events = EventLog()
         self.experts = ExpertLoads(sharding)
-        self.transfers = TransferHistory()
+        self.block_transfers = BlockTransferHistory()
         self._ranks: defaultdict[int, _RankTotals] = defaultdict(_RankTotals)
 
     def hear(self, rank: int, now_s: float) -> None:
@@ -174,7 +174,7 @@ class Telemetry:
             steps=steps,
             requests=requests.history.report(requests, since_s),
             measured=_bounded(self.profiles.report(after).steps) if steps else [],
-            transfers=self.transfers.report(since_s),
+            block_transfers=self.block_transfers.report(since_s),
             gateways=gateways,
         )
 

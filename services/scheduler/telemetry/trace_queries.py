@@ -14,12 +14,12 @@ from services.scheduler.world.world import World
 from shared import limits
 from shared.identifiers import PeerId
 from shared.messages import (
-    HttpExchangesReported,
+    HttpRequestsReported,
     OrderTrace,
-    QueryHttpExchanges,
+    QueryHttpRequests,
     QueryTrace,
     RecordedGateway,
-    RecordedHttpExchange,
+    RecordedHttpRequest,
 )
 
 GATHER_S = 1.0
@@ -29,8 +29,8 @@ QUERIES_MAX = 8
 
 _GATEWAY = b"gateway"
 """Prefix of the identity of gateways; commands have other ones."""
-_EXCHANGE_BYTES = 256
-"""About the size of an exchange in a message, without its writes."""
+_HTTP_REQUEST_BYTES = 256
+"""About the size of an HTTP request in a message, without its writes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,7 +59,7 @@ class TraceQueries:
         """Begin without queries.
 
         Args:
-            telemetry: the history of steps and transfers.
+            telemetry: the history of steps and block transfers.
             requests: the open requests, with the history of others.
             world: the ranks.
             gateways: all connected gateways and commands; the caller adds and removes them.
@@ -72,12 +72,12 @@ class TraceQueries:
         self._actions = actions
         self._queries: list[_Query] = []
         self._clocks: dict[PeerId, ClockOffsets] = {}
-        """By gateway: the exchanges since the last order."""
+        """By gateway: the round trips since the last order."""
 
     def handle(
         self,
         peer: PeerId,
-        message: OrderTrace | QueryTrace | HttpExchangesReported,
+        message: OrderTrace | QueryTrace | HttpRequestsReported,
         now_s: float,
     ) -> None:
         """Handle an order, a query or a report.
@@ -98,7 +98,7 @@ class TraceQueries:
                 if len(self._queries) > QUERIES_MAX:
                     self._queries[0].awaited.clear()
                 self._answer(now_s)
-            case HttpExchangesReported():
+            case HttpRequestsReported():
                 self._add_report(peer, message, now_s)
 
     def answer_late(self, now_s: float) -> None:
@@ -110,13 +110,13 @@ class TraceQueries:
         self._answer(now_s)
 
     def _ask(self, seconds: float, now_s: float) -> set[PeerId]:
-        """Ask all gateways for their exchanges; return them."""
+        """Ask all gateways for their HTTP requests; return them."""
         gateways = sorted(one for one in self._gateways if one.startswith(_GATEWAY))
-        query = QueryHttpExchanges(asked_at_s=now_s, seconds=seconds)
+        query = QueryHttpRequests(asked_at_s=now_s, seconds=seconds)
         self._actions.extend(SendToGateway(gateway, query) for gateway in gateways)
         return set(gateways)
 
-    def _add_report(self, gateway: PeerId, report: HttpExchangesReported, now_s: float) -> None:
+    def _add_report(self, gateway: PeerId, report: HttpRequestsReported, now_s: float) -> None:
         if gateway not in self._gateways or not 0.0 <= now_s - report.asked_at_s <= GATHER_S:
             return
         clock = self._clocks.setdefault(gateway, ClockOffsets())
@@ -128,11 +128,11 @@ class TraceQueries:
             if gateway not in query.awaited or query.asked_at_s != report.asked_at_s:
                 continue
             query.awaited.remove(gateway)
-            if _fits(query.found, report.exchanges):
+            if _fits(query.found, report.http_requests):
                 found = RecordedGateway(
                     name=gateway.decode(errors="replace"),
                     clock_offset_s=best.offset_s,
-                    exchanges=report.exchanges,
+                    http_requests=report.http_requests,
                 )
                 query.found.append(found)
         self._answer(now_s)
@@ -149,10 +149,10 @@ class TraceQueries:
             self._actions.append(SendToGateway(query.asker, trace))
 
 
-def _fits(found: list[RecordedGateway], exchanges: list[RecordedHttpExchange]) -> bool:
+def _fits(found: list[RecordedGateway], http_requests: list[RecordedHttpRequest]) -> bool:
     """Return whether the report of another gateway fits the answer."""
-    known = [one for gateway in found for one in gateway.exchanges]
-    size_bytes = sum(_EXCHANGE_BYTES + len(one.writes) for one in [*known, *exchanges])
+    known = [one for gateway in found for one in gateway.http_requests]
+    size_bytes = sum(_HTTP_REQUEST_BYTES + len(one.writes) for one in [*known, *http_requests])
     return (
         len(found) < limits.RECORDED_GATEWAYS_MAX
         and size_bytes <= limits.RECORDED_GATEWAYS_BYTES_MAX

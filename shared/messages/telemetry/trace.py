@@ -41,7 +41,7 @@ class RecordedRequest(MessagePart, frozen=True, kw_only=True):
     """Its finish reason, or the cause of its failure; "": it is open."""
 
 
-class RecordedTransfer(MessagePart, frozen=True, kw_only=True):
+class RecordedBlockTransfer(MessagePart, frozen=True, kw_only=True):
     """Blocks that one rank read from SSD or wrote to it, by the scheduler's monotonic clock."""
 
     kind: Literal["restore", "spill"]
@@ -64,7 +64,7 @@ class RecordedTransfer(MessagePart, frozen=True, kw_only=True):
     """The request that waited for the restore; "": a spill."""
 
 
-class RecordedHttpExchange(MessagePart, frozen=True, kw_only=True):
+class RecordedHttpRequest(MessagePart, frozen=True, kw_only=True):
     """One HTTP request and its response, by the gateway's monotonic clock."""
 
     name: ShortText
@@ -96,7 +96,9 @@ class RecordedHttpExchange(MessagePart, frozen=True, kw_only=True):
             raise ValueError(f"A write has {WRITE_BYTES} bytes")
 
 
-Exchanges = Annotated[list[RecordedHttpExchange], Meta(max_length=limits.RECORDED_EXCHANGES_MAX)]
+HttpRequests = Annotated[
+    list[RecordedHttpRequest], Meta(max_length=limits.RECORDED_HTTP_REQUESTS_MAX)
+]
 
 
 class RecordedGateway(MessagePart, frozen=True, kw_only=True):
@@ -106,7 +108,7 @@ class RecordedGateway(MessagePart, frozen=True, kw_only=True):
     """Its identity on the scheduler's link."""
     clock_offset_s: float
     """Its monotonic clock minus the scheduler's."""
-    exchanges: Exchanges
+    http_requests: HttpRequests
     """In the order of their arrival."""
 
 
@@ -117,7 +119,7 @@ class OrderTrace(Message, frozen=True, kw_only=True):
     """How many."""
 
 
-class QueryHttpExchanges(Message, frozen=True, kw_only=True):
+class QueryHttpRequests(Message, frozen=True, kw_only=True):
     """Query of the HTTP requests that a gateway has recorded, and order to record more.
 
     The first query begins a recording, and its answer shows how the clocks differ.
@@ -129,8 +131,8 @@ class QueryHttpExchanges(Message, frozen=True, kw_only=True):
     """How long to record from now on; 0: no longer than ordered before."""
 
 
-class HttpExchangesReported(Message, frozen=True, kw_only=True):
-    """Answer to QueryHttpExchanges."""
+class HttpRequestsReported(Message, frozen=True, kw_only=True):
+    """Answer to QueryHttpRequests."""
 
     asked_at_s: Seconds
     """As in the query."""
@@ -138,12 +140,12 @@ class HttpExchangesReported(Message, frozen=True, kw_only=True):
     """The query arrived, by the gateway's monotonic clock."""
     answered_at_s: Seconds
     """The answer was about to be sent, by the same clock."""
-    exchanges: Exchanges
+    http_requests: HttpRequests
     """The requests that were open since the recording began; of too many the last ones."""
 
 
 class QueryTrace(Message, frozen=True, kw_only=True):
-    """Query of the steps, requests and transfers of the last seconds.
+    """Query of the steps, requests and block transfers of the last seconds.
 
     The scheduler collects what gateways have recorded, so its answer takes up to a second.
     """
@@ -158,7 +160,7 @@ class TraceReported(Message, frozen=True, kw_only=True):
     now_s: Seconds
     """Time of the answer."""
     since_s: Seconds
-    """Time from which steps, requests and transfers are listed."""
+    """Time from which steps, requests and block transfers are listed."""
     hosts: list[ShortText]
     """By rank: its host."""
     clock_offsets_s: list[float]
@@ -169,8 +171,8 @@ class TraceReported(Message, frozen=True, kw_only=True):
     """Oldest first; of too many the last ones."""
     measured: Annotated[list[MeasuredStep], Meta(max_length=limits.PROFILES_PER_MESSAGE_MAX)]
     """The steps among them that were measured part by part."""
-    transfers: Annotated[
-        list[RecordedTransfer], Meta(max_length=limits.RECORDED_TRANSFERS_MAX)
+    block_transfers: Annotated[
+        list[RecordedBlockTransfer], Meta(max_length=limits.RECORDED_BLOCK_TRANSFERS_MAX)
     ] = []
     """Oldest first; of too many the last ones."""
     gateways: Annotated[list[RecordedGateway], Meta(max_length=limits.RECORDED_GATEWAYS_MAX)] = []

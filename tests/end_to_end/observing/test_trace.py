@@ -125,12 +125,12 @@ def test_trace_has_every_kind_of_event_and_arrow(running: RunningLockstep, tmp_p
     assert {"submission", "admission", "step", "tokens", "restore"} <= arrows.keys()
     restores = [one["args"] for one in slices if one["cat"] == "restore"]
     assert any(one["blocks"] and one["bytes"] and one["disk ms"] for one in restores)
-    (exchange,) = (
+    (traced,) = (
         one
         for one in slices
         if one["args"].get("response") == stopwatch.response_id and one["name"].startswith("POST")
     )
-    assert exchange["args"]["traceparent"] == _TRACE
+    assert traced["args"]["traceparent"] == _TRACE
     (request,) = (one for one in slices if one["name"] == f"request {stopwatch.response_id}:0")
     assert request["args"]["traceparent"] == _TRACE
 
@@ -140,28 +140,28 @@ def test_writes_of_trace_come_when_a_client_receives_them(
 ) -> None:
     """The client's stopwatch has the same intervals: one clock, scheduler's axis."""
     stopwatch, events = _trace(running, tmp_path / "trace.json", 3.0, lambda: _Stopwatch(running))
-    (exchange,) = (
+    (traced,) = (
         one
         for one in events
         if one["ph"] == "X"
         and one["args"].get("response") == stopwatch.response_id
         and one["name"].startswith("POST")
     )
-    until_us = exchange["ts"] + exchange["dur"]
+    until_us = traced["ts"] + traced["dur"]
     writes = [
         one
         for one in events
         if one.get("cat") == "write"
-        and one["tid"] == exchange["tid"]
-        and exchange["ts"] <= one["ts"] <= until_us
+        and one["tid"] == traced["tid"]
+        and traced["ts"] <= one["ts"] <= until_us
     ]
     assert sum(one["args"]["tokens"] for one in writes) == _STREAM["max_tokens"]
     # Both count from the arrival of the request, which the client sees as its sending.
-    after_s = [(one["ts"] - exchange["ts"]) / 1e6 for one in writes if one["args"]["tokens"]]
+    after_s = [(one["ts"] - traced["ts"]) / 1e6 for one in writes if one["args"]["tokens"]]
     seen_s = [one - stopwatch.sent_s for one in stopwatch.arrived_s]
     assert after_s[0] == pytest.approx(seen_s[0], abs=0.1)
     assert after_s[-1] == pytest.approx(seen_s[-1], abs=0.1)
-    assert exchange["dur"] / 1e6 == pytest.approx(stopwatch.ended_s - stopwatch.sent_s, abs=0.1)
+    assert traced["dur"] / 1e6 == pytest.approx(stopwatch.ended_s - stopwatch.sent_s, abs=0.1)
 
 
 def test_gateway_sends_trace_as_download_and_records_one_at_a_time(

@@ -11,9 +11,9 @@ from shared import limits
 from shared.clock import ManualClock
 from shared.errors import FrameRefused, PeerUnknown, UnavailableError
 from shared.messages import (
-    HttpExchangesReported,
-    QueryHttpExchanges,
-    RecordedHttpExchange,
+    HttpRequestsReported,
+    QueryHttpRequests,
+    RecordedHttpRequest,
     ToScheduler,
     TraceReported,
 )
@@ -44,26 +44,26 @@ class _Link:
 
 @settings(max_examples=cases(50, 1_000))
 @given(
-    st.lists(st.one_of(instances(QueryHttpExchanges), instances(TraceReported)), max_size=6),
+    st.lists(st.one_of(instances(QueryHttpRequests), instances(TraceReported)), max_size=6),
     st.booleans(),
 )
 def test_any_message_of_scheduler_gets_valid_answer_or_none(
-    messages: list[QueryHttpExchanges | TraceReported], is_connected: bool
+    messages: list[QueryHttpRequests | TraceReported], is_connected: bool
 ) -> None:
     """An unasked trace is passed over; a lost session is no error."""
     link, clock = _Link(is_connected=is_connected), ManualClock(50.0)
     tracing = Tracing(link, clock)
     for message in messages:
-        exchange = tracing.recorder.begin("POST /v1/completions", None)
+        traced = tracing.recorder.begin("POST /v1/completions", None)
         tracing.handle(message, clock.now())
         if tracing.recorder.is_on:
-            exchange.add_write(clock.now(), 2**30)
-        tracing.end(exchange)
+            traced.add_write(clock.now(), 2**30)
+        tracing.end(traced)
         clock.advance(1.0)
-    queries = [one for one in messages if isinstance(one, QueryHttpExchanges)]
+    queries = [one for one in messages if isinstance(one, QueryHttpRequests)]
     assert len(link.sent) == (len(queries) if is_connected else 0)
     for query, answer in zip(queries, link.sent, strict=False):
-        assert isinstance(answer, HttpExchangesReported)
+        assert isinstance(answer, HttpRequestsReported)
         assert answer.asked_at_s == query.asked_at_s
 
 
@@ -86,16 +86,16 @@ async def test_trace_without_session_ends_with_error_and_makes_room() -> None:
         {"response_id": "x" * 200},
     ],
 )
-def test_damaged_exchange_is_refused_at_arrival(damage: dict[str, object]) -> None:
+def test_damaged_http_request_is_refused_at_arrival(damage: dict[str, object]) -> None:
     """The whole message is refused, as the protocol has it."""
-    exchange = {"name": "POST /", "arrived_at_s": 1.0, **damage}
+    traced = {"name": "POST /", "arrived_at_s": 1.0, **damage}
     message = {
-        "type": "HttpExchangesReported",
+        "type": "HttpRequestsReported",
         "asked_at_s": 1.0,
         "came_at_s": 1.0,
         "answered_at_s": 1.0,
-        "exchanges": [exchange],
+        "http_requests": [traced],
     }
     with pytest.raises(FrameRefused):
         _DECODER.decode(msgpack.packb(message))
-    assert RecordedHttpExchange(name="POST /", arrived_at_s=1.0).writes == b""
+    assert RecordedHttpRequest(name="POST /", arrived_at_s=1.0).writes == b""

@@ -22,13 +22,13 @@ from shared.configuration.settings import Config
 from shared.identifiers import PeerId
 from shared.measurements.trace import build_trace
 from shared.messages import (
-    HttpExchangesReported,
+    HttpRequestsReported,
     MeasuredStep,
     OrderTrace,
     PartTotal,
-    QueryHttpExchanges,
+    QueryHttpRequests,
     QueryTrace,
-    RecordedHttpExchange,
+    RecordedHttpRequest,
     StepProfile,
     StepsMeasured,
     TraceReported,
@@ -80,17 +80,17 @@ def _answers(actions: list[Action]) -> list[Any]:
 
 
 def _report(
-    world: InMemoryWorld, seconds: float, exchanges: Sequence[RecordedHttpExchange] = ()
+    world: InMemoryWorld, seconds: float, http_requests: Sequence[RecordedHttpRequest] = ()
 ) -> TraceReported:
     """Query a trace; the gateway's clock is 50 s behind and its way takes 1 ms."""
     query = GatewayMessageReceived(GATEWAY, QueryTrace(seconds=seconds))
     (asked,) = _answers(world.core.handle(query, world.now_s))
-    assert asked == QueryHttpExchanges(asked_at_s=world.now_s, seconds=0.0)
-    answer = HttpExchangesReported(
+    assert asked == QueryHttpRequests(asked_at_s=world.now_s, seconds=0.0)
+    answer = HttpRequestsReported(
         asked_at_s=asked.asked_at_s,
         came_at_s=world.now_s + GATEWAY_OFFSET_S + 0.001,
         answered_at_s=world.now_s + GATEWAY_OFFSET_S + 0.001,
-        exchanges=list(exchanges),
+        http_requests=list(http_requests),
     )
     actions = world.core.handle(GatewayMessageReceived(GATEWAY, answer), world.now_s + 0.002)
     (report,) = (one for one in _answers(actions) if isinstance(one, TraceReported))
@@ -162,7 +162,7 @@ def test_http_requests_of_trace_lie_on_scheduler_clock_and_lead_to_requests_and_
     arrived_s = request.accepted_at_s - 0.02
     assert step.finished_at_s is not None
     write = HttpWrite(step.finished_at_s + GATEWAY_OFFSET_S, 0.00002, 99, 1, 1, 3)
-    exchange = RecordedHttpExchange(
+    traced = RecordedHttpRequest(
         name="POST /v1/completions",
         response_id="b",
         status=200,
@@ -179,7 +179,7 @@ def test_http_requests_of_trace_lie_on_scheduler_clock_and_lead_to_requests_and_
         msgspec.structs.replace(one, request_id=f"{one.request_id}:0") for one in known.requests
     ]
     report = msgspec.structs.replace(
-        _report(world, 60.0, [exchange]), requests=requests, since_s=arrived_s - 1.0
+        _report(world, 60.0, [traced]), requests=requests, since_s=arrived_s - 1.0
     )
     assert report.gateways[0].clock_offset_s == pytest.approx(GATEWAY_OFFSET_S, abs=1e-6)
     events = build_trace(report)["traceEvents"]
@@ -192,7 +192,7 @@ def test_http_requests_of_trace_lie_on_scheduler_clock_and_lead_to_requests_and_
     assert by_name["encode"]["dur"] == pytest.approx(15_000, abs=2.0)
     assert by_name["write"]["args"] == {"bytes": 99, "tokens": 1, "epoch": 1, "step": 3}
     (drawn,) = (one for one in events if one["name"] == "request b:0")
-    assert drawn["args"]["traceparent"] == exchange.trace_parent
+    assert drawn["args"]["traceparent"] == traced.trace_parent
 
 
 def test_query_is_answered_without_gateway_that_does_not_report() -> None:
@@ -225,7 +225,7 @@ def test_order_of_trace_reaches_every_gateway_and_no_command() -> None:
         for one in world.core.handle(order, world.now_s)
         if isinstance(one, SendToGateway)
     ]
-    assert sent == [(GATEWAY, QueryHttpExchanges(asked_at_s=world.now_s, seconds=3.0))]
+    assert sent == [(GATEWAY, QueryHttpRequests(asked_at_s=world.now_s, seconds=3.0))]
 
 
 def test_trace_names_largest_loss_of_measured_steps() -> None:

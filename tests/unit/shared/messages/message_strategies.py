@@ -9,7 +9,7 @@ from msgspec import inspect as types
 from shared import limits
 from shared.messages import (
     LayerAssignments,
-    RecordedHttpExchange,
+    RecordedHttpRequest,
     StepProfile,
     StepsMeasured,
     SubmitRequest,
@@ -35,7 +35,7 @@ def instances(struct: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
         required["times"] = st.integers(0, 3).map(lambda steps: bytes(steps * STEP_BYTES))
     if struct is LayerAssignments:
         return _layer_assignments()
-    if struct is RecordedHttpExchange:
+    if struct is RecordedHttpRequest:
         optional["writes"] = st.integers(0, 3).map(lambda writes: bytes(writes * WRITE_BYTES))
     if struct is StepProfile:
         spans = st.lists(st.integers(0, len(PARTS) - 1), max_size=3)

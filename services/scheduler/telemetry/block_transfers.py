@@ -4,14 +4,16 @@ from collections import deque
 
 from services.scheduler.cache.restore_order import RestoreOrder
 from shared import limits
-from shared.messages import BlocksRestored, BlocksSpilled, RecordedTransfer
+from shared.messages import BlocksRestored, BlocksSpilled, RecordedBlockTransfer
 
 
-class TransferHistory:
-    """The transfers between ranks and stores that were reported last, bounded in number."""
+class BlockTransferHistory:
+    """The block transfers between ranks and stores that were reported last, bounded in number."""
 
     def __init__(self) -> None:
-        self._transfers: deque[RecordedTransfer] = deque(maxlen=limits.RECORDED_TRANSFERS_MAX)
+        self._transfers: deque[RecordedBlockTransfer] = deque(
+            maxlen=limits.RECORDED_BLOCK_TRANSFERS_MAX
+        )
 
     def add_restore(
         self, rank: int, order: RestoreOrder, report: BlocksRestored, now_s: float
@@ -25,7 +27,7 @@ class TransferHistory:
             now_s: the monotonic time in seconds.
         """
         self._transfers.append(
-            RecordedTransfer(
+            RecordedBlockTransfer(
                 kind="restore",
                 rank=rank,
                 epoch=report.epoch,
@@ -51,7 +53,7 @@ class TransferHistory:
             now_s: the monotonic time in seconds.
         """
         self._transfers.append(
-            RecordedTransfer(
+            RecordedBlockTransfer(
                 kind="spill",
                 rank=rank,
                 epoch=report.epoch,
@@ -64,6 +66,6 @@ class TransferHistory:
             )
         )
 
-    def report(self, since_s: float) -> list[RecordedTransfer]:
+    def report(self, since_s: float) -> list[RecordedBlockTransfer]:
         """Return the transfers that were reported after a time, in the order of their reports."""
         return [one for one in self._transfers if one.ended_at_s > since_s]

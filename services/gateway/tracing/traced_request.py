@@ -9,7 +9,7 @@ from aiohttp import web
 from services.gateway.tracing.trace_context import TraceContext
 from shared import limits
 from shared.clock import Clock
-from shared.messages import HttpExchangesReported, QueryHttpExchanges, RecordedHttpExchange
+from shared.messages import HttpRequestsReported, QueryHttpRequests, RecordedHttpRequest
 from shared.messages.telemetry import http_writes
 
 KEPT_S = 10.0
@@ -17,10 +17,10 @@ KEPT_S = 10.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Exchange:
+class TracedRequest:
     """One HTTP request and its response. Times are monotonic seconds, None before they come."""
 
-    recorder: "ExchangeRecorder"
+    recorder: "RequestRecorder"
     name: str
     """Method and path."""
     arrived_s: float
@@ -78,9 +78,9 @@ class Exchange:
             began_s, now_s - began_s, size_bytes, tokens, epoch, step_id
         )
 
-    def record(self) -> RecordedHttpExchange:
+    def record(self) -> RecordedHttpRequest:
         """Return it as part of a message."""
-        return RecordedHttpExchange(
+        return RecordedHttpRequest(
             name=self.name,
             response_id=self.response_id,
             status=self.status,
@@ -94,15 +94,15 @@ class Exchange:
         )
 
 
-EXCHANGE = web.RequestKey("exchange", Exchange)
+TRACED_REQUEST = web.RequestKey("traced_request", TracedRequest)
 _NAME_CHARS_MAX = 200
 
 
-class ExchangeRecorder:
-    """All open exchanges; during a recording, the ended ones and all writes too, within bounds."""
+class RequestRecorder:
+    """All open requests; during a recording, the ended ones and all writes too, within bounds."""
 
     def __init__(self, clock: Clock) -> None:
-        """Begin without exchanges, recording nothing."""
+        """Begin without requests, recording nothing."""
         self.clock = clock
         self.is_on = False
         """Writes and tokens are to be noted."""
@@ -110,32 +110,32 @@ class ExchangeRecorder:
         """End of the recording."""
         self.writes_left = 0
         """Writes that it may still have."""
-        self._open: dict[Exchange, None] = {}
-        self._ended: deque[Exchange] = deque(maxlen=limits.RECORDED_EXCHANGES_MAX)
+        self._open: dict[TracedRequest, None] = {}
+        self._ended: deque[TracedRequest] = deque(maxlen=limits.RECORDED_HTTP_REQUESTS_MAX)
 
-    def begin(self, name: str, context: TraceContext | None) -> Exchange:
-        """Return a new exchange, whose request arrives now.
+    def begin(self, name: str, context: TraceContext | None) -> TracedRequest:
+        """Return a new request, which arrives now.
 
         Args:
             name: method and path.
             context: the client's trace.
         """
         now_s = self.clock.now()
-        exchange = Exchange(self, name[:_NAME_CHARS_MAX], now_s, context=context)
-        self._open[exchange] = None
+        traced = TracedRequest(self, name[:_NAME_CHARS_MAX], now_s, context=context)
+        self._open[traced] = None
         if self._ended and now_s > self.until_s + KEPT_S:
             self._ended.clear()
-        return exchange
+        return traced
 
-    def end(self, exchange: Exchange) -> None:
-        """End an exchange now."""
-        exchange.ended_s = self.clock.now()
-        self._open.pop(exchange, None)
-        if self.is_on and exchange.ended_s <= self.until_s:
-            self._ended.append(exchange)
+    def end(self, traced: TracedRequest) -> None:
+        """End a request now."""
+        traced.ended_s = self.clock.now()
+        self._open.pop(traced, None)
+        if self.is_on and traced.ended_s <= self.until_s:
+            self._ended.append(traced)
 
-    def answer(self, query: QueryHttpExchanges, came_s: float) -> HttpExchangesReported:
-        """Return all recorded exchanges, and record for the seconds that a query orders.
+    def answer(self, query: QueryHttpRequests, came_s: float) -> HttpRequestsReported:
+        """Return all recorded requests, and record for the seconds that a query orders.
 
         Args:
             query: the scheduler's query.
@@ -145,12 +145,12 @@ class ExchangeRecorder:
             self._begin_recording(came_s)
             self.until_s = max(self.until_s, came_s + query.seconds)
         found = sorted([*self._ended, *self._open], key=lambda one: one.arrived_s)
-        recorded = [one.record() for one in found[-limits.RECORDED_EXCHANGES_MAX :]]
-        return HttpExchangesReported(
+        recorded = [one.record() for one in found[-limits.RECORDED_HTTP_REQUESTS_MAX :]]
+        return HttpRequestsReported(
             asked_at_s=query.asked_at_s,
             came_at_s=came_s,
             answered_at_s=self.clock.now(),
-            exchanges=[] if query.seconds else recorded,
+            http_requests=[] if query.seconds else recorded,
         )
 
     def _begin_recording(self, now_s: float) -> None:
@@ -159,6 +159,6 @@ class ExchangeRecorder:
         self.is_on = True
         self.writes_left = limits.RECORDED_WRITES_MAX
         self._ended.clear()
-        for exchange in self._open:
-            exchange.writes.clear()
-            exchange.new_tokens = 0
+        for traced in self._open:
+            traced.writes.clear()
+            traced.new_tokens = 0
