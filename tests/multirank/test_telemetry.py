@@ -146,7 +146,7 @@ def test_measured_steps_on_two_ranks_have_same_tokens_and_known_collectives(
     assert {one.part for one in first.parts} == {one.part for one in second.parts}
 
 
-@pytest.mark.proof
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("kind", "delay_ms", "parts"),
     [("attention", 2.0, {"attention"}), ("collective", 1.0, {"attention", "the MLP"})],
