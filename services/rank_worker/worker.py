@@ -23,6 +23,7 @@ from services.rank_worker.kv_cache.stored import arrays
 from services.rank_worker.kv_cache.stored.context import TierSettings
 from services.rank_worker.kv_cache.stored.tier import StoredTier
 from services.rank_worker.model.expert_counter import ExpertCounter
+from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.loading.loader import LoadedModel, Stage, open_model
 from services.rank_worker.model.loading.memory_fit import check_fits, rank_memory_bytes
 from services.rank_worker.model.loading.source import ModelSource, find_source
@@ -272,6 +273,7 @@ class Worker:
             "speculation.method": self.config.speculation.method,
             "speculation.draft_model": drafter.fingerprint if drafter is not None else "none",
             "rank_worker.kv_bits": str(self.config.rank_worker.kv_bits),
+            "rank_worker.fast_path": self.config.rank_worker.fast_path,
             "grammars (version of llguidance, tokenizer.json)": grammars.fingerprint,
         }
         rows = world.gather(agreement.encode_row(facts))
@@ -293,6 +295,7 @@ class Worker:
     ) -> Executor:
         order = self.order
         self.expert_counter = self._make_expert_counter(loaded)
+        is_fast = self.config.rank_worker.fast_path == "auto"
         return Executor(
             loaded.model,
             rank=order.rank,
@@ -308,6 +311,7 @@ class Worker:
             traits=loaded.traits,
             grammars=grammars,
             expert_counter=self.expert_counter,
+            fast_path=FastPathSettings(self.device.kind, world.all_agree) if is_fast else None,
         )
 
     def _make_expert_counter(self, loaded: LoadedModel) -> ExpertCounter | None:
@@ -370,6 +374,7 @@ class Worker:
             draft_bytes_per_token=executor.proposer.bytes_per_token,
             shard_bytes=loaded.shard_bytes,
             share=loaded.share,
+            layers=executor.layers_state,
             canary=canary.findings,
             blas=self.blas,
         )

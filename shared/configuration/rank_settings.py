@@ -67,6 +67,9 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_bits: Literal[0, 4, 8] = 0
     """Bits per KV number, in rows and blocks. 8 and 4 hold twice and almost four times as many
     tokens of a 16-bit model, at some loss of quality and speed. 0: as computed."""
+    fast_path: Literal["auto", "off"] = "auto"
+    """Compute decoder layers of a known form in fewer operations. "auto": where the rank proves at
+    its start that the results equal those of mlx-lm's own code. "off": always use that code."""
     pin_cores: Literal["auto", "on", "off"] = "auto"
     """Give each rank its own CPU cores (Linux). "auto": on if several ranks run on this machine."""
     blas: Literal["auto", "off"] = "auto"

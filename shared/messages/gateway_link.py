@@ -273,6 +273,8 @@ class RankStatus(MessagePart, frozen=True, kw_only=True):
     """Bytes of weights on this rank."""
     share: ShortText = ""
     """Which part of the model it holds, in words."""
+    layers: ShortText = ""
+    """How it computes the model's layers, in words."""
     canary: Annotated[list[CanaryFinding], Meta(max_length=64)] = []
     """Results of its canary."""
 

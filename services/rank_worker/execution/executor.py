@@ -34,6 +34,7 @@ from services.rank_worker.kv_cache.blocks.block_executor import (
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.expert_counter import ExpertCounter
+from services.rank_worker.model.fast_path.opening import FastPathSettings, open_fast_path
 from services.rank_worker.model.forward import Forward
 from services.rank_worker.model.unsharded_traits import UnshardedTraits
 from services.rank_worker.profiling.step_profiler import StepParts, StepProfiler
@@ -76,8 +77,9 @@ class Executor:
         traits: UnshardedTraits | None = None,
         grammars: GrammarCompiler | None = None,
         expert_counter: ExpertCounter | None = None,
+        fast_path: FastPathSettings | None = None,
     ) -> None:
-        """Read the model's shape; nothing is computed and no collective runs.
+        """Read the model's shape. Without a fast path nothing is computed, and no collective runs.
 
         Args:
             model: loaded, and sharded where there are several ranks.
@@ -94,6 +96,8 @@ class Executor:
             traits: read before the layers were divided; None: the model is whole.
             grammars: compiles grammars; None: plans have none.
             expert_counter: counts assignments to experts; None: they are not counted.
+            fast_path: how the fast path is opened, which computes and runs collectives; None:
+                mlx-lm's layers are used.
 
         Raises:
             ConfigError: the state cannot be batched or quantized, or the drafter does not fit.
@@ -108,6 +112,12 @@ class Executor:
         self._sampler = Sampler(shape.vocab_size, synchronize)
         self._sampling = StepSampling(self._batch, self.store, self._sampler)
         forward = Forward(model, expert_counter, can_select=traits.can_select if traits else None)
+        self.layers_state = ""
+        """How the layers are computed, for operators."""
+        if fast_path is not None:
+            opened = open_fast_path(forward, shape, fast_path, kv_bits)
+            self.layers_state = opened.state
+            self.store.writes_in_place = opened.stack is not None and opened.stack.has_kernels
         self._expert_counter = expert_counter
         self.proposer = open_proposer(drafter, forward, self.store, self._sampler, synchronize)
         state = (self.store, self.blocks, self._batch, self.proposer, self._sampler)
@@ -128,6 +138,7 @@ class Executor:
         """
         return (
             bool(plan.keep_blocks or plan.keep_checkpoints or plan.profile)
+            or (self.store.writes_in_place and _uses_rows_otherwise(plan))
             or self.store.resize_waits_for_device(plan.row_count, plan.row_tokens)
             or self._prefill.waits_for_earlier_steps(plan.prefill_chunks, plan.row_tokens)
         )
@@ -338,3 +349,15 @@ class Executor:
         self._freed_buffers.step_finished(launched.plan)
         failures = masks.failures if masks is not None else []
         return StepResult(tokens, logprobs, digest, read_spills(launched.spills), failures)
+
+
+def _uses_rows_otherwise(plan: StepPlan) -> bool:
+    """Tell whether a plan reads or writes rows other than by decodes of one token."""
+    return bool(
+        plan.admitted
+        or plan.moves
+        or plan.prefill_chunks
+        or plan.draft_chunks
+        or plan.drafts
+        or plan.draft_counts
+    )

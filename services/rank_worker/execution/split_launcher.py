@@ -97,7 +97,9 @@ class SplitLauncher:
             self._store.early_layer_keys(FIRST_LAYERS_SHARE) if self._in_parts else None
         )
         if early_layer_keys is None:
+            # Rows that are written in place are never copied, so nothing needs to be waited for.
             mx.async_eval(*outputs)
+            self.forget_progress()
             return
         self._wait_for_first_part()
         # A slice would share the memory of the layer's array.

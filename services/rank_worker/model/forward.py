@@ -1,13 +1,14 @@
 """Runs the model so that its head is computed only for positions whose logits are needed."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.sharding.local_experts import device_wait_tokens
 from shared.errors import ConfigError
@@ -17,6 +18,24 @@ FULL_LOGITS_TOKENS_MAX = 16
 
 SelectPositions = Callable[[mx.array], mx.array]
 """Hidden states [rows, count, dim] -> those of selected positions, [any, any, dim]."""
+
+Observe = Callable[..., Any]
+"""Called as `observe(module, function, *args)`; returns what the function, which computes what the
+module would, returns for these arguments."""
+
+
+class Layers(Protocol):
+    """Computes hidden states in place of mlx-lm's code."""
+
+    observe: Observe | None
+    """Calls each part of a forward while a step is measured."""
+
+    def __call__(self, tokens: mx.array, caches: list[RowLayer]) -> mx.array:
+        """Token ids, int32 [rows, count], and a cache per layer -> [rows, count, dim]."""
+
+
+_LAYERS = "lockstep_layers"
+"""Attribute of the model without its head: what computes its hidden states, of type `Layers`."""
 
 INNER_NAMES = ("model", "transformer", "backbone")
 """Names that mlx-lm's families give to the model without its head."""
@@ -70,8 +89,9 @@ class Forward:
         """Width of hidden states; 0 when they are not accessible."""
         self.hidden_dtype: mx.Dtype = mx.float32
         found = _modules_without_head(model) if can_select is not False else ()
-        self._inner = next(filter(self._try_to_select, found), None)
-        self.can_select = self._inner is not None
+        self.inner = next(filter(self._try_to_select, found), None)
+        """The model without its head; None if it is unknown."""
+        self.can_select = self.inner is not None
         """Whether logits can be computed for selected positions, without those of all others."""
         self.device_wait_tokens = device_wait_tokens(model)
         """A prefill of at least this many tokens waits for the device while it is built; None: no
@@ -88,6 +108,26 @@ class Forward:
     def can_embed(self) -> bool:
         """Whether the token embedding is found, so that `embed` and `head` can be called."""
         return self._embedding() is not None
+
+    def use_layers(self, layers: Layers | None) -> None:
+        """Have hidden states computed by a function; None: by mlx-lm's code again."""
+        assert self.inner is not None
+        self.inner.__dict__[_LAYERS] = layers
+
+    def plain(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Build the hidden states of tokens by mlx-lm's own code, as `inner` has come from it.
+
+        Args:
+            tokens: int32 [rows, count].
+            caches: one per layer.
+
+        Returns:
+            [rows, count, dim].
+        """
+        assert self.inner is not None
+        inner: Any = self.inner
+        hidden: mx.array = inner.mlx_lm_call(tokens, caches)
+        return hidden
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Look up the embeddings of tokens, before any scale factor of the model's family.
@@ -262,14 +302,24 @@ class Forward:
         """
         original = type(inner)
         outer = self
+        # Otherwise another `Forward` of the same model has replaced it already.
+        is_mlx_lm = not hasattr(original, "mlx_lm_call")
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if outer._given is not None:
                 return outer._given
+            if is_mlx_lm and (layers := module.__dict__.get(_LAYERS)) is not None:
+                given = _tokens_and_caches(*args, **kwargs)
+                if given is not None:
+                    return outer._reduce(layers(*given))
             return outer._reduce(original.__call__(module, *args, **kwargs))
 
         # A subclass, because Python looks `__call__` up on the type; only this instance is touched.
-        inner.__class__ = type(original.__name__, (original,), {"__call__": call})
+        methods = {
+            "__call__": call,
+            "mlx_lm_call": getattr(original, "mlx_lm_call", original.__call__),
+        }
+        inner.__class__ = type(original.__name__, (original,), methods)
         tokens = mx.zeros((1, 3), dtype=mx.int32)
         self.keeps_hidden = True
         try:
@@ -286,7 +336,7 @@ class Forward:
         return False
 
     def _embedding(self) -> nn.Module | None:
-        found = (getattr(self._inner, name, None) for name in EMBEDDING_NAMES)
+        found = (getattr(self.inner, name, None) for name in EMBEDDING_NAMES)
         return next((one for one in found if isinstance(one, nn.Module)), None)
 
     def _reduce(self, hidden: Any) -> Any:
@@ -295,6 +345,22 @@ class Forward:
         if self.keeps_hidden:
             self.hidden = hidden
         return hidden if self._select is None else self._select(hidden)
+
+
+def _tokens_and_caches(
+    tokens: mx.array, cache: list[Any] | None = None, *others: Any, **named: Any
+) -> tuple[mx.array, list[RowLayer]] | None:
+    """Return the arguments of a model without its head; None if it is called otherwise."""
+    is_known = all(one is None for one in (*others, *named.values()))
+    if not is_known or not cache or not isinstance(cache[0], RowLayer):
+        return None
+    return tokens, cache
+
+
+def replaced_layers(model: nn.Module) -> list[Layers]:
+    """Return what computes hidden states in place of mlx-lm's code in a model."""
+    found = (module.__dict__.get(_LAYERS) for module in model.modules())
+    return [one for one in found if one is not None]
 
 
 def can_select_positions(model: nn.Module) -> bool:

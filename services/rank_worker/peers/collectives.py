@@ -85,6 +85,10 @@ class Collectives:
         gathered = np.array(self.sum_ids(mx.array(rows)))
         return [[int(value) for value in row] for row in gathered]
 
+    def all_agree(self, holds: bool) -> bool:
+        """Tell whether a statement holds on all ranks; for use while loading only."""
+        return all(row[0] for row in self.gather([int(holds)]))
+
     def check(self) -> None:
         """Sum 1, the rank and its square over all ranks, and compare with the known sums.
 

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from services.rank_worker.model.expert_counter import LAYER, OTHER_MODEL
-from services.rank_worker.model.forward import EMBEDDING_NAMES
+from services.rank_worker.model.forward import EMBEDDING_NAMES, replaced_layers
 from services.rank_worker.model.sharding.local_experts import is_switch
 from services.rank_worker.model.sharding.mlp_split import is_linear, is_mlp
 from services.rank_worker.peers import collectives
@@ -33,6 +33,10 @@ class _Boundary:
     """A module whose calls are observed."""
 
     module: nn.Module
+    part: Part
+    layer: int
+    size: int
+    """Bytes of weights that each call reads."""
     original: type
     timed: type
     """A subclass of the module's class that observes calls."""
@@ -59,6 +63,8 @@ class ModelParts:
             if part == "experts"
             for switch in filter(is_switch, module.modules())
         ]
+        self._by_module = {id(one.module): one for one in self._boundaries}
+        self._replaced = replaced_layers(model)
         self._cache_types: dict[type, type] = {}
 
     @contextlib.contextmanager
@@ -68,25 +74,46 @@ class ModelParts:
         for one in self._boundaries:
             one.original = type(one.module)
             one.module.__class__ = one.timed
+        for layers in self._replaced:
+            layers.observe = self._observe
         try:
             with collectives.observed(functools.partial(_time_collective, timer)):
                 yield
         finally:
             for one in self._boundaries:
                 one.module.__class__ = one.original
+            for layers in self._replaced:
+                layers.observe = None
             self._timer = None
+
+    def _observe(self, module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+        """Time a call that computes what a module would."""
+        one = self._by_module[id(module)]
+        return self._time(one.part, one.layer, one.size, function, args, {})
+
+    def _time(
+        self,
+        part: Part,
+        layer: int,
+        size: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        timer = self._timer
+        assert timer is not None
+        timer.add_bytes(part, size)
+        with self._timed_writes([*args, *kwargs.values()]):
+            return timer.call(part, layer, function, *args, **kwargs)
 
     def _make_boundary(self, module: nn.Module, part: Part, layer: int) -> _Boundary:
         original: Any = type(module)
         size = _weight_bytes(module)
 
         def call(one: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            timer = self._timer
-            assert timer is not None
-            timer.add_bytes(part, 0 if part == "embedding" else size)
             bound = functools.partial(original.__call__, one)
-            with self._timed_writes([*args, *kwargs.values()]):
-                return timer.call(part, layer, bound, *args, **kwargs)
+            read = 0 if part == "embedding" else size
+            return self._time(part, layer, read, bound, args, kwargs)
 
         def as_linear(one: nn.Module, hidden: Any) -> Any:
             timer = self._timer
@@ -99,7 +126,7 @@ class ModelParts:
             # Where the head has no weights of its own, it is a method of the embedding.
             methods["as_linear"] = as_linear
         timed = type(original.__name__, (original,), methods)
-        return _Boundary(module, original, timed)
+        return _Boundary(module, part, layer, size, original, timed)
 
     def _make_switch(self, module: nn.Module) -> _Boundary:
         """Count the bytes of a matrix per expert, of which a step reads only the chosen ones."""
@@ -111,7 +138,14 @@ class ModelParts:
             self._timer.add_chosen_bytes("experts", size // one.num_experts, indices)
             return original.__call__(one, x, indices, *args, **kwargs)
 
-        return _Boundary(module, original, type(original.__name__, (original,), {"__call__": call}))
+        return _Boundary(
+            module,
+            "experts",
+            NO_LAYER,
+            0,
+            original,
+            type(original.__name__, (original,), {"__call__": call}),
+        )
 
     @contextlib.contextmanager
     def _timed_writes(self, values: list[Any]) -> Iterator[None]:

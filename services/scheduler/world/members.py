@@ -42,6 +42,7 @@ class RankProcess:
             memory_bytes=self.memory_bytes,
             shard_bytes=self.ready.shard_bytes if self.ready else 0,
             share=self.ready.share if self.ready else "",
+            layers=self.ready.layers if self.ready else "",
             canary=self.ready.canary if self.ready else [],
         )
 

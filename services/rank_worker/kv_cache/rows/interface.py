@@ -45,6 +45,9 @@ class KVStore(abc.ABC):
     """Description of the byte layout of blocks and checkpoints; "" without a layout.
 
     Ranks of one model with equal texts could exchange blocks."""
+    writes_in_place: bool = False
+    """Whether decodes of one token write rows without MLX's knowledge, see `InPlaceView`. Nothing
+    else may use rows before such a decode has ended."""
     needs_state: bool = False
     """Whether a row can be rebuilt from blocks only together with a checkpoint at their end."""
 

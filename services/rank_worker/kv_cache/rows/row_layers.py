@@ -5,9 +5,14 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
-from services.rank_worker.kv_cache.rows.row_views import PaddedView, RaggedView, UniformView
+from services.rank_worker.kv_cache.rows.row_views import (
+    InPlaceView,
+    PaddedView,
+    RaggedView,
+    UniformView,
+)
 
-View = UniformView | RaggedView
+View = UniformView | RaggedView | InPlaceView
 
 Quantized = tuple[mx.array, mx.array, mx.array]
 """Result of `mx.quantize`: packed uint32 numbers, and a scale and a bias per group."""
@@ -71,6 +76,7 @@ class RowLayer:
         Returns:
             None, "causal", or a bool array that is true where a token may attend.
         """
+        assert not isinstance(self.view, InPlaceView)
         return self.view.mask(N, window_size, return_array=return_array)
 
     def resize(self, row_count: int, row_tokens: int, rows: int, columns: int) -> None:
@@ -89,6 +95,7 @@ class RowLayer:
     def _store(self, new: list[mx.array]) -> list[mx.array]:
         """Write one array per part; return the parts that attention reads."""
         view = self.view
+        assert not isinstance(view, InPlaceView)
         self.arrays = [view.write(array, one) for array, one in zip(self.arrays, new, strict=True)]
         self.offset = view.offset_after
         if isinstance(view, PaddedView):

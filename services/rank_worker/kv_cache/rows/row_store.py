@@ -13,7 +13,12 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockLayout, BlockPa
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.interface import BatchView, KVStore
 from services.rank_worker.kv_cache.rows.row_layers import QuantizedRowLayer, RowLayer, View
-from services.rank_worker.kv_cache.rows.row_views import PaddedView, RaggedView, UniformView
+from services.rank_worker.kv_cache.rows.row_views import (
+    InPlaceView,
+    PaddedView,
+    RaggedView,
+    UniformView,
+)
 from shared.errors import InvariantBroken
 
 RESIZE_AT_ONCE_BYTES_MAX = 256 * 1024 * 1024
@@ -123,6 +128,9 @@ class RowStore(KVStore):
         """
         before = list(self._lengths)
         self._lengthen(slots, [count] * len(slots))
+        if self.writes_in_place and count == 1:
+            in_place = InPlaceView(slots, [before[slot] for slot in slots])
+            return BatchView(self._set_view(in_place), list(slots), None)
         start = before[slots[0]]
         are_adjacent = slots[-1] - slots[0] + 1 == len(slots)
         if are_adjacent and all(before[slot] == start for slot in slots):
@@ -235,7 +243,7 @@ class RowStore(KVStore):
 
         Arguments and results are those of `KVStore.early_layer_keys`.
         """
-        if len(self._layers) < _LAYERS_MIN:
+        if len(self._layers) < _LAYERS_MIN or isinstance(self._layers[0].view, InPlaceView):
             return None
         # The keys of a layer depend on all layers before it, and on little else.
         return self._layers[max(1, int(share * len(self._layers)))].keys

@@ -179,3 +179,24 @@ class PaddedView(UniformView):
         """
         target[self._row_index, :, : self.offset_after] = new
         return target
+
+
+class InPlaceView:
+    """Rows that decode one token each, for a kernel that writes keys and values into the arrays.
+
+    MLX does not know that they change. So a forward with this view can be started behind others
+    without waiting and without copies, but nothing else may use the rows before it has ended.
+    """
+
+    def __init__(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Build the indices.
+
+        Args:
+            slots: the rows.
+            lengths: tokens in each of them before this forward.
+        """
+        self.slots = mx.array(list(slots), dtype=mx.int32)
+        self.lengths = mx.array(list(lengths), dtype=mx.int32)
+        self.longest = max(lengths)
+        """Tokens in the longest row."""
+        self.offset = self.lengths

@@ -1,0 +1,90 @@
+"""Dialects of the kernels' one source text: CUDA, Metal, and C++ for tests on any machine.
+
+A kernel is the body of a function. It uses the names defined here for what the languages call
+differently. MLX writes the function's head: inputs, outputs and the template's constants.
+"""
+
+import dataclasses
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one language says what kernels need."""
+
+    header: str
+    """Definitions before the kernel's function."""
+    prologue: str
+    """First lines of its body: group_id, group_count and thread_id."""
+
+
+CUDA = Dialect(
+    """
+#define DEVICE
+#define SHARED __shared__
+#define UNROLL _Pragma("unroll")
+#define GROUP_BARRIER __syncthreads()
+#define WARP_BARRIER __syncwarp()
+#define SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xffffffffu, value, mask)
+#define WARP_SUM(value) lockstep_warp_sum(value)
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+#define MAX(one, other) fmaxf(one, other)
+#define EXP2(value) exp2f(value)
+#define EXP(value) expf(value)
+#define RSQRT(value) (1.0f / sqrtf(value))
+static __device__ __forceinline__ float lockstep_warp_sum(float value) {
+  for (int mask = 16; mask > 0; mask /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, mask);
+  }
+  return value;
+}
+""",
+    """
+const uint3 group_id = blockIdx;
+const dim3 group_count = gridDim;
+const int thread_id = threadIdx.x;
+""",
+)
+
+METAL = Dialect(
+    """
+#define DEVICE device
+#define SHARED threadgroup
+#define UNROLL _Pragma("clang loop unroll(full)")
+#define GROUP_BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
+#define WARP_BARRIER simdgroup_barrier(mem_flags::mem_threadgroup)
+#define SHUFFLE_XOR(value, mask) simd_shuffle_xor(value, ushort(mask))
+#define WARP_SUM(value) lockstep_warp_sum(value)
+#define NEGATIVE_INFINITY (-INFINITY)
+#define MAX(one, other) metal::max(one, other)
+#define EXP2(value) metal::exp2(value)
+#define EXP(value) metal::exp(value)
+#define RSQRT(value) metal::precise::rsqrt(value)
+static inline float lockstep_warp_sum(float value) {
+  for (ushort mask = 16; mask > 0; mask /= 2) {
+    value += simd_shuffle_xor(value, mask);
+  }
+  return value;
+}
+""",
+    """
+const uint3 group_id = threadgroup_position_in_grid;
+const uint3 group_count = threadgroups_per_grid;
+const int thread_id = thread_position_in_threadgroup.x;
+""",
+)
+
+
+def read_source(name: str) -> str:
+    """Return the source text of a kernel without its comments, which cost time at each launch.
+
+    MLX hashes the source each time that a kernel is started.
+
+    Args:
+        name: `decode_attention`, `add_tiles`, `add_norm` or `silu_product`.
+    """
+    lines = (_FOLDER / f"{name}.kernel").read_text().splitlines()
+    code = (line.partition("//")[0].strip() for line in lines)
+    return "\n".join(filter(None, code)) + "\n"

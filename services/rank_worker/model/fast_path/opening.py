@@ -1,0 +1,91 @@
+"""Opens the fast path of a loaded model, or says why there is none."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import mlx.core as mx
+
+from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
+from services.rank_worker.model.fast_path.forms import StackForm, UnknownForm, read_form
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels
+from services.rank_worker.model.fast_path.layer_stack import LayerStack
+from services.rank_worker.model.fast_path.proof import find_difference
+from services.rank_worker.model.forward import Forward
+from shared.log import Log
+
+_log = Log("rank_worker.fast_path")
+
+DeviceKind = Literal["cpu", "metal", "cuda"]
+_KERNEL_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FastPathSettings:
+    """Whether and how a rank opens the fast path."""
+
+    device: DeviceKind = "cpu"
+    all_agree: Callable[[bool], bool] = bool
+    """Tells whether a statement holds on all ranks; a collective, as all ranks compute alike."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FastPath:
+    """The fast path of a model, or why it has none."""
+
+    stack: LayerStack | None
+    """Computes the model's layers; None: mlx-lm's code does."""
+    state: str
+    """How the layers are computed, for operators."""
+
+
+def open_fast_path(
+    forward: Forward, shape: ModelShape, settings: FastPathSettings, kv_bits: int
+) -> FastPath:
+    """Give a model's forward the fast path, if its form is known and the proof finds it equal.
+
+    All ranks call this at the same point, and get the same result. Waits for the device.
+
+    Args:
+        forward: of the loaded model.
+        shape: the result of `read_shape`.
+        settings: of this rank.
+        kv_bits: bits per number of stored KV; 0: the model's own dtype.
+
+    """
+    found = _open(forward, shape, settings, kv_bits)
+    if forward.inner is not None:
+        forward.use_layers(found.stack)
+    _log.info("fast_path", detail=found.state)
+    return found
+
+
+def _open(
+    forward: Forward, shape: ModelShape, settings: FastPathSettings, kv_bits: int
+) -> FastPath:
+    form, reason = _read_form(forward, shape)
+    if not settings.all_agree(form is not None):
+        return FastPath(None, f"mlx-lm's layers: {reason or 'another rank has no fast path'}")
+    assert form is not None
+    assert forward.inner is not None
+    kernels = None
+    if settings.device != "cpu" and not kv_bits and form.norm.weight.dtype in _KERNEL_DTYPES:
+        kernels = Kernels(settings.device)
+        reason = kernels.find_fault(form.layers[0].shape, form.norm.weight)
+        if not settings.all_agree(not reason):
+            return FastPath(None, f"mlx-lm's layers: {reason or 'no kernels on another rank'}")
+    stack = LayerStack(form, kernels)
+    difference = find_difference(stack, forward.inner, forward.plain, shape.layers())
+    if not settings.all_agree(difference is None):
+        return FastPath(None, f"mlx-lm's layers: {difference or 'a difference on another rank'}")
+    return FastPath(stack, "fast path with kernels" if kernels is not None else "fast path")
+
+
+def _read_form(forward: Forward, shape: ModelShape) -> tuple[StackForm | None, str]:
+    """Return the model's form; None, and why, if it is unknown."""
+    if forward.inner is None or not shape.is_plain:
+        return None, "the model keeps other state than keys and values"
+    try:
+        return read_form(forward.inner, shape.layers()), ""
+    except UnknownForm as unknown:
+        return None, str(unknown)

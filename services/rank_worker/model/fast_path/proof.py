@@ -1,0 +1,178 @@
+"""Compares the fast path with mlx-lm's own code on this device, before it serves.
+
+Every layer is compared by itself, with rows of different lengths. So errors of rounding do not add
+up over the layers, and a layer that computes anything else is found.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from services.rank_worker.kv_cache.rows.block_layout import BlockPart
+from services.rank_worker.kv_cache.rows.row_layers import RowLayer
+from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView
+from services.rank_worker.model.fast_path.kernels.kernels import TILE_TOKENS
+from services.rank_worker.model.fast_path.layer_stack import LayerStack
+
+_LENGTHS, _LENGTHS_OF_KERNELS = (0, 5, 37), (0, 37, TILE_TOKENS + 88)
+"""Tokens in the rows before the compared decode: an empty row and others, for kernels one of two
+tiles."""
+_SLOTS = (2, 0, 1)
+"""Their places in the arrays, for forwards that need not be in order."""
+_TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
+"""Largest relative difference, as a root mean square, of a layer's change to its input."""
+
+PlainForward = Callable[[mx.array, Sequence[Any]], mx.array]
+"""mlx-lm's forward: token ids [B, L] and caches -> hidden states [B, L, dim]."""
+
+
+def find_difference(
+    stack: LayerStack, inner: nn.Module, plain: PlainForward, parts: list[list[BlockPart]]
+) -> str | None:
+    """Compare the fast path with mlx-lm's code. Runs the collectives of each layer.
+
+    Args:
+        stack: the fast path.
+        inner: mlx-lm's model without its head.
+        plain: its forward.
+        parts: shapes of each layer's keys and values.
+
+    Returns:
+        What differs, as a clause; None: nothing.
+    """
+    lengths = _LENGTHS_OF_KERNELS if stack.has_kernels else _LENGTHS
+    difference = _compare_ends(stack, inner, plain, parts)
+    if difference is not None:
+        return difference
+    blocks: list[Any] = inner.children()["layers"]
+    for number, (block, layer_parts) in enumerate(zip(blocks, parts, strict=True)):
+        differs = _compare_layer(stack, number, block, layer_parts, lengths)
+        if differs:
+            return f"layer {number} differs by {differs:.1%}"
+    return None
+
+
+def _compare_ends(
+    stack: LayerStack, inner: nn.Module, plain: PlainForward, parts: list[list[BlockPart]]
+) -> str | None:
+    """Compare what comes before the layers and after them, and the layers' arguments."""
+    caches = [_cache(one) for one in parts]
+    view = _ragged_view(_LENGTHS)
+    for cache in caches:
+        _set_view(cache, view)
+    tokens = mx.array([[1], [2], [3]], dtype=mx.int32)
+    masks: list[Any] = []
+    with _layers_do_nothing(inner, masks):
+        expected = plain(tokens, caches)
+    if any(one is not view.mask(1, None, return_array=False) for one in masks):
+        return "layers attend to some tokens only"
+    if not mx.allclose(expected, stack.without_layers(tokens), rtol=1e-2, atol=1e-2).item():
+        return "the embedding or the last norm differs"
+    return None
+
+
+@contextlib.contextmanager
+def _layers_do_nothing(inner: nn.Module, masks: list[Any]) -> Iterator[None]:
+    """Replace the layers by functions that return their input, and note their masks."""
+    blocks: list[Any] = inner.children()["layers"]
+    originals = [type(one) for one in blocks]
+
+    def call(_block: Any, hidden: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        del cache
+        masks.append(mask)
+        return hidden
+
+    for block, original in zip(blocks, originals, strict=True):
+        block.__class__ = type(original.__name__, (original,), {"__call__": call})
+    try:
+        yield
+    finally:
+        for block, original in zip(blocks, originals, strict=True):
+            block.__class__ = original
+
+
+def _compare_layer(
+    stack: LayerStack,
+    number: int,
+    block: Any,
+    parts: Sequence[BlockPart],
+    lengths: Sequence[int],
+) -> float:
+    """Return the relative difference of a layer's results; 0 if it is within the tolerance."""
+    dtype = block.input_layernorm.weight.dtype
+    key = mx.random.key(number)
+    hidden = (0.1 * mx.random.normal((3, 1, _width(block)), key=key)).astype(dtype)
+    own, other = _cache(parts), _cache(parts)
+    for index, part in enumerate(parts):
+        shape = (len(lengths), part.heads, max(lengths) + 1, part.dim)
+        numbers = mx.random.normal(shape, key=mx.random.key(index + 1)).astype(part.dtype)
+        own.arrays[index], other.arrays[index] = numbers, mx.array(numbers)
+    mx.eval(own.arrays, other.arrays)
+    order = mx.array(_SLOTS, dtype=mx.int32)
+    view = _ragged_view(lengths)
+    _set_view(other, view)
+    expected = block(hidden, view.mask(1, None, return_array=False), other)
+    if stack.has_kernels:
+        # The rows of the forward are in another order than those of the arrays.
+        _set_view(own, InPlaceView(_SLOTS, [lengths[slot] for slot in _SLOTS]))
+        found = stack.block(number, hidden[order], own)
+        expected = expected[order]
+        hidden = hidden[order]
+    else:
+        _set_view(own, _ragged_view(lengths))
+        found = stack.block(number, hidden, own)
+    mx.eval(expected, found, other.arrays)
+    pairs = [(expected - hidden, found - hidden, hidden)]
+    for one, another in zip(_new_tokens(other, lengths), _new_tokens(own, lengths), strict=True):
+        pairs.append((one, another, one))
+    return max(_difference(*pair) for pair in pairs)
+
+
+def _new_tokens(cache: RowLayer, lengths: Sequence[int]) -> list[mx.array]:
+    """Return the keys and the values that the decode has written, [rows, kv_heads, head_dim]."""
+    rows, places = mx.arange(len(lengths)), mx.array(list(lengths))
+    return [array[rows, :, places] for array in cache.arrays]
+
+
+def _difference(expected: mx.array, found: mx.array, rounded: mx.array) -> float:
+    """Return a relative difference, 0 if rounding may explain it.
+
+    Args:
+        expected: numbers.
+        found: the same numbers, computed in another way.
+        rounded: of the same shape; numbers that had to be rounded to compute these.
+    """
+    tolerance = _TOLERANCE[rounded.dtype]
+    sizes = (
+        mx.sqrt(mx.square(one.astype(mx.float32)).mean())
+        for one in (expected.astype(mx.float32) - found.astype(mx.float32), expected, rounded)
+    )
+    values: list[float] = mx.stack(list(sizes)).tolist()  # type: ignore[assignment]
+    differs, size, rounding = values
+    if differs <= tolerance * size + tolerance / 8 * rounding:
+        return 0.0
+    # Also for numbers that are not finite.
+    return differs / size if size else 1.0
+
+
+def _cache(parts: Sequence[BlockPart]) -> RowLayer:
+    cache = RowLayer(parts)
+    cache.arrays = [
+        mx.zeros((len(_LENGTHS), one.heads, 1, one.dim), dtype=one.dtype) for one in parts
+    ]
+    return cache
+
+
+def _ragged_view(lengths: Sequence[int]) -> RaggedView:
+    return RaggedView(lengths, range(len(lengths)), 1, max(lengths) + 1)
+
+
+def _set_view(cache: RowLayer, view: RaggedView | InPlaceView) -> None:
+    cache.view, cache.offset = view, view.offset
+
+
+def _width(block: Any) -> int:
+    return int(block.input_layernorm.weight.shape[0])

@@ -1,0 +1,96 @@
+// What Metal kernels need, on a CPU: the threads of one group run in turn in one thread of the system.
+// At a barrier, and where the threads of a warp exchange numbers, a thread gives up its turn until all
+// others have come there too.
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#define device
+#define constant
+#define threadgroup static
+
+using ushort = unsigned short;
+struct uint3 {
+  int x, y, z;
+};
+
+namespace mem_flags {
+constexpr int mem_threadgroup = 0;
+}
+namespace metal {
+inline float max(float one, float other) { return std::fmax(one, other); }
+inline float exp(float value) { return std::exp(value); }
+inline float exp2(float value) { return std::exp2(value); }
+namespace precise {
+inline float rsqrt(float value) { return 1.0f / std::sqrt(value); }
+}
+}  // namespace metal
+
+namespace group {
+constexpr int STACK_BYTES = 64 * 1024;
+std::vector<ucontext_t> threads;
+std::vector<std::vector<char>> stacks;
+std::vector<bool> ended;
+ucontext_t turns;
+int current;
+float exchanged[1024];
+uint3 id, count;
+
+struct Barrier {
+  int arrived = 0, passed = 0;
+  void wait(int thread_count) {
+    const int own = passed;
+    if (++arrived == thread_count) {
+      arrived = 0;
+      ++passed;
+    }
+    while (own == passed) {
+      swapcontext(&threads[current], &turns);
+    }
+  }
+};
+Barrier all, warps[32];
+inline void wait_for_warp() { warps[current / 32].wait(32); }
+
+template <typename Body>
+void run(int thread_count, Body body) {
+  static Body* running;
+  running = &body;
+  threads.assign(thread_count, {});
+  ended.assign(thread_count, false);
+  stacks.resize(thread_count);
+  for (int thread = 0; thread < thread_count; ++thread) {
+    stacks[thread].resize(STACK_BYTES);
+    getcontext(&threads[thread]);
+    threads[thread].uc_stack.ss_sp = stacks[thread].data();
+    threads[thread].uc_stack.ss_size = STACK_BYTES;
+    threads[thread].uc_link = &turns;
+    makecontext(&threads[thread], +[] {
+      (*running)();
+      ended[current] = true;
+    }, 0);
+  }
+  for (int left = thread_count; left > 0;) {
+    left = 0;
+    for (current = 0; current < thread_count; ++current) {
+      if (!ended[current]) {
+        swapcontext(&turns, &threads[current]);
+        left += !ended[current];
+      }
+    }
+  }
+}
+}  // namespace group
+
+inline void threadgroup_barrier(int) { group::all.wait(group::threads.size()); }
+inline void simdgroup_barrier(int) { group::wait_for_warp(); }
+inline float simd_shuffle_xor(float value, ushort mask) {
+  group::exchanged[group::current] = value;
+  group::wait_for_warp();
+  const float other = group::exchanged[group::current ^ mask];
+  group::wait_for_warp();
+  return other;
+}
