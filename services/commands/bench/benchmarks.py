@@ -4,7 +4,7 @@ from services.commands.bench.cache import benchmark as cache
 from services.commands.bench.cache.testbed import CachePlan
 from services.commands.bench.flags import MODEL_OPTIONS, SETTINGS_OPTION
 from services.commands.bench.measuring.report import Report
-from services.commands.bench.parts import gateway, splits, steps
+from services.commands.bench.parts import gateway, splits, step, steps
 from services.commands.bench.plans import Benchmark
 from services.commands.bench.serving import overhead, overload, peers, ranks, structured
 from services.commands.bench.speculation import benchmark as speculation
@@ -45,6 +45,16 @@ _TABLE = [
         plan=steps.StepsPlan,
         measure=steps.measure,
         columns=steps.COLUMNS,
+    ),
+    Benchmark(
+        name="step",
+        summary="a decode step by batch: operations, host and device time, bytes, and the limit of "
+        "the memory",
+        repeats=3,
+        options=[*MODEL_OPTIONS, *step.OPTIONS, SETTINGS_OPTION],
+        plan=step.DecodeStepPlan,
+        measure=step.measure,
+        columns=step.COLUMNS,
     ),
     Benchmark(
         name="gateway",

@@ -200,7 +200,7 @@ def _setting(text: str) -> tuple[str, str]:
     key, separator, value = text.partition("=")
     section, dot, name = key.partition(".")
     if not (separator and dot and section and name):
-        raise UsageError(f"--set {text}: write SECTION.KEY=VALUE.")
+        raise UsageError(f"{text}: write SECTION.KEY=VALUE.")
     return f"LOCKSTEP_{section}_{name}".upper(), value
 
 
@@ -213,3 +213,22 @@ SETTINGS_OPTION = click.Option(
     help="Change a setting of the stack, for example scheduler.decode_stall_ms=50.",
 )
 """Becomes the variables of the stack's environment, LOCKSTEP_SECTION_KEY -> value."""
+
+
+def compare_option(summary: str) -> click.Option:
+    """Return the option `--compare`: each adds a contender that has settings of its own.
+
+    Its value maps the option as given -> the variables of that contender's environment.
+
+    Args:
+        summary: its help, without a full stop.
+    """
+    return click.Option(
+        ["--compare"],
+        multiple=True,
+        callback=lambda _ctx, _option, given: {
+            text: dict(map(_setting, text.split(","))) for text in given
+        },
+        metavar="SECTION.KEY=VALUE,...",
+        help=f"{summary}; repeatable.",
+    )

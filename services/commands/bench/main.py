@@ -8,8 +8,8 @@ repeat.
 
     {
       "schema": "lockstep.bench/1",
-      "benchmark": "overhead" | "peers" | "steps" | "gateway" | "cache" | "ranks" | "overload" |
-                   "splits" | "speculation" | "structured",
+      "benchmark": "overhead" | "peers" | "steps" | "step" | "gateway" | "cache" | "ranks" |
+                   "overload" | "splits" | "speculation" | "structured",
       "machine": {"system": …, "processor": …, "cores": …, "memory_gib": …, "mlx": …, …},
       "settings": {…},                    parameters of the run
       "cases": [

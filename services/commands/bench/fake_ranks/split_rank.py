@@ -31,6 +31,7 @@ from services.rank_worker.execution.executor import Executor, LaunchedStep
 from services.rank_worker.execution.warmup import warm_up
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.peers.collectives import Collectives
+from shared.configuration.settings import ModelConfig
 from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
 from shared.messages.rank_link import Backend, Sharding
 from shared.os import lifeline
@@ -67,7 +68,7 @@ class _StepTimer:
 
     def __init__(self, world: Collectives, path: str, sharding: Sharding) -> None:
         self._world = world
-        loaded = standalone_rank.load(world, path, sharding)
+        loaded = standalone_rank.load(world, ModelConfig(path=path), sharding)
         self._shard_bytes = loaded.shard_bytes
         self._counter = ExpertCounter(loaded.model, world.rank, sharding, _NEVER)
         self._executor = Executor(

@@ -38,15 +38,15 @@ def join(backend: Backend) -> Collectives:
     return world
 
 
-def load(world: Collectives, path: str, sharding: Sharding) -> LoadedModel:
+def load(world: Collectives, model: ModelConfig, sharding: Sharding) -> LoadedModel:
     """Load this rank's share of a model with the rank worker's own loader.
 
     Args:
         world: the world that the ranks have joined.
-        path: the model's folder.
+        model: the model's folder and data type.
         sharding: how the ranks share the model.
     """
-    source = find_source(ModelConfig(path=path), world.world_size, sharding)
+    source = find_source(model, world.world_size, sharding)
     split = Split(sharding, world.rank, world.world_size)
-    opened = open_model(ModelConfig(path=path), source, split, world, lambda *_: None)
+    opened = open_model(model, source, split, world, lambda *_: None)
     return opened.read(lambda *_: None)

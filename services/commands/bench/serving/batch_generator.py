@@ -17,6 +17,7 @@ from typing import Any
 
 from services.commands.bench.measuring.numbers import differences, latencies
 from services.commands.bench.measuring.orders import answer_orders, write_answer
+from shared.configuration.settings import ModelConfig
 from shared.messages.rank_link import Backend, Sharding
 from shared.os import lifeline
 
@@ -40,7 +41,7 @@ def main(backend: Backend, folder: str, sharding: Sharding) -> None:
     )
     world = standalone_rank.join(backend)
     if world.world_size > 1:
-        model: Any = standalone_rank.load(world, folder, sharding).model
+        model: Any = standalone_rank.load(world, ModelConfig(path=folder), sharding).model
     else:
         model = _load_whole_model(folder, on_cpu=on_cpu)
     write_answer(

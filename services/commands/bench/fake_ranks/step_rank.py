@@ -1,0 +1,106 @@
+"""The rank of `lockstep bench step`: loads a model like a rank worker and times decode steps.
+
+    python -m services.commands.bench.fake_ranks.step_rank MODEL
+
+The settings are those of the environment (LOCKSTEP_SECTION_KEY). The first JSON line on standard
+output describes the rank. Each JSON line on standard input is an order,
+
+    {"batch": 16, "context": 1024, "steps": 32}
+
+and is answered by the metrics of such steps, or by {"refused": sentence}.
+"""
+
+import gc
+import os
+import sys
+from typing import Any
+
+import msgspec
+
+# Imported before MLX, because it chooses the matrix library.
+from services.commands.bench.fake_ranks import standalone_rank
+
+# isort: split
+from services.commands.bench.fake_ranks.row_filler import RowFiller
+from services.commands.bench.fake_ranks.step_timer import StepTimer
+from services.commands.bench.measuring.orders import answer_orders, write_answer
+from services.rank_worker.batch.decode_groups import forward_cost_of
+from services.rank_worker.device import hardware
+from services.rank_worker.device.description import Device
+from services.rank_worker.device.execution_profile import execution_profile
+from services.rank_worker.execution.executor import Executor
+from services.rank_worker.execution.warmup import warm_up
+from services.rank_worker.model.expert_counter import ExpertCounter
+from services.rank_worker.model.loading.loader import LoadedModel
+from services.rank_worker.worker import KV_MEMORY_SHARE
+from shared.clock import SystemClock
+from shared.configuration.loading import load_config
+from shared.configuration.settings import Config
+from shared.errors import UsageError
+from shared.os import lifeline
+
+
+def main(path: str) -> None:
+    """Load the model, describe this rank and answer orders.
+
+    Args:
+        path: the model's folder.
+    """
+    lifeline.exit_with_parent()
+    config = load_config(environment=os.environ)
+    device = hardware.describe_device()
+    hardware.wire_memory(device)
+    model = msgspec.structs.replace(config.model, path=path)
+    loaded = standalone_rank.load(standalone_rank.join("off"), model, "none")
+    executor = _build_executor(config, device, loaded)
+    warm_up(executor, loaded.context_tokens_max)
+    rows = RowFiller(
+        executor,
+        config.scheduler,
+        loaded.context_tokens_max,
+        lambda: int(KV_MEMORY_SHARE * hardware.free_bytes(device, 1)),
+    )
+    whole_model: Any = loaded.model
+    layers = len(whole_model.layers)
+    timer = StepTimer(executor, rows, layers, device.kind != "cpu", SystemClock())
+    gc.collect()
+    gc.freeze()
+
+    def answer(**order: int) -> dict[str, Any]:
+        try:
+            return dict(timer.measure(**order))
+        except UsageError as error:
+            return {"refused": str(error)}
+
+    write_answer(
+        {
+            "device": device.name,
+            "kind": device.kind,
+            "layers": layers,
+            "weights_mib": loaded.shard_bytes / 2**20,
+        }
+    )
+    answer_orders(answer)
+
+
+def _build_executor(config: Config, device: Device, loaded: LoadedModel) -> Executor:
+    """Return the executor that a rank worker builds for a world of one rank."""
+    every_steps = config.scheduler.experts_every_steps
+    counter = ExpertCounter(loaded.model, 0, "none", every_steps) if every_steps else None
+    return Executor(
+        loaded.model,
+        rank=0,
+        world_size=1,
+        synchronization=config.world.synchronization,
+        receipt_logits=False,
+        sum_ids=None,
+        forward_cost_tokens=forward_cost_of("off", on_cpu=device.kind == "cpu"),
+        kv_bits=config.rank_worker.kv_bits,
+        profile=execution_profile(device, "off", hardware.free_bytes(device, 1)),
+        traits=loaded.traits,
+        expert_counter=counter if counter is not None and counter.has_layers else None,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

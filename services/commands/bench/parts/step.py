@@ -1,0 +1,174 @@
+"""`lockstep bench step`: where the time of a decode step goes, against what memory allows.
+
+A rank without a scheduler decodes rows of uneven lengths, greedily. Contenders are the same model
+under other settings, each in a process of its own, and are measured in turn.
+
+The parts of a step are those of one that runs alone, for which the host waits before it builds the
+next one; of such steps the one of median length counts:
+
+- nodes, nodes_per_layer: operations of the step's graph, in all and divided by the number of
+  layers. The embedding, the head and sampling are among them. Compiled operations count as one.
+- build_ms: the host builds the graph.
+- encode_ms: the host hands the graph to the device. On a CPU MLX computes meanwhile.
+- device_ms: from the first work that is handed over until the device has finished. It contains
+  encode_ms. Where the host is slower than the device, the device idles in it.
+- alone_ms: the whole step: build_ms and device_ms.
+- step_ms: the mean time between the ends of two steps while one is built ahead, as requests see it.
+
+A step must read the weights, of routed experts those that its tokens chose, and the KV of all rows,
+and write the KV of one token per row: weights_mib and kv_mib, moved_mib together. limit_ms is the
+time that this takes at device_gb_per_s, the speed at which the device changes a large array, which
+is measured each time. step_per_limit is step_ms divided by limit_ms.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from services.commands.bench.fake_ranks.rank_processes import RankProcesses, rank_environments
+from services.commands.bench.flags import BenchmarkOption, compare_option, numbers_option
+from services.commands.bench.flags import number_option as number
+from services.commands.bench.measuring.noise import Measured, measure_case
+from services.commands.bench.measuring.plan import BenchmarkPlan
+from services.commands.bench.measuring.processes import bench_program, print_progress
+from services.commands.bench.measuring.report import Report
+from services.commands.bench.measuring.row_lengths import uneven_lengths
+from services.rank_worker.device import cuda_caches, gpu_choice
+from shared.configuration.loading import load_config
+from shared.errors import UnavailableError
+
+COLUMNS = [
+    "nodes",
+    "nodes_per_layer",
+    "build_ms",
+    "encode_ms",
+    "device_ms",
+    "step_ms",
+    "moved_mib",
+    "limit_ms",
+    "step_per_limit",
+]
+LOCKSTEP = "lockstep"
+"""Name of the contender without settings of its own."""
+COMPARED = ("step_ms", "nodes")
+"""Metrics of the other contenders that are divided by those of LOCKSTEP."""
+_WARM_STEPS = 2
+"""Steps of the measurement before the first repeat, in which kernels are compiled."""
+_KV_BITS = "LOCKSTEP_RANK_WORKER_KV_BITS"
+
+
+class DecodeStepPlan(BenchmarkPlan, frozen=True, kw_only=True):
+    """Parameters of one run of `lockstep bench step`, from its command line."""
+
+    model: Path
+    batches: list[int]
+    """Numbers of rows that decode together."""
+    context: list[int]
+    """Lengths of the longest row in tokens."""
+    steps: int
+    """Timed decode steps per repeat, alone and ahead each."""
+    kv_bits: str | None
+    """Value of rank_worker.kv_bits for all contenders; None: that of the settings."""
+    settings: dict[str, str]
+    """LOCKSTEP_… variables of all contenders."""
+    compare: dict[str, dict[str, str]]
+    """Further contenders: name -> LOCKSTEP_… variables."""
+
+
+OPTIONS: list[click.Parameter] = [
+    numbers_option("--batches", "Numbers of rows that decode", "1,4,16,64", quick="1,4"),
+    numbers_option("--context", "Lengths of the longest row in tokens", "1024", quick="256"),
+    number("--steps", "Timed steps per repeat", 32, quick=8),
+    BenchmarkOption(
+        "--kv-bits", "Value of rank_worker.kv_bits", type=click.Choice(["0", "4", "8"])
+    ),
+    compare_option("Measure also with these settings, for example rank_worker.kv_bits=8"),
+]
+"""Options of this benchmark."""
+
+
+def measure(plan: DecodeStepPlan, report: Report) -> None:
+    """Measure decode steps of a model by batch and context, and of all contenders in turn.
+
+    Args:
+        plan: the parameters of the benchmark.
+        report: gets one case per batch and context, and a note for each that does not fit.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        UnavailableError: a rank does not start, or nothing could be measured.
+        UsageError: rows of a context cannot be uneven.
+    """
+    common = plan.settings | ({_KV_BITS: plan.kv_bits} if plan.kv_bits is not None else {})
+    contenders = {LOCKSTEP: common, **{name: common | own for name, own in plan.compare.items()}}
+    for settings in contenders.values():
+        load_config(environment={**os.environ, **settings})
+    for batch in plan.batches:
+        for context in plan.context:
+            uneven_lengths(batch, context)
+    with contextlib.ExitStack() as started:
+        ranks = {}
+        for index, (name, settings) in enumerate(contenders.items()):
+            print_progress(f"{name}: loading {plan.model.name}")
+            rank = _start_rank(plan, f"step-{index}", settings)
+            ranks[name] = started.enter_context(contextlib.closing(rank))
+        about = ranks[LOCKSTEP].descriptions[0]
+        report.settings |= {
+            "model": plan.model.name,
+            "layers": about["layers"],
+            "weights_mib": round(about["weights_mib"], 1),
+            "device": about["device"],
+            "steps": plan.steps,
+            "repeats": plan.repeats,
+        }
+        for context in plan.context:
+            for batch in plan.batches:
+                _measure_case(plan, report, ranks, {"batch": batch, "context": context})
+    if not report.cases:
+        raise UnavailableError(f"Nothing was measured. {' '.join(report.notes)}")
+    if about["kind"] == "cpu":
+        report.notes.append(
+            "On a CPU MLX computes while it is handed the work, so encode_ms contains most of "
+            "device_ms. The limit is that of one core; matrix products use several, and caches."
+        )
+
+
+def _measure_case(
+    plan: DecodeStepPlan,
+    report: Report,
+    ranks: Mapping[str, RankProcesses],
+    conditions: dict[str, int],
+) -> None:
+    able = []
+    for name, rank in ranks.items():
+        found = rank.request(conditions | {"steps": _WARM_STEPS})[0]
+        if "refused" in found:
+            report.notes.append(f"{name} was not measured: {found['refused']}")
+        else:
+            able.append(name)
+    if not able:
+        return
+    order = conditions | {"steps": plan.steps}
+    run = functools.partial(_measure_all, {name: ranks[name] for name in able}, order)
+    case = measure_case(plan, report, conditions, run)
+    for name in able:
+        if name != LOCKSTEP:
+            case.add_ratios(name, LOCKSTEP, *COMPARED)
+
+
+def _measure_all(ranks: Mapping[str, RankProcesses], order: Mapping[str, int]) -> Measured:
+    return {name: rank.request(order)[0] for name, rank in ranks.items()}
+
+
+def _start_rank(plan: DecodeStepPlan, name: str, settings: Mapping[str, str]) -> RankProcesses:
+    """Start the process of one contender and wait until its model is loaded."""
+    (environment,) = rank_environments(plan.log_folder, "off", 1)
+    variables = {**os.environ, **settings, **environment}
+    gpu_choice.show_one_gpu(variables, gpu_choice.count_gpus())
+    cuda_caches.enlarge_caches(variables)
+    command = bench_program("fake_ranks.step_rank", str(plan.model))
+    return RankProcesses(name, command, [variables], plan.log_folder)
