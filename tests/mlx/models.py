@@ -62,12 +62,12 @@ def _qwen3() -> nn.Module:
     return make_qwen3(head_dim=16)
 
 
-def make_qwen3(head_dim: int) -> nn.Module:
-    """Return a Qwen3 model with heads of this width."""
+def make_qwen3(head_dim: int, layers: int = 3) -> nn.Module:
+    """Return a Qwen3 model with heads of this width and this number of layers."""
     args = qwen3.ModelArgs(
         model_type="qwen3",
         hidden_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         intermediate_size=96,
         num_attention_heads=4,
         num_key_value_heads=2,

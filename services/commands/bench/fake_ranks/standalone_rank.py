@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.rank_worker.device import blas
 
-BLAS = blas.preload()
+BLAS = blas.preload() if os.environ.get("LOCKSTEP_RANK_WORKER_BLAS", "auto") == "auto" else ""
 """Name of the library for matrix products on a CPU; "" for MLX's own."""
 
 from services.rank_worker.device import ring_sockets  # noqa: E402

@@ -25,7 +25,7 @@ from services.commands.bench.fake_ranks.row_filler import RowFiller
 from services.commands.bench.fake_ranks.step_timer import StepTimer
 from services.commands.bench.measuring.orders import answer_orders, write_answer
 from services.rank_worker.batch.decode_groups import forward_cost_of
-from services.rank_worker.device import hardware
+from services.rank_worker.device import cores, hardware
 from services.rank_worker.device.description import Device
 from services.rank_worker.device.execution_profile import execution_profile
 from services.rank_worker.execution.executor import Executor
@@ -50,17 +50,18 @@ def main(path: str) -> None:
     lifeline.exit_with_parent()
     config = load_config(environment=os.environ)
     device = hardware.describe_device()
+    cores.pin(config.rank_worker.pin_cores, on_cpu=device.kind == "cpu", place=0, count=1)
     hardware.wire_memory(device)
     model = msgspec.structs.replace(config.model, path=path)
     loaded = standalone_rank.load(standalone_rank.join("off"), model, "none")
     executor = _build_executor(config, device, loaded)
     warm_up(executor, loaded.context_tokens_max)
-    rows = RowFiller(
-        executor,
-        config.scheduler,
-        loaded.context_tokens_max,
-        lambda: int(KV_MEMORY_SHARE * hardware.free_bytes(device, 1)),
-    )
+
+    def kv_budget_bytes() -> int:
+        free_bytes = hardware.free_bytes(device, 1, config.rank_worker.memory_share)
+        return config.rank_worker.kv_bytes_max or int(KV_MEMORY_SHARE * free_bytes)
+
+    rows = RowFiller(executor, config.scheduler, loaded.context_tokens_max, kv_budget_bytes)
     whole_model: Any = loaded.model
     layers = len(whole_model.layers)
     timer = StepTimer(executor, rows, layers, device.kind != "cpu", SystemClock())

@@ -17,9 +17,9 @@ from shared.measurements.step_losses import READING_PARTS
 
 WARM_STEPS = 2
 """Steps before those that are timed, of each kind."""
-_OTHER_STEPS = 4
-"""Further decodes: one whose operations are counted, one whose bytes are counted, and two between
-which no whole step lies."""
+_OTHER_STEPS = 3
+"""Further decodes: one whose operations are counted, one whose bytes are counted, and one that ends
+where the first timed step ahead begins."""
 
 
 def rows_growth(steps: int) -> int:

@@ -1,11 +1,12 @@
 """Lengths of the rows that a benchmark decodes together."""
 
-import math
 import random
+from fractions import Fraction
+from math import ceil, floor
 
 from shared.errors import UsageError
 
-SHORTEST_SHARE = 0.6
+SHORTEST_SHARE = Fraction(3, 5)
 """Length of the shortest row, as a part of the longest one's."""
 
 
@@ -19,9 +20,9 @@ def uneven_lengths(batch: int, context: int) -> list[int]:
     Raises:
         UsageError: the rows are too many and too short for that.
     """
-    spread = context - math.ceil(SHORTEST_SHARE * context)
+    spread = floor((1 - SHORTEST_SHARE) * context)
     if spread < batch - 1:
-        needed = math.ceil((batch - 1) / (1 - SHORTEST_SHARE)) + 2
+        needed = ceil((batch - 1) / (1 - SHORTEST_SHARE))
         raise UsageError(
             f"{batch} rows of up to {context} tokens cannot have different lengths: give a context "
             f"of {needed} tokens or more."
