@@ -60,6 +60,7 @@ def _run_epoch(config: Config, rank: int, clock: Clock) -> int:
     if config.backend == "off":
         gpu_choice.show_one_gpu(os.environ, gpu_choice.count_gpus())
     cuda_caches.enlarge_caches(os.environ)
+    cuda_caches.keep_compiled_kernels(os.environ)
     is_unlaunched = join.launched_rank() is None
     port = (
         join.DataPort(config.world.data_host)

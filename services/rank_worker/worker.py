@@ -22,8 +22,8 @@ from services.rank_worker.joining import agreement, code_version, rendezvous
 from services.rank_worker.kv_cache.stored import arrays
 from services.rank_worker.kv_cache.stored.context import TierSettings
 from services.rank_worker.kv_cache.stored.tier import StoredTier
-from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.opening import FastPathSettings
+from services.rank_worker.model.expert_counter import ExpertCounter, open_expert_counter
+from services.rank_worker.model.fast_path.opening import fast_path_settings
 from services.rank_worker.model.loading.loader import LoadedModel, Stage, open_model
 from services.rank_worker.model.loading.memory_fit import check_fits, rank_memory_bytes
 from services.rank_worker.model.loading.source import ModelSource, find_source
@@ -293,9 +293,8 @@ class Worker:
         drafter: LoadedDrafter | None,
         grammars: GrammarCompiler,
     ) -> Executor:
-        order = self.order
-        self.expert_counter = self._make_expert_counter(loaded)
-        is_fast = self.config.rank_worker.fast_path == "auto"
+        config, order = self.config, self.order
+        self.expert_counter = open_expert_counter(loaded.model, order)
         return Executor(
             loaded.model,
             rank=order.rank,
@@ -304,27 +303,15 @@ class Worker:
             receipt_logits=order.receipt_logits,
             sum_ids=world.sum_ids if order.world_size > 1 else None,
             forward_cost_tokens=forward_cost_of(order.backend, on_cpu=self._on_cpu),
-            kv_bits=self.config.rank_worker.kv_bits,
+            kv_bits=config.rank_worker.kv_bits,
             profile=execution_profile(self.device, order.backend, self._free_bytes()),
             take_restored=tier.take,
             drafter=drafter,
             traits=loaded.traits,
             grammars=grammars,
             expert_counter=self.expert_counter,
-            fast_path=FastPathSettings(self.device.kind, world.all_agree) if is_fast else None,
+            fast_path=fast_path_settings(config.rank_worker, self.device.kind, world.all_agree),
         )
-
-    def _make_expert_counter(self, loaded: LoadedModel) -> ExpertCounter | None:
-        """Return what counts assignments to experts; None if this rank counts none.
-
-        Ranks that divide every matrix have the same assignments, so only the first counts.
-        """
-        order = self.order
-        if not order.experts_every_steps or (order.sharding == "tensor" and order.rank):
-            return None
-        model, every_steps = loaded.model, order.experts_every_steps
-        counter = ExpertCounter(model, order.rank, order.sharding, every_steps)
-        return counter if counter.has_layers else None
 
     def _warm_up(self, executor: Executor, loaded: LoadedModel, canary: Canary) -> None:
         """Run the warm-up and the prompt of the canary."""
@@ -341,7 +328,7 @@ class Worker:
         return self.config.rank_worker.kv_bytes_max or self._free_kv_bytes()
 
     def _free_kv_bytes(self) -> int:
-        """Return the part of the memory that is free now that KV may use, in bytes."""
+        """Return the part of the free memory that KV may use, in bytes."""
         return int(KV_MEMORY_SHARE * self._free_bytes())
 
     def _free_bytes(self) -> int:

@@ -9,6 +9,7 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from services.rank_worker.execution.executor import Executor, LaunchedStep, StepResult
+from services.rank_worker.model.fast_path.opening import FastPathSettings
 from shared.messages import (
     AdmittedSequence,
     PrefillChunk,
@@ -50,6 +51,7 @@ def make_executor(model: nn.Module, **changes: Any) -> Executor:
         "synchronization": "broadcast",
         "receipt_logits": True,
         "sum_ids": None,
+        "fast_path": FastPathSettings(),
     }
     return Executor(model, **{**arguments, **changes})
 

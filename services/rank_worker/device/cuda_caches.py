@@ -6,7 +6,11 @@ the process, and at twice the cache's size it raises an error in the middle of a
 caches are larger.
 """
 
+import contextlib
 from collections.abc import MutableMapping
+
+from shared.errors import ConfigError
+from shared.os import user_folders
 
 VARIABLES = {
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
@@ -14,6 +18,8 @@ VARIABLES = {
     "MLX_CUDA_SDPA_CACHE_SIZE": "2000",
 }
 """MLX's own defaults are 1, 400 and 256."""
+
+_KERNELS_VARIABLE = "MLX_PTX_CACHE_DIR"
 
 
 def enlarge_caches(environment: MutableMapping[str, str]) -> None:
@@ -24,3 +30,17 @@ def enlarge_caches(environment: MutableMapping[str, str]) -> None:
     """
     for name, value in VARIABLES.items():
         environment.setdefault(name, value)
+
+
+def keep_compiled_kernels(environment: MutableMapping[str, str]) -> None:
+    """Have MLX keep compiled kernels in this user's cache folder, if there is one.
+
+    Otherwise MLX keeps them in the folder for temporary files, which is emptied at a restart, and
+    which other users may write to.
+
+    Args:
+        environment: variables of this process; changed in place.
+    """
+    with contextlib.suppress(ConfigError):
+        folder = user_folders.cache_folder(_KERNELS_VARIABLE) / "kernels"
+        environment.setdefault(_KERNELS_VARIABLE, str(folder))

@@ -31,7 +31,8 @@ from services.rank_worker.kv_cache.blocks.block_executor import (
     read_spills,
     refuse_restores,
 )
-from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
+from services.rank_worker.kv_cache.rows.interface import KVStore
+from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape, read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.opening import FastPathSettings, open_fast_path
@@ -96,29 +97,20 @@ class Executor:
             traits: read before the layers were divided; None: the model is whole.
             grammars: compiles grammars; None: plans have none.
             expert_counter: counts assignments to experts; None: they are not counted.
-            fast_path: how the fast path is opened, which computes and runs collectives; None:
-                mlx-lm's layers are used.
+            fast_path: how the fast path is opened; None: it is switched off.
 
         Raises:
             ConfigError: the state cannot be batched or quantized, or the drafter does not fit.
         """
-        model.eval()
-        shape = read_shape(model)
-        self.store = open_store(model, shape, kv_bits, traits.row_kind if traits else None)
+        shape, self.store = _open_rows(model, kv_bits, traits)
         self._launcher = SplitLauncher(self.store, in_parts=profile.has_queue)
         self.blocks, self._batch = BlockExecutor(self.store, take_restored), SequenceBatch()
-        self.vocab_size = shape.vocab_size
         synchronize = id_synchronizer(rank, world_size, synchronization, sum_ids)
         self._sampler = Sampler(shape.vocab_size, synchronize)
         self._sampling = StepSampling(self._batch, self.store, self._sampler)
         forward = Forward(model, expert_counter, can_select=traits.can_select if traits else None)
-        self.layers_state = ""
-        """How the layers are computed, for operators."""
-        if fast_path is not None:
-            opened = open_fast_path(forward, shape, fast_path, kv_bits)
-            self.layers_state = opened.state
-            self.store.writes_in_place = opened.stack is not None and opened.stack.has_kernels
-        self._expert_counter = expert_counter
+        opened = open_fast_path(forward, shape, fast_path, kv_bits)
+        self.layers_state, self.store.writes_in_place = opened.state, opened.has_kernels
         self.proposer = open_proposer(drafter, forward, self.store, self._sampler, synchronize)
         state = (self.store, self.blocks, self._batch, self.proposer, self._sampler)
         self._changes = BatchChanges(*state, grammars, shape.vocab_size)
@@ -128,7 +120,12 @@ class Executor:
         draft_model = drafter.model if drafter is not None else None
         self._profiler = StepProfiler(model, draft_model, self.store, rank, sum_ids)
         self._receipt, self._receipt_logits = ReceiptChain(), receipt_logits
-        self._freed_buffers = FreedBuffers(profile.freed_bytes_max)
+        self._freed_buffers, self._counter = FreedBuffers(profile.freed_bytes_max), expert_counter
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self._sampler.vocab_size
 
     def waits_for_earlier_steps(self, plan: StepPlan) -> bool:
         """Tell whether `launch` of this plan waits until the device has finished all earlier steps.
@@ -138,9 +135,22 @@ class Executor:
         """
         return (
             bool(plan.keep_blocks or plan.keep_checkpoints or plan.profile)
-            or (self.store.writes_in_place and _uses_rows_otherwise(plan))
+            or (self.store.writes_in_place and self._uses_rows_otherwise(plan))
             or self.store.resize_waits_for_device(plan.row_count, plan.row_tokens)
             or self._prefill.waits_for_earlier_steps(plan.prefill_chunks, plan.row_tokens)
+        )
+
+    def _uses_rows_otherwise(self, plan: StepPlan) -> bool:
+        """Tell whether a plan reads or writes rows other than by decodes of one token."""
+        size = (self.store.row_count, self.store.row_tokens)
+        return bool(
+            plan.admitted
+            or plan.moves
+            or plan.prefill_chunks
+            or plan.draft_chunks
+            or plan.drafts
+            or plan.draft_counts
+            or (plan.row_count, plan.row_tokens) != size
         )
 
     @property
@@ -158,8 +168,8 @@ class Executor:
         if left:
             raise InvariantBroken(f"sequences {left} are still in the batch")
         self._receipt = ReceiptChain()
-        if self._expert_counter is not None:
-            self._expert_counter.restart()
+        if self._counter is not None:
+            self._counter.restart()
 
     def launch(
         self, plan: StepPlan, finish_before: Callable[[], object] | None = None
@@ -232,7 +242,7 @@ class Executor:
             for slot, sequence_id in self._batch.occupied_slots()
         ]
         states = self.blocks.snapshot_state(plan, lambda one: self._batch.find_verified(one).slot)
-        counter = self._expert_counter
+        counter = self._counter
         counts, reads_counts = counter.take_new(plan.step_id) if counter else (None, False)
         return LaunchedStep(
             plan,
@@ -344,20 +354,16 @@ class Executor:
             top_logits if self._receipt_logits else None,
             masks.digest() if masks is not None else b"",
         )
-        if self._expert_counter is not None and launched.expert_counts:
-            self._expert_counter.read(launched.expert_counts[0])
+        if self._counter is not None and launched.expert_counts:
+            self._counter.read(launched.expert_counts[0])
         self._freed_buffers.step_finished(launched.plan)
         failures = masks.failures if masks is not None else []
         return StepResult(tokens, logprobs, digest, read_spills(launched.spills), failures)
 
 
-def _uses_rows_otherwise(plan: StepPlan) -> bool:
-    """Tell whether a plan reads or writes rows other than by decodes of one token."""
-    return bool(
-        plan.admitted
-        or plan.moves
-        or plan.prefill_chunks
-        or plan.draft_chunks
-        or plan.drafts
-        or plan.draft_counts
-    )
+def _open_rows(
+    model: nn.Module, kv_bits: int, traits: UnshardedTraits | None
+) -> tuple[ModelShape, KVStore]:
+    model.eval()
+    shape = read_shape(model)
+    return shape, open_store(model, shape, kv_bits, traits.row_kind if traits else None)

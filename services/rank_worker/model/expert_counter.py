@@ -17,7 +17,7 @@ import numpy as np
 from mlx import nn
 
 from services.rank_worker.model.sharding.local_experts import is_switch
-from shared.messages import LayerAssignments
+from shared.messages import JoinWorld, LayerAssignments
 from shared.messages.rank_link import Sharding
 
 Counts = np.ndarray[Any, np.dtype[np.uint64]]
@@ -184,6 +184,21 @@ def _places(experts: mx.array, rows: mx.array, last: mx.array) -> mx.array:
             token's exclusion, must not reach another layer's counts.
     """
     return mx.minimum(experts.astype(mx.uint32), last) + rows
+
+
+def open_expert_counter(model: nn.Module, order: JoinWorld) -> ExpertCounter | None:
+    """Return the counter of a rank's assignments to experts; None if this rank counts none.
+
+    Ranks that divide every matrix have the same assignments, so only the first counts.
+
+    Args:
+        model: this rank's shard.
+        order: the order to join the world.
+    """
+    if not order.experts_every_steps or (order.sharding == "tensor" and order.rank):
+        return None
+    counter = ExpertCounter(model, order.rank, order.sharding, order.experts_every_steps)
+    return counter if counter.has_layers else None
 
 
 def _find_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:

@@ -45,6 +45,7 @@ def render(status: StatusReported, *, formats: str = "", stored: str = "") -> st
         lines.insert(1, "  New requests are refused until `lockstep drain --off`.")
     if formats:
         lines.append(f"  formats      {formats}")
+    lines += _titled("layers", sorted({rank.layers for rank in status.ranks if rank.layers}))
     if status.world_change:
         lines.append(f"  change       {status.world_change}")
     if stored:

@@ -31,7 +31,7 @@ from services.rank_worker.device.execution_profile import execution_profile
 from services.rank_worker.execution.executor import Executor
 from services.rank_worker.execution.warmup import warm_up
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.opening import FastPathSettings
+from services.rank_worker.model.fast_path.opening import fast_path_settings
 from services.rank_worker.model.loading.loader import LoadedModel
 from services.rank_worker.worker import KV_MEMORY_SHARE
 from shared.clock import SystemClock
@@ -89,7 +89,6 @@ def _build_executor(config: Config, device: Device, loaded: LoadedModel) -> Exec
     """Return the executor that a rank worker builds for a world of one rank."""
     every_steps = config.scheduler.experts_every_steps
     counter = ExpertCounter(loaded.model, 0, "none", every_steps) if every_steps else None
-    is_fast = config.rank_worker.fast_path == "auto"
     return Executor(
         loaded.model,
         rank=0,
@@ -102,7 +101,7 @@ def _build_executor(config: Config, device: Device, loaded: LoadedModel) -> Exec
         profile=execution_profile(device, "off", hardware.free_bytes(device, 1)),
         traits=loaded.traits,
         expert_counter=counter if counter is not None and counter.has_layers else None,
-        fast_path=FastPathSettings(device.kind) if is_fast else None,
+        fast_path=fast_path_settings(config.rank_worker, device.kind),
     )
 
 

@@ -21,7 +21,6 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _ATTENTION = {*_PROJECTIONS, "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _GATED_MLP = {"gate_proj", "up_proj", "down_proj"}
-_HEAD_DIM_UNIT = 8
 
 
 class UnknownForm(Exception):
@@ -66,8 +65,10 @@ def read_form(inner: nn.Module, parts: list[list[BlockPart]]) -> StackForm:
         UnknownForm: it is built differently.
     """
     children = inner.children()
-    if set(children) != {"embed_tokens", "layers", "norm"}:
-        raise UnknownForm(f"the model consists of {', '.join(sorted(children))}")
+    # MLX counts each list as children, also one of strings.
+    names = {name for name, one in children.items() if _has_modules(one)}
+    if names != {"embed_tokens", "layers", "norm"}:
+        raise UnknownForm(f"the model consists of {', '.join(sorted(names))}")
     blocks: list[Any] = children["layers"]
     if len(blocks) != len(parts) or getattr(inner, "pipeline_size", 1) > 1:
         raise UnknownForm("the model is a part of a pipeline")
@@ -92,7 +93,7 @@ def _read_layer(
         [attention[name] for name in _PROJECTIONS]
     ):
         raise UnknownForm("queries, keys and values are projected by matrices of several kinds")
-    if (keys.heads, keys.dim) != (values.heads, values.dim) or keys.dim % _HEAD_DIM_UNIT:
+    if (keys.heads, keys.dim) != (values.heads, values.dim):
         raise UnknownForm(f"heads of keys and values have {keys.dim} and {values.dim} numbers")
     if normalizes:
         for name in sorted(_HEAD_NORMS):
@@ -137,6 +138,12 @@ def _read_rotation(rope: Any, head_dim: int, known: list[Rotation]) -> Rotation 
             return one
     known.append(rotation)
     return rotation
+
+
+def _has_modules(child: Any) -> bool:
+    return any(
+        isinstance(one, nn.Module) for one in (child if isinstance(child, list) else [child])
+    )
 
 
 def is_linear_like(module: Any) -> bool:

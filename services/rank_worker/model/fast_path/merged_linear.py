@@ -1,7 +1,7 @@
 """Several matrices with one input as one matrix. Owns its weights.
 
 The modules that held the weights get views of the merged ones, so that nothing is held twice and
-mlx-lm's code, which uses these modules, computes what it did before.
+mlx-lm's code, which uses these modules, still works.
 """
 
 from collections.abc import Sequence
@@ -49,12 +49,7 @@ class MergedLinear:
         first = modules[0]
         self._arrays: dict[str, mx.array] = {}
         for name in first.parameters():
-            merged = mx.concatenate([one[name] for one in modules])
-            views = mx.split(merged, _borders([one[name].shape[0] for one in modules]))
-            mx.eval(merged, views)
-            for module, view in zip(modules, views, strict=True):
-                module[name] = view
-            self._arrays[name] = merged
+            self._arrays[name] = _merge(modules, name)
         self._quantization = {
             name: getattr(first, name) for name in _QUANTIZATION if hasattr(first, name)
         }
@@ -91,6 +86,19 @@ class MergedLinear:
             **self._quantization,
         )
         return product + arrays["bias"] if "bias" in arrays else product
+
+
+def _merge(modules: Sequence[Any], name: str) -> mx.array:
+    """Join an array of all modules, and give each a view of its part."""
+    if len(modules) == 1:
+        array: mx.array = modules[0][name]
+        return array
+    merged = mx.concatenate([one[name] for one in modules])
+    views = mx.split(merged, _borders([one[name].shape[0] for one in modules]))
+    mx.eval(merged, views)
+    for module, view in zip(modules, views, strict=True):
+        module[name] = view
+    return merged
 
 
 def _borders(sizes: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Opens the fast path of a loaded model, or says why there is none."""
+"""Opens the fast path of a loaded model, or says why the model has none."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.proof import find_difference
 from services.rank_worker.model.forward import Forward
+from shared.configuration.rank_settings import RankWorkerConfig
 from shared.log import Log
 
 _log = Log("rank_worker.fast_path")
@@ -29,6 +30,19 @@ class FastPathSettings:
     """Tells whether a statement holds on all ranks; a collective, as all ranks compute alike."""
 
 
+def fast_path_settings(
+    config: RankWorkerConfig, device: DeviceKind, all_agree: Callable[[bool], bool] = bool
+) -> FastPathSettings | None:
+    """Return how a rank opens the fast path; None if it is switched off.
+
+    Args:
+        config: the rank's settings.
+        device: kind of its device.
+        all_agree: see `FastPathSettings`.
+    """
+    return FastPathSettings(device, all_agree) if config.fast_path == "auto" else None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FastPath:
     """The fast path of a model, or why it has none."""
@@ -38,9 +52,14 @@ class FastPath:
     state: str
     """How the layers are computed, for operators."""
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether decodes write rows in place, see `InPlaceView`."""
+        return self.stack is not None and self.stack.has_kernels
+
 
 def open_fast_path(
-    forward: Forward, shape: ModelShape, settings: FastPathSettings, kv_bits: int
+    forward: Forward, shape: ModelShape, settings: FastPathSettings | None, kv_bits: int
 ) -> FastPath:
     """Give a model's forward the fast path, if its form is known and the proof finds it equal.
 
@@ -49,10 +68,12 @@ def open_fast_path(
     Args:
         forward: of the loaded model.
         shape: the result of `read_shape`.
-        settings: of this rank.
+        settings: of this rank; None: the fast path is switched off.
         kv_bits: bits per number of stored KV; 0: the model's own dtype.
 
     """
+    if settings is None:
+        return FastPath(None, "mlx-lm's layers")
     found = _open(forward, shape, settings, kv_bits)
     if forward.inner is not None:
         forward.use_layers(found.stack)
@@ -68,17 +89,32 @@ def _open(
         return FastPath(None, f"mlx-lm's layers: {reason or 'another rank has no fast path'}")
     assert form is not None
     assert forward.inner is not None
-    kernels = None
-    if settings.device != "cpu" and not kv_bits and form.norm.weight.dtype in _KERNEL_DTYPES:
-        kernels = Kernels(settings.device)
-        reason = kernels.find_fault(form.layers[0].shape, form.norm.weight)
-        if not settings.all_agree(not reason):
-            return FastPath(None, f"mlx-lm's layers: {reason or 'no kernels on another rank'}")
-    stack = LayerStack(form, kernels)
+    kernels, fault = _open_kernels(form, settings, kv_bits)
+    stack = LayerStack(form, kernels, on_cpu=settings.device == "cpu")
     difference = find_difference(stack, forward.inner, forward.plain, shape.layers())
     if not settings.all_agree(difference is None):
         return FastPath(None, f"mlx-lm's layers: {difference or 'a difference on another rank'}")
-    return FastPath(stack, "fast path with kernels" if kernels is not None else "fast path")
+    if kernels is not None:
+        return FastPath(stack, "fast path with kernels")
+    return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
+
+
+def _open_kernels(
+    form: StackForm, settings: FastPathSettings, kv_bits: int
+) -> tuple[Kernels | None, str]:
+    """Return kernels that all ranks can use; None, with the cause, if a rank cannot."""
+    if settings.device == "cpu":
+        return None, ""
+    dtype = form.norm.weight.dtype
+    kernels = None
+    if kv_bits or dtype not in _KERNEL_DTYPES:
+        fault = f"keys and values have {kv_bits} bits" if kv_bits else f"the model is {dtype}"
+    else:
+        kernels = Kernels(settings.device)
+        fault = kernels.find_fault(form.layers[0].shape, form.norm.weight)
+    if not settings.all_agree(not fault):
+        return None, fault or "another rank has none"
+    return kernels, ""
 
 
 def _read_form(forward: Forward, shape: ModelShape) -> tuple[StackForm | None, str]:

@@ -58,7 +58,7 @@ def find_difference(
 def _compare_ends(
     stack: LayerStack, inner: nn.Module, plain: PlainForward, parts: list[list[BlockPart]]
 ) -> str | None:
-    """Compare what comes before the layers and after them, and the layers' arguments."""
+    """Compare the embedding, the last norm, and the layers' arguments."""
     caches = [_cache(one) for one in parts]
     view = _ragged_view(_LENGTHS)
     for cache in caches:
@@ -118,12 +118,12 @@ def _compare_layer(
     if stack.has_kernels:
         # The rows of the forward are in another order than those of the arrays.
         _set_view(own, InPlaceView(_SLOTS, [lengths[slot] for slot in _SLOTS]))
-        found = stack.block(number, hidden[order], own)
+        found = stack.run_layer(number, hidden[order], own)
         expected = expected[order]
         hidden = hidden[order]
     else:
         _set_view(own, _ragged_view(lengths))
-        found = stack.block(number, hidden, own)
+        found = stack.run_layer(number, hidden, own)
     mx.eval(expected, found, other.arrays)
     pairs = [(expected - hidden, found - hidden, hidden)]
     for one, another in zip(_new_tokens(other, lengths), _new_tokens(own, lengths), strict=True):

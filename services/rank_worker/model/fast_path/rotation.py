@@ -44,8 +44,9 @@ class Rotation:
             unit[: self.width : 2] = 1.0
         else:
             unit[: self.width // 2] = 1.0
-        # Some modules change their argument, so it must be a new array.
-        units = mx.broadcast_to(mx.array(unit), (rows, 1, count, self.head_dim))
+        # Some modules change their argument, so it must be a new array. MLX 0.32 on CUDA rotates
+        # arrays wrongly that repeat their rows in memory.
+        units = mx.contiguous(mx.broadcast_to(mx.array(unit), (rows, 1, count, self.head_dim)))
         table: mx.array = self.rope(units, offset=offset)
         if self.width < self.head_dim:
             table = table[..., : self.width]

@@ -1,5 +1,9 @@
 """Limits of caches in MLX's CUDA backend, raised for long-running ranks."""
 
+from pathlib import Path
+
+import pytest
+
 from services.rank_worker.device import cuda_caches
 
 
@@ -21,3 +25,18 @@ def test_cuda_cache_variables_set_by_operator_stay_unchanged() -> None:
     cuda_caches.enlarge_caches(environment)
 
     assert environment == chosen
+
+
+def test_compiled_kernels_are_kept_in_cache_folder_of_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They outlive a restart of the machine, and no other user can write them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    environment: dict[str, str] = {}
+    cuda_caches.keep_compiled_kernels(environment)
+    (folder,) = environment.values()
+    assert Path(folder).is_relative_to(tmp_path)
+    chosen = dict.fromkeys(environment, "/elsewhere")
+    cuda_caches.keep_compiled_kernels(chosen)
+    assert set(chosen.values()) == {"/elsewhere"}

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL, read_source
 
-TILE_TOKENS = 512
+TILE_TOKENS = 256
 """Tokens that one group of threads sums up. A row's result depends on it, and on nothing else of
 the batch."""
 ATTENTION_THREADS = 128
@@ -57,6 +56,18 @@ class AttentionWeights:
     """float32 [3]: factor of the scores, epsilon of the queries' norm, epsilon of the keys'."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowPlaces:
+    """The rows of one decode in the KV arrays."""
+
+    lengths: mx.array
+    """int32 [rows]: tokens in each row before this decode."""
+    slots: mx.array
+    """int32 [rows]: index of each row in the arrays."""
+    tiles: int
+    """Tiles of TILE_TOKENS that the longest row needs, its new token included."""
+
+
 class Kernels:
     """Starts kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
@@ -66,7 +77,7 @@ class Kernels:
         self._make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
         inputs = ["qkv", "keys", "values", "lengths", "slots", "rotations"]
         inputs += ["query_weight", "key_weight", "constants"]
-        self._attend = self._kernel("decode_attention", inputs, ["attended"])
+        self._attend = self._kernel("decode_attention", inputs, ["attended", "tile_sums"])
         self._add_tiles = self._kernel("add_tiles", ["tile_sums", "lengths"], ["attended"])
         names = ["input", "change", "weight", "constants"]
         self._add_norm = self._kernel("add_norm", names, ["added", "normalized"])
@@ -84,12 +95,14 @@ class Kernels:
         )
 
     def find_fault(self, shape: AttentionShape, weight: mx.array) -> str:
-        """Compile and run all kernels once; return why they cannot, "" if they can.
+        """Compile and run all kernels once; return why they cannot serve, "" if they can.
 
         Args:
             shape: of an attention.
             weight: [dim], of a norm of the model.
         """
+        if shape.head_dim % _LANES:
+            return f"no kernel for heads of {shape.head_dim} numbers"
         dtype, epsilon = weight.dtype, mx.zeros((1,), dtype=mx.float32)
         heads = shape.query_heads + 2 * shape.kv_heads
         room = TILE_TOKENS + 1
@@ -101,11 +114,12 @@ class Kernels:
         )
         try:
             for length in (1, TILE_TOKENS):
-                qkv = mx.ones((1, 1, heads * shape.head_dim), dtype=dtype)
+                qkv = mx.ones((1, heads * shape.head_dim), dtype=dtype)
                 rotations = mx.ones((1, shape.rotated), dtype=mx.float32)
-                view = InPlaceView([0], [length])
-                mx.eval(self.attend(shape, weights, qkv, row, row, view, rotations))
-            hidden = mx.ones((1, 1, weight.size), dtype=dtype)
+                lengths, slots = mx.array([length]), mx.array([0])
+                places = RowPlaces(lengths, slots, tile_count(length))
+                mx.eval(self.attend(shape, weights, qkv, row, row, places, rotations))
+            hidden = mx.ones((1, weight.size), dtype=dtype)
             mx.eval(self.add_norm(hidden, hidden, weight, epsilon), self.silu_product(hidden))
         except (RuntimeError, ValueError) as error:
             return f"a kernel does not run ({str(error).splitlines()[0]})"
@@ -118,61 +132,59 @@ class Kernels:
         qkv: mx.array,
         keys: mx.array,
         values: mx.array,
-        view: InPlaceView,
-        rotations: mx.array,
+        places: RowPlaces,
+        rotations: mx.array | None,
     ) -> mx.array:
         """Write the new key and value of each row, and attend to all tokens of the row.
 
         Args:
             shape: of the attention.
             weights: of the layer.
-            qkv: [rows, 1, (query_heads + 2 * kv_heads) * head_dim], row-contiguous: new queries,
-                keys and values before norm and rotation.
+            qkv: [rows, (query_heads + 2 * kv_heads) * head_dim], row-contiguous: new queries, keys
+                and values before norm and rotation.
             keys: [row_count, kv_heads, room, head_dim], row-contiguous, changed in place. MLX does
-                not know of the change: whatever else uses them must begin after this is computed.
+                not know of the change: all other work on them must begin after this is computed.
             values: like `keys`.
-            view: which rows these are, and how many tokens they hold.
-            rotations: float32 [rows, rotated], see `rotation_table`.
+            places: where the rows are in these arrays.
+            rotations: table of `Rotation`, `rotated` numbers per row; None: heads are not rotated.
 
         Returns:
-            [rows, 1, query_heads * head_dim] in the dtype of `qkv`.
+            [rows, query_heads * head_dim] in the dtype of `qkv`.
         """
-        count, dtype = qkv.shape[0], qkv.dtype
-        heads = heads_per_group(shape)
-        tiles = tile_count(view.longest)
-        one_tile = tiles == 1
-        result: mx.array
-        width = shape.query_heads * shape.head_dim
-        sums = (count, shape.query_heads, tiles, shape.head_dim + 2)
-        (attended,) = self._attend(
+        rows, dtype, tiles = qkv.shape[0], qkv.dtype, places.tiles
+        groups = shape.query_heads // heads_per_group(shape)
+        # One tile gives the result, several give sums of tiles. The kernel sees which.
+        result = (rows, shape.query_heads * shape.head_dim)
+        sums = (rows, shape.query_heads, tiles, shape.head_dim + 2)
+        attended, tile_sums = self._attend(
             inputs=[
-                *(qkv, keys, values, view.lengths, view.slots, rotations),
+                *(qkv, keys, values, places.lengths, places.slots),
+                weights.constants if rotations is None else rotations,
                 *(weights.query_norm, weights.key_norm, weights.constants),
             ],
-            template=_attention_template(shape, dtype, one_tile=one_tile),
-            grid=(tiles * ATTENTION_THREADS, shape.query_heads // heads, count),
+            template=_attention_template(shape, dtype),
+            grid=(tiles * ATTENTION_THREADS, groups, rows),
             threadgroup=(ATTENTION_THREADS, 1, 1),
-            output_shapes=[(count, 1, width) if one_tile else sums],
-            output_dtypes=[dtype if one_tile else mx.float32],
+            output_shapes=[result, (1,)] if tiles == 1 else [(1,), sums],
+            output_dtypes=[dtype, mx.float32],
         )
-        if one_tile:
-            result = attended
-            return result
-        (result,) = self._add_tiles(
-            inputs=[attended, view.lengths],
-            template=[
-                ("T", dtype),
-                ("HEAD_DIM", shape.head_dim),
-                ("QUERY_HEADS", shape.query_heads),
-                ("THREADS", ATTENTION_THREADS),
-                ("TILE", TILE_TOKENS),
-            ],
-            grid=(ATTENTION_THREADS, shape.query_heads, count),
-            threadgroup=(ATTENTION_THREADS, 1, 1),
-            output_shapes=[(count, 1, width)],
-            output_dtypes=[dtype],
-        )
-        return result
+        if tiles > 1:
+            (attended,) = self._add_tiles(
+                inputs=[tile_sums, places.lengths],
+                template=[
+                    ("T", dtype),
+                    ("HEAD_DIM", shape.head_dim),
+                    ("QUERY_HEADS", shape.query_heads),
+                    ("THREADS", ATTENTION_THREADS),
+                    ("TILE", TILE_TOKENS),
+                ],
+                grid=(ATTENTION_THREADS, shape.query_heads, rows),
+                threadgroup=(ATTENTION_THREADS, 1, 1),
+                output_shapes=[result],
+                output_dtypes=[dtype],
+            )
+        done: mx.array = attended
+        return done
 
     def add_norm(
         self, hidden: mx.array, change: mx.array, weight: mx.array, epsilon: mx.array
@@ -235,13 +247,9 @@ def heads_per_group(shape: AttentionShape) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _attention_template(
-    shape: AttentionShape, dtype: mx.Dtype, *, one_tile: bool
-) -> list[tuple[str, Any]]:
+def _attention_template(shape: AttentionShape, dtype: mx.Dtype) -> list[tuple[str, Any]]:
     return [
         ("T", dtype),
-        ("Sums", dtype if one_tile else mx.float32),
-        ("ONE_TILE", one_tile),
         ("HEAD_DIM", shape.head_dim),
         ("HEADS", heads_per_group(shape)),
         ("HEADS_PER_KEY", shape.query_heads // shape.kv_heads),

@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 _SHIM = Path(__file__).with_name("metal_on_cpu.h")
@@ -118,14 +117,3 @@ def _constant(pair: tuple[str, Any]) -> str:
         return f"  using {name} = float;\n"
     kind = "bool" if isinstance(value, bool) else "int"
     return f"  constexpr {kind} {name} = {str(value).lower()};\n"
-
-
-@pytest.fixture
-def kernels_on_cpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Have Metal kernels run on the CPU."""
-    if COMPILER is None:
-        pytest.skip("there is no C++ compiler on this machine")
-    KernelOnCpu.folder = tmp_path_factory.getbasetemp()
-    monkeypatch.setattr(mx.fast, "metal_kernel", KernelOnCpu)

@@ -1,0 +1,23 @@
+"""Metal kernels on the CPU, for which a C++ compiler is needed."""
+
+import mlx.core as mx
+import pytest
+
+from tests.mlx.execution.fast_path.metal_kernels import COMPILER, KernelOnCpu
+
+collect_ignore = [] if COMPILER else ["test_kernels.py", "test_rows_in_place.py"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print that kernels were not tested, and why."""
+    if not COMPILER:
+        terminalreporter.write_line("NOT RUN: tests of kernels (no C++ compiler)")
+
+
+@pytest.fixture
+def kernels_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Have Metal kernels run on the CPU."""
+    KernelOnCpu.folder = tmp_path_factory.getbasetemp()
+    monkeypatch.setattr(mx.fast, "metal_kernel", KernelOnCpu)

@@ -1,0 +1,104 @@
+"""The text of the kernels: in Metal's dialect run on a CPU, in CUDA's compiled."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
+from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
+
+NVCC = shutil.which("nvcc")
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize(
+    ("kind", "query_heads", "kv_heads", "head_dim"),
+    [SHAPES[0], *(pytest.param(*one, marks=pytest.mark.proof) for one in SHAPES[1:])],
+)
+def test_kernels_compute_and_write_like_mlx_lm_for_every_attention_shape(
+    kind: str, query_heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """They pass the proof: an empty row, a short one and one of two tiles, in another order."""
+    opened = open_of(make(kind, query_heads, kv_heads, head_dim), device="metal")
+    assert opened.state == "fast path with kernels"
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+def test_heads_that_kernels_cannot_share_are_computed_without_them() -> None:
+    """Eight threads share a head, so its width must be a multiple of 8."""
+    opened = open_of(make("qwen3", 4, 2, 12), device="metal")
+    assert opened.state == "fast path without kernels: no kernel for heads of 12 numbers"
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+def test_wrong_kernel_keeps_mlx_lms_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that runs and computes something else is found by the proof."""
+    real: Any = mx.fast.metal_kernel
+
+    def broken(**made: Any) -> object:
+        source = made["source"].replace("total += sums[other", "total += 1.1f * sums[other")
+        return real(**{**made, "source": source})
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", broken)
+    opened = open_of(make("qwen3", 4, 2, 16), device="metal")
+    assert opened.stack is None
+    assert opened.state.startswith("mlx-lm's layers: layer 0 differs by")
+
+
+_BFLOAT16 = "__nv_bfloat16"
+_TYPES = {"lengths": "int", "slots": "int", "rotations": "float", "constants": "float"}
+_TYPES |= {"tile_sums": "float"}
+_CONSTANTS = {
+    "decode_attention": (
+        {"HEAD_DIM": 128, "HEADS": 4, "HEADS_PER_KEY": 4, "QUERY_HEADS": 32, "KV_HEADS": 8}
+        | {"VECTOR_SIZE": 8, "THREADS": 128, "TILE": 256, "NORMALIZES": 1, "TRADITIONAL": 0}
+        | {"ROTATED": 128}
+    ),
+    "add_tiles": {"HEAD_DIM": 128, "QUERY_HEADS": 32, "THREADS": 128, "TILE": 256},
+    "add_norm": {"DIM": 2560, "THREADS": 256},
+    "silu_product": {"WIDTH": 9728, "THREADS": 256},
+}
+_ARGUMENTS = {
+    "decode_attention": (
+        "qkv keys values lengths slots rotations query_weight key_weight constants",
+        "attended tile_sums",
+    ),
+    "add_tiles": ("tile_sums lengths", "attended"),
+    "add_norm": ("input change weight constants", "added normalized"),
+    "silu_product": ("gate_up", "product"),
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", list(_CONSTANTS))
+def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
+    name: str, tmp_path: Path
+) -> None:
+    """No registers are spilled to memory, which would make a kernel several times slower."""
+    if NVCC is None:
+        return
+    inputs, outputs = _ARGUMENTS[name]
+    body = CUDA.prologue + read_source(name)
+    arguments = []
+    for one in inputs.split():
+        arguments.append(f"const {_TYPES.get(one, _BFLOAT16)}* {one}")
+        if f"{one}_shape" in body:
+            arguments.append(f"const int* {one}_shape")
+    arguments += [f"{_TYPES.get(one, _BFLOAT16)}* {one}" for one in outputs.split()]
+    constants = "".join(
+        f"constexpr int {key} = {value};\n" for key, value in _CONSTANTS[name].items()
+    )
+    source = tmp_path / f"{name}.cu"
+    source.write_text(
+        f"#include <cuda_bf16.h>\n#include <cstdint>\n{CUDA.header}\n"
+        f"__global__ void {name}({', '.join(arguments)}) {{\n"
+        f"using T = {_BFLOAT16};\n{constants}{body}\n}}\n"
+    )
+    command = [NVCC, "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", "/dev/null", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr

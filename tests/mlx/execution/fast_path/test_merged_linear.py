@@ -1,0 +1,64 @@
+"""Merged matrices: same products, no second copy of the weights, modules that still work."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from services.rank_worker.model.fast_path.merged_linear import MergedLinear, can_merge
+
+
+def _modules(quantization: dict[str, Any] | None, *, bias: bool) -> list[Any]:
+    mx.random.seed(3)
+    modules: list[Any] = [nn.Linear(256, width, bias=bias) for width in (512, 128, 128)]
+    if quantization is not None:
+        modules = [one.to_quantized(**quantization) for one in modules]
+    mx.eval([one.parameters() for one in modules])
+    return modules
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        None,
+        {"group_size": 64, "bits": 4},
+        {"group_size": 32, "bits": 8},
+        {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    ],
+)
+def test_merged_matrices_give_products_of_modules_in_same_memory(
+    quantization: dict[str, Any] | None, bias: bool
+) -> None:
+    """The modules keep views of the merged weights, so memory does not grow."""
+    modules = _modules(quantization, bias=bias)
+    x = mx.random.normal((5, 256))
+    expected = mx.concatenate([one(x) for one in modules], axis=-1)
+    mx.eval(expected)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    merged = MergedLinear(modules)
+    mx.clear_cache()
+    assert mx.get_active_memory() - before < merged.nbytes / 10
+    assert mx.allclose(merged(x), expected, rtol=1e-4, atol=1e-4).item()
+    again = mx.concatenate([one(x) for one in modules], axis=-1)
+    assert mx.allclose(again, expected, rtol=1e-4, atol=1e-4).item()
+
+
+def test_matrices_of_different_kinds_are_not_merged() -> None:
+    """One that is quantized otherwise, has a bias, or is an adapter, would change the product."""
+    whole, four, eight = (
+        _modules(None, bias=False)[0],
+        _modules({"group_size": 64, "bits": 4}, bias=False)[0],
+        _modules({"group_size": 64, "bits": 8}, bias=False)[0],
+    )
+    biased = _modules(None, bias=True)[0]
+
+    class Adapter(nn.Linear):
+        pass
+
+    assert can_merge([whole, whole])
+    for other in (four, biased, Adapter(256, 128, bias=False)):
+        assert not can_merge([whole, other])
+    assert not can_merge([four, eight])

@@ -1,0 +1,106 @@
+"""The fast path opens where it computes what mlx-lm's code computes, and nowhere else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
+
+
+@pytest.mark.parametrize(("kind", "query_heads", "kv_heads", "head_dim"), SHAPES)
+def test_fast_path_opens_on_cpu_for_every_attention_shape(
+    kind: str, query_heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """MLX's own operations in another order give the results of mlx-lm's layers."""
+    opened = open_of(make(kind, query_heads, kv_heads, head_dim))
+    assert opened.state == "fast path"
+    assert opened.stack is not None
+    assert not opened.stack.has_kernels
+
+
+def _gelu_in_layer_1(model: Any) -> None:
+    class Mlp(type(model.layers[1].mlp)):  # type: ignore[misc]
+        def __call__(self, x: mx.array) -> mx.array:
+            product = nn.gelu(self.gate_proj(x)) * self.up_proj(x)
+            result: mx.array = self.down_proj(product)
+            return result
+
+    model.layers[1].mlp.__class__ = Mlp
+
+
+def _scaled_residual(model: Any) -> None:
+    block = type(model.layers[0])
+
+    class Block(block):  # type: ignore[misc, valid-type]
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            output: mx.array = super().__call__(x, mask, cache)
+            return x + 0.9 * (output - x)
+
+    model.layers[0].__class__ = Block
+
+
+def _scaled_embedding(model: Any) -> None:
+    inner = type(model.model)
+
+    class Inner(inner):  # type: ignore[misc, valid-type]
+        def __call__(self, inputs: mx.array, cache: Any = None, _: Any = None) -> mx.array:
+            embedded = 4.0 * self.embed_tokens(inputs) + 1.0
+            result: mx.array = super().__call__(inputs, cache, embedded)
+            return result
+
+    model.model.__class__ = Inner
+
+
+def _other_scale_in_layer_1(model: Any) -> None:
+    attention = type(model.layers[1].self_attn)
+
+    class Attention(attention):  # type: ignore[misc, valid-type]
+        scale: float
+
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            scale, self.scale = self.scale, 2 * self.scale
+            result: mx.array = super().__call__(x, mask, cache)
+            self.scale = scale
+            return result
+
+    model.layers[1].self_attn.__class__ = Attention
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_gelu_in_layer_1, "layer 1 differs by"),
+        (_other_scale_in_layer_1, "layer 1 differs by"),
+        (_scaled_residual, "layer 0 differs by"),
+        (_scaled_embedding, "the embedding or the last norm differs"),
+    ],
+)
+def test_layers_that_compute_something_else_keep_mlx_lms_code(
+    change: Callable[[nn.Module], None], said: str
+) -> None:
+    """A model of known form that computes something else is found by the proof, and named."""
+    model = make("qwen3", 4, 2, 16)
+    change(model)
+    opened = open_of(model)
+    assert opened.stack is None
+    assert opened.state.startswith(f"mlx-lm's layers: {said}")
+
+
+def test_disagreement_of_another_rank_closes_fast_path() -> None:
+    """Ranks that compute differently would run other collectives."""
+    opened = open_of(make("qwen3", 4, 2, 16), all_agree=lambda _: False)
+    assert (opened.stack, opened.state) == (
+        None,
+        "mlx-lm's layers: another rank has no fast path",
+    )
+
+
+def test_model_with_recurrent_state_keeps_mlx_lms_code(
+    make_model: Callable[[str], nn.Module],
+) -> None:
+    """Its caches are not plain keys and values."""
+    opened = open_of(make_model("qwen3_next"))
+    assert opened.state == "mlx-lm's layers: the model keeps other state than keys and values"
