@@ -29,7 +29,7 @@ TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS_WITH_PROCESSES):multirank,end_to_en
 # finished takes tests from the other one, because single files are long.
 BESIDE := simulation mlx demo_model
 # Suites with tests marked `alone`. They measure time, so nothing runs beside them.
-ALONE := gateway multirank chaos
+ALONE := gateway multirank end_to_end clients chaos
 
 # `make simulate SEEDS=10000`, `make simulate SEED=7` (that one again, event by event)
 SEEDS ?= 10000

@@ -57,9 +57,10 @@ def build_trace(report: TraceReported) -> dict[str, Any]:
     add_block_transfers(writer, report, _FIRST_RANK, requests)
     for number, gateway in enumerate(report.gateways):
         add_http_requests(writer, report, gateway, _FIRST_GATEWAY + number, requests, plans)
-    trace = {"traceEvents": writer.events(), "displayTimeUnit": "ms"}
     loss = largest_loss(report.measured, len(report.hosts))
-    return {**trace, "otherData": {"largest loss": loss}} if loss else trace
+    # First, because Perfetto reads a file in pieces, and refuses one that cuts it in two.
+    other = {"otherData": {"largest loss": loss}} if loss else {}
+    return {**other, "traceEvents": writer.events()}
 
 
 def _add_plans(writer: TraceWriter, report: TraceReported) -> Steps:
@@ -111,8 +112,12 @@ def _add_parts(writer: TraceWriter, report: TraceReported) -> None:
         writer.add_track((_FIRST_RANK + rank, _PARTS), "parts of measured steps")
     for step in report.measured:
         for profile in step.profiles:
-            began_s = profile.began_s - report.clock_offsets_s[profile.rank]
-            for span in unpack_spans(profile.spans):
+            # In whole microseconds, as its spans are: rounding makes none of them overlap.
+            after_s = profile.began_s - report.clock_offsets_s[profile.rank] - report.since_s
+            began_s = report.since_s + round(after_s, 6)
+            spans = unpack_spans(profile.spans)
+            # The outer ones first: they come in the order of their ends.
+            for span in sorted(spans, key=lambda one: (one.began_s, -one.seconds)):
                 times_s = began_s + span.began_s, began_s + span.began_s + span.seconds
                 facts: Facts = {"layer": span.layer, "epoch": step.epoch, "step": step.step_id}
                 track = _FIRST_RANK + profile.rank, _PARTS

@@ -1,7 +1,10 @@
 """Events of a trace in the format of Chrome's and Perfetto's viewers. Owns that format. Pure.
 
 Source of the format: "Trace Event Format", by the Chromium project. A viewer needs slices of one
-track that nest or follow each other, and arrows both of whose ends lie within slices.
+track that nest or follow each other, and arrows both of whose ends lie within slices. Perfetto
+drops a slice that ends later than one that has begun before it; of slices that begin together, the
+outer one must be added first. It cuts begin and duration off at nanoseconds, each for itself, so
+all times are whole microseconds, which stay as they are.
 """
 
 import dataclasses
@@ -11,7 +14,7 @@ from typing import Any
 Event = dict[str, Any]
 Facts = dict[str, str | int | float]
 
-_SHORTEST_US = 1.0
+_SHORTEST_US = 1
 """A viewer ignores arrows to slices without duration."""
 
 
@@ -21,8 +24,8 @@ class Slice:
 
     track: tuple[int, int]
     """Numbers of process and thread."""
-    began_us: float
-    ended_us: float
+    began_us: int
+    ended_us: int
 
 
 class TraceWriter:
@@ -88,7 +91,7 @@ class TraceWriter:
                 "name": name,
                 "cat": category,
                 "ts": began_us,
-                "dur": round(ended_us - began_us, 3),
+                "dur": ended_us - began_us,
                 "args": facts,
             }
         )
@@ -115,8 +118,8 @@ class TraceWriter:
             # The slice around the end, not the next one.
             self._arrows.append({**event, "bp": "e"} if phase == "f" else event)
 
-    def _us(self, time_s: float) -> float:
-        return round(max(0.0, time_s - self._since_s) * 1e6, 3)
+    def _us(self, time_s: float) -> int:
+        return round(max(0.0, time_s - self._since_s) * 1e6)
 
 
 class Lanes:

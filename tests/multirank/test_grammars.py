@@ -117,7 +117,7 @@ def expected() -> dict[str, list[int]]:
     ("ranks", "method"),
     [
         (ranks, method)
-        for ranks, methods in ((1, list(SPECULATION)[1:]), (2, SPECULATION), (4, ["off", "eagle"]))
+        for ranks, methods in ((1, ["draft model"]), (2, SPECULATION), (4, ["eagle"]))
         for method in methods
     ],
 )

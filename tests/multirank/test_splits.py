@@ -139,7 +139,6 @@ def test_stored_blocks_of_world_with_other_split_are_not_found(tmp_path: Path) -
         (2, "expert", 0),
         (2, "pipeline", 0),
         (2, "expert", whole),
-        (2, "pipeline", whole),
     ):
         settings = {
             **SETTINGS,
@@ -155,7 +154,7 @@ def test_stored_blocks_of_world_with_other_split_are_not_found(tmp_path: Path) -
         answers.append(tokens)
         assert found == due, (sharding, found)
         assert status.counters["epochs_total"] == 1.0
-    assert answers == [answers[0]] * 5
+    assert answers == [answers[0]] * 4
 
 
 @pytest.mark.proof
@@ -191,7 +190,8 @@ def test_pipeline_split_of_hybrid_model_generates_same_tokens_as_one_rank(tmp_pa
             again, cached = generate(client, "again", prompts[2])
             status = client.query_status()
             if not due:
-                client.wait_for_spills(3)
+                # All seven blocks, and checkpoints at the ends of five.
+                client.wait_for_spills(12)
         assert cached == whole, (sharding, ranks)
         assert status.counters["epochs_total"] == 1.0
         texts = [client.tokens[f"r{one}"] for one in range(len(prompts))] if not due else []

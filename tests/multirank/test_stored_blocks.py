@@ -46,7 +46,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
         (2, "flipped"),
         (2, "torn"),
         (4, "deleted"),
-        (4, "flipped"),
     ],
 )
 def test_restart_reuses_only_stored_blocks_undamaged_on_every_rank(

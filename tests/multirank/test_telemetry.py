@@ -174,7 +174,9 @@ def test_rank_with_planted_delay_is_named_with_its_part(
         assert reasons.partition(" take")[0] in parts
     layers = json.loads((demo_folder() / "config.json").read_text())["num_hidden_layers"]
     planted_s = len(parts) * layers * delay_ms / 1e3
-    assert 0.7 * planted_s < loss.seconds < 3.0 * planted_s
+    # Ranks may be later than planned, but not earlier.
+    assert loss.seconds > 0.7 * planted_s
+    assert mean_seconds(steps)[1]["attention"] > planted_s / len(parts)
     # Steps are measured without an order too, and others have waited for the late rank.
     assert second.awaited_s > 1.5 * first.awaited_s
 

@@ -41,16 +41,23 @@ class ClockOffsets:
             round_trips: per step (plan sent, plan arrived, receipt sent, receipt arrived) in
                 seconds; the first and last by the scheduler's clock, the others by the rank's.
         """
-        found = [
+        best = min(round_trips, key=_way_s, default=None)
+        if best is None:
+            return
+        sent_s, arrived_s, answered_s, received_s = best
+        self._best[rank].append(
             ClockOffset(
                 offset_s=((arrived_s - sent_s) + (answered_s - received_s)) / 2.0,
-                error_s=max(0.0, (received_s - sent_s) - (answered_s - arrived_s)) / 2.0,
+                error_s=max(0.0, _way_s(best)) / 2.0,
             )
-            for sent_s, arrived_s, answered_s, received_s in round_trips
-        ]
-        if found:
-            self._best[rank].append(min(found, key=lambda one: one.error_s))
+        )
 
     def find(self, rank: int) -> ClockOffset | None:
         """Return the best estimate for a rank; None before its first report."""
         return min(self._best[rank], key=lambda one: one.error_s, default=None)
+
+
+def _way_s(round_trip: tuple[float, float, float, float]) -> float:
+    """Return how long the messages of a round trip were on their way, both together."""
+    sent_s, arrived_s, answered_s, received_s = round_trip
+    return (received_s - sent_s) - (answered_s - arrived_s)

@@ -23,9 +23,12 @@ class Durations:
             label: the kind of step, "" for requests.
         """
         key, bounds = (name, label), BOUNDS_S[name]
-        counts = self._counts.setdefault(key, [0] * (len(bounds) + 1))
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = [0] * (len(bounds) + 1)
+            self._sums_s[key] = 0.0
         counts[bisect.bisect_left(bounds, seconds)] += 1
-        self._sums_s[key] = add_seconds(self._sums_s.get(key, 0.0), seconds)
+        self._sums_s[key] = add_seconds(self._sums_s[key], seconds)
 
     def report(self) -> list[DurationCounts]:
         """Return all counts."""

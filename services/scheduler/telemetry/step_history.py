@@ -8,7 +8,7 @@ from services.scheduler.telemetry.clock_offsets import ClockOffsets
 from shared import limits
 from shared.messages import RecordedStep, StepsMeasured
 from shared.messages.telemetry.step_profile import StepKind
-from shared.messages.telemetry.step_times import StepTimes, pack, unpack
+from shared.messages.telemetry.step_times import PackedTimes, microseconds_of, pack
 
 STEPS_KEPT = 16_384
 """Steps in the history: some minutes, about 8 MB with two ranks."""
@@ -30,13 +30,8 @@ class StepRecord:
     """When each rank's receipt arrived."""
     finished_at_s: float | None = None
     """The receipts of all ranks agreed; None: not yet, or the epoch ended before."""
-    times: dict[int, bytes] = dataclasses.field(default_factory=dict)
-    """By rank: its times by the scheduler's clock, packed from `sent_at_s` on. It comes up to a
-    second after the receipt."""
-
-    def rank_times(self, rank: int) -> StepTimes:
-        """Return a rank's times by the scheduler's clock; it must have reported them."""
-        return next(unpack(self.times[rank], self.sent_at_s))
+    times: dict[int, PackedTimes] = dataclasses.field(default_factory=dict)
+    """By rank: its times by the scheduler's clock. They come up to a second after the receipt."""
 
 
 def kind_of(planned: PlannedStep) -> StepKind:
@@ -59,14 +54,16 @@ class StepHistory:
         self._records: OrderedDict[tuple[int, int], StepRecord] = OrderedDict()
         """By epoch and step id."""
 
-    def add(self, planned: PlannedStep, now_s: float) -> None:
-        """Add a step whose plan is being sent at `now_s`."""
+    def add(self, planned: PlannedStep, now_s: float) -> StepRecord:
+        """Add a step whose plan is being sent at `now_s`; return its record."""
         plan = planned.plan
         if plan.epoch != self._epoch:
             # Other processes, which may run on other hosts.
             self._epoch, self.offsets = plan.epoch, ClockOffsets()
-        drafts = sum(max(0, one) for one in plan.draft_counts) + sum(map(len, plan.drafts))
-        self._records[plan.epoch, plan.step_id] = StepRecord(
+        drafts = 0
+        if planned.has_drafts:
+            drafts = sum(max(0, one) for one in plan.draft_counts) + sum(map(len, plan.drafts))
+        record = self._records[plan.epoch, plan.step_id] = StepRecord(
             epoch=plan.epoch,
             step_id=plan.step_id,
             kind=kind_of(planned),
@@ -77,6 +74,7 @@ class StepHistory:
         )
         if len(self._records) > STEPS_KEPT:
             self._records.popitem(last=False)
+        return record
 
     def receive(self, epoch: int, step_id: int, rank: int, now_s: float) -> None:
         """Note when a rank's receipt has arrived."""
@@ -96,24 +94,32 @@ class StepHistory:
         Returns:
             The steps in the message that are known, in order; `times` has the rank's times.
         """
-        steps = [
-            (record, times)
-            for number, times in enumerate(unpack(message.times, message.origin_s))
-            if (record := self._records.get((message.epoch, message.first_step_id + number)))
-        ]
+        # Hundreds of steps a second arrive together, so each is looked at once and not unpacked.
+        found = []
+        for place, microseconds in enumerate(microseconds_of(message.times)):
+            record = self._records.get((message.epoch, message.first_step_id + place))
+            if record is not None:
+                found.append((record, place, microseconds))
+        origin_s = message.origin_s
         self.offsets.add_report(
             rank,
             [
-                (one.sent_at_s, times.came_s, times.reported_s, one.received_at_s[rank])
-                for one, times in steps
-                if rank in one.received_at_s
+                (
+                    record.sent_at_s,
+                    origin_s + microseconds[0] / 1e6,
+                    origin_s + microseconds[-1] / 1e6,
+                    record.received_at_s[rank],
+                )
+                for record, _, microseconds in found
+                if rank in record.received_at_s
             ],
         )
         clock = self.offsets.find(rank)
-        offset_s = clock.offset_s if clock is not None else 0.0
-        for record, times in steps:
-            record.times[rank] = pack([times], record.sent_at_s + offset_s)
-        return [record for record, _ in steps]
+        if clock is not None:
+            origin_s -= clock.offset_s
+        for record, place, _ in found:
+            record.times[rank] = PackedTimes(message.times, place, origin_s)
+        return [record for record, _, _ in found]
 
     def since(self, after: tuple[int, int]) -> list[StepRecord]:
         """Return the steps after this one (epoch, step id), oldest first."""
@@ -148,6 +154,7 @@ class StepHistory:
 
 
 def _recorded(step: StepRecord, world_size: int) -> RecordedStep:
+    times = [step.times.get(rank) for rank in range(world_size)]
     return RecordedStep(
         epoch=step.epoch,
         step_id=step.step_id,
@@ -157,5 +164,5 @@ def _recorded(step: StepRecord, world_size: int) -> RecordedStep:
         drafts=step.drafts,
         sent_at_s=step.sent_at_s,
         finished_at_s=step.finished_at_s,
-        ranks=[step.times.get(rank, b"") for rank in range(world_size)],
+        ranks=[pack([one.unpack()], step.sent_at_s) if one else b"" for one in times],
     )

@@ -8,7 +8,6 @@ import msgspec
 
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.telemetry.durations import add_counts, add_seconds
-from services.scheduler.telemetry.step_history import kind_of
 from shared.measurements.step_losses import exchanges, largest_loss
 from shared.messages import MeasuredStep, OrderProfile, ProfilesReported, QueryProfiles
 from shared.messages.telemetry.step_profile import Part, PartTotal, StepKind, StepProfile
@@ -46,9 +45,13 @@ class StepProfiles:
         """Measure the next steps that compute something, as ordered."""
         self._ordered, self._counts_primitives = order.steps, order.primitives
 
-    def choose(self, step: PlannedStep) -> PlannedStep:
-        """Return the step, with the order to measure it if it is its turn."""
-        kind = kind_of(step)
+    def choose(self, step: PlannedStep, kind: StepKind) -> PlannedStep:
+        """Return the step, with the order to measure it if it is its turn.
+
+        Args:
+            step: the step.
+            kind: its kind.
+        """
         if kind == "other":
             return step
         profile: Literal["", "times", "primitives"] = ""

@@ -67,8 +67,8 @@ class Telemetry:
 
     def begin_step(self, planned: PlannedStep, now_s: float) -> PlannedStep:
         """Note a step whose plan is being sent; return it, with the order to measure it if due."""
-        self.history.add(planned, now_s)
-        return self.profiles.choose(planned)
+        record = self.history.add(planned, now_s)
+        return self.profiles.choose(planned, record.kind)
 
     def finish_step(self, planned: PlannedStep, receipt: StepFinished, now_s: float) -> None:
         """Note that all receipts of a step agree.
@@ -78,9 +78,10 @@ class Telemetry:
             receipt: of the primary rank.
             now_s: when the last one arrived.
         """
-        self.history.finish(receipt.epoch, receipt.step_id, now_s)
+        record = self.history.finish(receipt.epoch, receipt.step_id, now_s)
         if not planned.plan.profile:
-            self.durations.observe("step", receipt.busy_ms / 1e3, kind_of(planned))
+            kind = record.kind if record is not None else kind_of(planned)
+            self.durations.observe("step", receipt.busy_ms / 1e3, kind)
 
     def add_receipt(
         self, rank: int, receipt: StepFinished, now_s: float, *, has_requests: bool
@@ -179,7 +180,7 @@ class Telemetry:
         )
 
     def _add_lateness(self, step: StepRecord) -> None:
-        ended_s = {rank: step.rank_times(rank).ended_s for rank in step.times}
+        ended_s = {rank: times.ended_s for rank, times in step.times.items()}
         first_s = min(ended_s.values())
         for rank, time_s in ended_s.items():
             totals = self._ranks[rank]

@@ -132,11 +132,16 @@ class MeasuredStep(MessagePart, frozen=True, kw_only=True):
 
 
 def pack_spans(spans: Iterable[Span]) -> bytes:
-    """Return spans as bytes: index of the part, layer, begin and duration in microseconds."""
-    return b"".join(
-        _SPAN.pack(PARTS.index(one.part), one.layer, _us(one.began_s), _us(one.seconds))
-        for one in spans
-    )
+    """Return spans as bytes: index of the part, layer, begin and duration in microseconds.
+
+    Begins and ends are rounded, so that what nests or follows each other still does.
+    """
+    packed = []
+    for one in spans:
+        began_us, ended_us = _us(one.began_s), _us(one.began_s + one.seconds)
+        number = PARTS.index(one.part)
+        packed.append(_SPAN.pack(number, one.layer, began_us, ended_us - began_us))
+    return b"".join(packed)
 
 
 def unpack_spans(packed: bytes) -> Iterator[Span]:

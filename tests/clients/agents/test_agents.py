@@ -4,7 +4,6 @@ In `make clients` each agent meets each family of models; in `make proofs` each 
 agent with tools, in turn, and each agent at least one family.
 """
 
-import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +14,11 @@ from tests.clients.agents.catalog import AGENTS, Agent
 from tests.clients.agents.installation import TRANSCRIPTS, missing_requirement
 from tests.clients.agents.isolation.relay import Exchange, Relay
 from tests.clients.agents.session import Session
-from tests.clients.model.families import Family, families
+from tests.clients.model.families import HAS_ALL_PAIRS, Family, families
 from tests.clients.scripted_ranks import ScriptedRanks, scripted_ranks
 
 pytestmark = pytest.mark.proof
 INSTALLED = [agent for agent in AGENTS if not missing_requirement(agent)]
-HAS_ALL_PAIRS = os.environ.get("LOCKSTEP_CLIENTS") == "all"
-"""Set by `make clients`."""
 CACHED_SHARE_MIN = 0.95
 """Part of the earlier conversation that must come from the cache."""
 
@@ -75,7 +72,7 @@ def _prompt_tokens(turn: Exchange) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "agent"), _pairs(), indirect=["ranks"], ids=lambda one: one.name, scope="module"
+    ("ranks", "agent"), list(_pairs()), indirect=["ranks"], ids=lambda one: one.name, scope="module"
 )
 def test_agent_reads_edits_runs_reports_and_its_next_turns_come_from_the_cache(
     ranks: ScriptedRanks, relay: Relay, agent: Agent, tmp_path: Path

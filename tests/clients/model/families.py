@@ -5,6 +5,7 @@ Owns the forms that real models of a family have, small; knows no script.
 """
 
 import json
+import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tests.gateway import tiny_tokenizer
 from tests.unit.gateway.tokenizing import rank_files
 from tests.unit.gateway.tokenizing.test_loading import KIMI_PATTERN
 
+HAS_ALL_PAIRS = os.environ.get("LOCKSTEP_CLIENTS") == "all"
+"""All clients meet all families, and not each of them some. Set by `make clients`."""
 _TEXT = [
     "Read the file, change it, run the command and report what you found in it. You are an agent.",
     '{"type": "function", "function": {"name": "x", "description": "The path of the file."}}',

@@ -13,7 +13,7 @@ from tests.end_to_end.running_lockstep import running_lockstep
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(8_000)]
 
-OPEN_S = float(os.environ.get("LOCKSTEP_PAGE_SECONDS", "60"))
+OPEN_S = float(os.environ.get("LOCKSTEP_PAGE_SECONDS", "30"))
 """Time for which the page is open. Its charts are full after 900 s, its steps much earlier."""
 SAMPLES = 10
 MIB = 2**20

@@ -225,7 +225,7 @@ def test_trace_without_gateway_has_steps_and_ends_in_time(
     assert not any("HTTP" in title for title in titles)
 
 
-@pytest.mark.proof
+@pytest.mark.alone
 def test_trace_names_rank_that_others_wait_for_and_its_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from tests.mlx.models import MakeModel, make_llama
 from tests.mlx.sharding.moe_models import make_moe_model
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt_oss", "deepseek_v3", "mamba2", "qwen3_next"]
+STEPS = 5
 SLEEP_S = 0.02
 
 
@@ -96,20 +97,31 @@ def test_profile_agrees_with_stopwatch_and_names_slow_attention() -> None:
     driver.start(1, 0, make_prompt(1, 20))
     # The first measured step searches the parts.
     driver.step(decodes=[1], profile="times")
-    began_s = time.monotonic()
-    launched = driver.launch(decodes=[1], profile="times")
-    took_s = time.monotonic() - began_s
-    profile = launched.profile
-    assert profile is not None
-    assert began_s <= profile.began_s
-    assert 0.95 * took_s <= sum(one.seconds for one in profile.parts) <= took_s
-    parts = _parts(profile)
-    assert SLEEP_S <= parts["attention"].seconds < 2 * SLEEP_S
-    others = [one.seconds for one in profile.parts if one.part != "attention"]
-    assert max(others) < SLEEP_S / 2
-    in_layers = [one for one in unpack_spans(profile.spans) if one.layer != NO_LAYER]
+    measured = [_measure_beside_stopwatch(driver) for _ in range(STEPS)]
+    profiles = [one for one, _ in measured]
+    # A busy machine makes some of the steps longer, or stops this test beside its stopwatch.
+    assert max(share for _, share in measured) >= 0.95
+    least = {
+        part: min(_parts(one)[part].seconds for one in profiles) for part in _parts(profiles[0])
+    }
+    assert SLEEP_S <= least.pop("attention") < 2 * SLEEP_S
+    assert max(least.values()) < SLEEP_S / 2
+    shortest = min(profiles, key=lambda one: one.seconds)
+    in_layers = [one for one in unpack_spans(shortest.spans) if one.layer != NO_LAYER]
     slowest = max(in_layers, key=lambda one: one.seconds)
     assert (slowest.part, slowest.layer) == ("attention", 2)
+
+
+def _measure_beside_stopwatch(driver: ExecutorDriver) -> tuple[StepProfile, float]:
+    """Measure a decode; return its profile, and the share of all parts in a stopwatch's time."""
+    began_s = time.monotonic()
+    profile = driver.launch(decodes=[1], profile="times").profile
+    took_s = time.monotonic() - began_s
+    assert profile is not None
+    assert began_s <= profile.began_s
+    share = sum(one.seconds for one in profile.parts) / took_s
+    assert share <= 1.0
+    return profile, share
 
 
 def test_model_is_unchanged_after_measured_step() -> None:

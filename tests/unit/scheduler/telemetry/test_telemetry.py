@@ -68,7 +68,7 @@ def test_times_of_ranks_with_different_clocks_lie_on_one_axis() -> None:
         if record.step_id > 5:
             continue
         for rank in (0, 1):
-            times = record.rank_times(rank)
+            times = record.times[rank].unpack()
             assert times.came_s - record.sent_at_s == pytest.approx(1e-4, abs=1e-5)
             expected_s = 1e-4 + 0.006 + LATE_S * rank
             assert times.ended_s - record.sent_at_s == pytest.approx(expected_s, abs=1e-5)

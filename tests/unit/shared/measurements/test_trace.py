@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import msgspec
@@ -250,6 +251,37 @@ def test_trace_names_largest_loss_of_measured_steps() -> None:
     trace = build_trace(msgspec.structs.replace(report, measured=[step]))
     said = {"largest loss": "The others wait 4.00 ms a step for rank 1."}
     assert trace["otherData"] == said
+    # A viewer reads the file in pieces, and the rest should come last.
+    assert list(trace) == ["otherData", "traceEvents"]
+
+
+def test_parts_that_nest_without_gaps_are_all_drawn() -> None:
+    """Inner parts begin or end with those around them, at times between two microseconds."""
+    report = _report(_world(), 60.0)
+    random = Random(7)
+    cuts_s = sorted(random.uniform(0.0, 0.01) for _ in range(2_000))
+    spans = []
+    for began_s, inner_s, ended_s in zip(cuts_s[::3], cuts_s[1::3], cuts_s[2::3], strict=False):
+        spans += [Span("kv_write", 0, began_s, inner_s - began_s)]
+        spans += [Span("collective", 0, inner_s, ended_s - inner_s)]
+        spans += [Span("attention", 0, began_s, ended_s - began_s)]
+    profile = StepProfile(
+        rank=1,
+        step_id=1,
+        began_s=report.since_s + random.uniform(100.0, 101.0),
+        seconds=0.01,
+        kv_bytes=0,
+        parts=[],
+        spans=pack_spans(spans),
+    )
+    step = MeasuredStep(
+        epoch=1, step_id=1, kind="decode", prefill_tokens=0, decodes=1, profiles=[profile]
+    )
+    events = build_trace(msgspec.structs.replace(report, measured=[step]))["traceEvents"]
+    check_nesting(events)
+    assert sum(one.get("cat") == "part" for one in events) == len(spans)
+    for event in events:
+        assert isinstance(event.get("ts", 0), int)
 
 
 def test_trace_of_last_moment_has_only_what_happened_in_it() -> None:
