@@ -165,7 +165,7 @@ def test_half_of_step_starts_after_same_half_of_previous_step_is_computed(
 
     This holds for chunks of a prompt, one decode row and uneven rows.
     """
-    driver = _driver(six_layer_model)
+    driver = _driver(six_layer_model, fast_path=None)
     launched = driver.launch(**_joining_plan(1, 3))
     first, last = (0, 2, 4), (1, 3, 5)
     assert calls.done == [

@@ -11,7 +11,13 @@ from mlx import nn
 
 from services.rank_worker.model.sharding.local_experts import is_switch
 from shared.messages.telemetry.step_profile import NO_LAYER, PartTotal, StepProfile, unpack_spans
-from tests.mlx.executor_driver import ExecutorDriver, admission, make_prompt, prefill_chunk
+from tests.mlx.executor_driver import (
+    ExecutorDriver,
+    admission,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
 from tests.mlx.models import MakeModel, make_llama
 from tests.mlx.sharding.moe_models import make_moe_model
 
@@ -94,6 +100,7 @@ def test_profile_agrees_with_stopwatch_and_names_slow_attention() -> None:
     model = make_llama(4)
     _slow_down(model.layers[2].self_attn)
     driver = ExecutorDriver(model)
+    driver.executor = make_executor(model, fast_path=None)
     driver.start(1, 0, make_prompt(1, 20))
     # The first measured step searches the parts.
     driver.step(decodes=[1], profile="times")

@@ -18,18 +18,22 @@ KINDS = ("attention", "collective")
 
 
 def delay(kind: str, seconds: float) -> None:
-    """Delay each call of a class of modules."""
+    """Delay each call of a method."""
     from mlx.nn.layers import distributed
-    from mlx_lm.models import qwen3
 
-    slow: Any = qwen3.Attention if kind == "attention" else distributed.ShardedToAllLinear
-    original = slow.__call__
+    from services.rank_worker.model.fast_path.layer_stack import DecoderLayer
+
+    slow: Any = distributed.ShardedToAllLinear
+    name = "__call__"
+    if kind == "attention":
+        slow, name = DecoderLayer, "attend"
+    original = getattr(slow, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
         return original(self, *args, **kwargs)
 
-    slow.__call__ = call
+    setattr(slow, name, call)
 
 
 def main() -> int:

@@ -47,10 +47,11 @@ class _Tokens:
     """Where a kernel writes them; None: the rows' caches write them."""
 
 
-class _Layer:
+class DecoderLayer:
     """One decoder layer."""
 
     def __init__(self, form: LayerForm, kernels: Kernels | None, *, on_cpu: bool) -> None:
+        """Merge the layer's weights; arguments as those of `LayerStack`."""
         self.form = form
         self._kernels = kernels
         attention, shape = form.attention, form.shape
@@ -176,9 +177,9 @@ class LayerStack:
         """
         self._form = form
         self._kernels = kernels
-        self._layers: list[_Layer] = []
+        self._layers: list[DecoderLayer] = []
         for one in form.layers:
-            self._layers.append(_Layer(one, kernels, on_cpu=on_cpu))
+            self._layers.append(DecoderLayer(one, kernels, on_cpu=on_cpu))
             # The merged weights replace those that the modules have held.
             mx.clear_cache()
         self._following = [*(one.input_norm for one in form.layers[1:]), form.norm]
@@ -265,7 +266,7 @@ class LayerStack:
 
     def _run_layer(
         self,
-        layer: _Layer,
+        layer: DecoderLayer,
         cache: RowLayer | Pair,
         new: _Tokens,
         hidden: mx.array,
