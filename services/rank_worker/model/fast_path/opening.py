@@ -72,9 +72,9 @@ def open_fast_path(
         kv_bits: bits per number of stored KV; 0: the model's own dtype.
 
     """
-    if settings is None:
-        return FastPath(None, "mlx-lm's layers")
-    found = _open(forward, shape, settings, kv_bits)
+    found = FastPath(None, "mlx-lm's layers")
+    if settings is not None:
+        found = _open(forward, shape, settings, kv_bits)
     if forward.inner is not None:
         forward.use_layers(found.stack)
     _log.info("fast_path", detail=found.state)
