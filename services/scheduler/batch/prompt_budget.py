@@ -2,6 +2,7 @@
 
 import math
 
+from services.scheduler.batch import chunk_grid
 from services.scheduler.batch.step_timing import StepTiming
 from shared import limits
 
@@ -18,7 +19,7 @@ class PromptBudget:
     takes longer, so it takes its relative time, 1 to 4 tokens, off the budget. A forward has a
     fixed cost, so small chunks (scraps, up to an eighth of the step's tokens) are avoided: a
     remainder of that size is added to the chunk before it, and a beginning of that size waits for
-    the next step.
+    the next step. A prompt that does not end in the step is cut on the grid of `chunk_grid`.
     """
 
     def __init__(self, tokens: int, position: int, timing: StepTiming) -> None:
@@ -65,7 +66,8 @@ class PromptBudget:
         """
         length = rest
         if rest > self.tokens_max(position):
-            length = min(self._fitting(position), limits.FORWARD_TOKENS_MAX)
+            longest = max(1, min(self._fitting(position), limits.FORWARD_TOKENS_MAX))
+            length = chunk_grid.round_down(longest, position)
             # Later prompts get no tokens while a long prompt is not finished.
             self._left = min(self._left, self._count(length, position))
         length = min(length, length_max)

@@ -23,9 +23,6 @@ is compiled at its first use takes seconds once."""
 _SLACK = 0.8
 _GROWTH = 1.5
 """A chunk that took at most this part of its time is followed by one this many times as large."""
-_ROUND_TOKENS = 64
-_ROUND_FROM_TOKENS = 128
-"""Sizes are rounded, since devices reuse preparations for a shape that occurs again."""
 _FIRST_CHUNK_TOKENS = 128
 _CHUNK_TOKENS_MIN = 16
 _POSITION_STEP = 256
@@ -130,8 +127,6 @@ class StepTiming:
             budget_ms = max(budget_ms, _CHUNK_WITHOUT_DECODES_MS)
         cost, factor = self._nearest(position)
         tokens = min(cost.affordable_tokens(budget_ms, factor), 2 * self._largest_chunk)
-        if tokens >= _ROUND_FROM_TOKENS:
-            tokens -= tokens % _ROUND_TOKENS
         return max(_CHUNK_TOKENS_MIN, tokens)
 
     def joint_tokens_max(self, position: int = 0) -> float:

@@ -134,6 +134,11 @@ class RecordedCalls:
             self._seen.append(first)
         self.done.append(f"{call} {place}")
 
+    def restart(self) -> None:
+        """Forget all calls and labels."""
+        self.done.clear()
+        self._seen.clear()
+
     def clear(self) -> None:
         """Forget all calls; arrays keep their labels."""
         self.done.clear()
@@ -165,7 +170,8 @@ def test_half_of_step_starts_after_same_half_of_previous_step_is_computed(
 
     This holds for chunks of a prompt, one decode row and uneven rows.
     """
-    driver = _driver(six_layer_model, fast_path=None)
+    driver = _driver(six_layer_model)
+    calls.restart()
     launched = driver.launch(**_joining_plan(1, 3))
     first, last = (0, 2, 4), (1, 3, 5)
     assert calls.done == [

@@ -1,6 +1,12 @@
 """Choice of prompt tokens for each step."""
 
+import random
+
+import msgspec
+
+from services.rank_worker.batch.prefill_groups import padded_width
 from shared import limits
+from shared.messages import StepFinished
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
@@ -51,3 +57,36 @@ def test_long_prompt_is_split_into_steps_and_short_prompts_share_one(make_world:
     assert steps[2][0] == longest // 4
     assert len(steps[2]) >= 4
     assert steps[-1] == [longest + longest // 10]
+
+
+def test_prompts_read_at_varying_speeds_are_cut_at_positions_of_earlier_prompts(
+    make_world: MakeWorld,
+) -> None:
+    """Measured times vary from step to step, yet prompts are cut where earlier ones were, so that
+    few prefill forwards have a shape that is new to the ranks."""
+    world = make_world(decode_stall_ms=100.0, cache={"enabled": False})
+    noise = random.Random(3)
+
+    def vary(receipt: StepFinished) -> StepFinished:
+        busy_ms = receipt.busy_ms * noise.lognormvariate(0.0, 0.2)
+        return msgspec.structs.replace(receipt, busy_ms=busy_ms)
+
+    world.change_receipt = vary
+    seen: set[tuple[int, int]] = set()
+    new: list[int] = []
+    forwards: list[int] = []
+    for number in range(6):
+        first_plan = len(world.plans)
+        for index in range(16):
+            world.submit(f"{number}-{index}", [1 + number] * 1_024, 40)
+            world.step()
+        world.settle()
+        chunks = [one for plan in world.plans[first_plan:] for one in plan.prefill_chunks]
+        shapes = {(padded_width(one.length), one.start) for one in chunks}
+        new.append(len(shapes - seen))
+        forwards.append(len(chunks))
+        seen |= shapes
+    # Chunks as long as the time permits have over 50 new shapes in every round.
+    assert min(forwards) > 80, forwards
+    assert sum(new[1:]) <= 40, new
+    assert sum(new[4:]) <= 6, new

@@ -18,14 +18,14 @@ def _timing(costs: dict[int, float]) -> StepTiming:
 
 
 def test_step_takes_whole_prompts_until_last_one_is_cut_at_budget() -> None:
-    """Whole prompts are taken while they fit; then one is cut, unless its part would be too
-    short."""
+    """Whole prompts are taken while they fit; then one is cut on the grid, unless its part would be
+    too short."""
     budget = PromptBudget(1_000, 0, StepTiming(150.0))
 
     assert budget.take(400, 0, FAR) == 400
     assert budget.take(300, 0, FAR) == 300
     assert not budget.would_cut_scrap(900, 0)
-    assert budget.take(900, 0, FAR) == 300
+    assert budget.take(900, 0, FAR) == 256
     assert budget.would_cut_scrap(900, 0)
 
 
@@ -48,13 +48,13 @@ def test_prompt_above_forward_limit_is_cut_and_fills_step_alone() -> None:
 
 
 def test_next_prompt_fills_forward_of_prompt_that_stops_at_cache_boundary() -> None:
-    """After a prompt that stops at a boundary, the next one takes the rest of that forward, not of
-    the whole step.
+    """After a prompt that stops at a boundary, the next one takes what the grid permits of the rest
+    of that forward, not of the whole step.
     """
     budget = PromptBudget(4 * limits.FORWARD_TOKENS_MAX, 0, StepTiming(150.0))
 
     assert budget.take(3 * limits.FORWARD_TOKENS_MAX, 0, 1_000) == 1_000
-    assert budget.take(FAR, 0, FAR) == limits.FORWARD_TOKENS_MAX - 1_000
+    assert budget.take(FAR, 0, FAR) == 1_024 <= limits.FORWARD_TOKENS_MAX - 1_000
 
 
 def test_step_reads_fewer_tokens_at_deep_prompt_positions() -> None:
@@ -62,18 +62,18 @@ def test_step_reads_fewer_tokens_at_deep_prompt_positions() -> None:
     budget = PromptBudget(2_000, 0, _timing({0: 0.1, 30_000: 0.2}))
 
     assert budget.take(500, 0, FAR) == 500
-    assert budget.take(FAR, 30_000, FAR) == 750
+    assert budget.take(FAR, 30_000, FAR) == 720, "750 tokens, rounded down to a multiple of 256"
     assert budget.would_cut_scrap(FAR, 0)
 
 
 def test_step_with_deep_prompt_takes_only_remaining_tokens_of_next_prompt() -> None:
-    """Beside 500 tokens of a deep prompt, a step of 2,000 tokens takes only 1,500 of the next
-    prompt.
+    """Beside 500 tokens of a deep prompt, a step of 2,100 tokens takes only 1,600 of the next
+    prompt, rounded down to the grid.
     """
-    budget = PromptBudget(2_000, 30_000, _timing({0: 0.1, 30_000: 0.2}))
+    budget = PromptBudget(2_100, 30_000, _timing({0: 0.1, 30_000: 0.2}))
 
     assert budget.take(500, 30_000, FAR) == 500
-    assert budget.take(FAR, 0, FAR) == 1_500
+    assert budget.take(FAR, 0, FAR) == 1_536
 
 
 @pytest.mark.parametrize("tokens", [16, 17, 100, 8_192])
