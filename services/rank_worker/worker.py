@@ -238,7 +238,12 @@ class Worker:
         share = config.rank_worker.memory_share
         memory_bytes = rank_memory_bytes(self.device, self.ranks_on_host, share)
         split = Split(
-            order.sharding, order.rank, order.world_size, order.memory_bytes, order.expert_shares
+            order.sharding,
+            order.rank,
+            order.world_size,
+            order.memory_bytes,
+            order.expert_shares,
+            order.vocabulary,
         )
         opened = open_model(config.model, source, split, world, self._report)
         drafter = open_drafter(
@@ -268,6 +273,7 @@ class Worker:
         facts = {
             "lockstep": code_version.build_id(),
             "model (path, dtype, files, versions of mlx and mlx-lm)": loaded.fingerprint,
+            "division of the vocabulary": loaded.vocabulary_division,
             "model.context_tokens_max": str(loaded.context_tokens_max),
             "speculation.method": self.config.speculation.method,
             "speculation.draft_model": drafter.fingerprint if drafter is not None else "none",
@@ -308,6 +314,7 @@ class Worker:
             traits=loaded.traits,
             grammars=grammars,
             expert_counter=self.expert_counter,
+            vocabulary=loaded.vocabulary,
         )
 
     def _make_expert_counter(self, loaded: LoadedModel) -> ExpertCounter | None:

@@ -22,6 +22,7 @@ from shared.messages.telemetry.step_times import STEP_BYTES
 
 Backend = Literal["off", "ring", "nccl", "jaccl"]
 Sharding = Literal["none", "tensor", "expert", "pipeline"]
+VocabularySplit = Literal["auto", "off", "head", "all"]
 
 
 class RankHello(Message, frozen=True, kw_only=True):
@@ -59,6 +60,9 @@ class JoinWorld(Message, frozen=True, kw_only=True):
     it. []: equal shares."""
     expert_shares: Annotated[list[ExpertTotal], Meta(max_length=limits.RANKS_MAX)] = []
     """Relative number of experts of each rank; []: derived from memory."""
+    vocabulary: VocabularySplit = "off"
+    """Which matrices with a row per token are divided by token ids: none, the head, or the head and
+    the embedding. `auto`: the head, if it is large."""
     experts_every_steps: Count = 0
     """Steps after which a rank reads its counts of assignments to experts; 0: it counts none."""
     canary: bool = True

@@ -41,6 +41,7 @@ from services.rank_worker.sampling.drafts import StepDrafts
 from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
 from services.rank_worker.sampling.grammar.masks import StepMasks
 from services.rank_worker.sampling.sampler import Sampler, id_synchronizer
+from services.rank_worker.sampling.vocabulary import Vocabulary
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter, open_proposer
 from shared.errors import InvariantBroken
 from shared.messages import StepPlan, TokenLogprobs
@@ -76,6 +77,7 @@ class Executor:
         traits: UnshardedTraits | None = None,
         grammars: GrammarCompiler | None = None,
         expert_counter: ExpertCounter | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         """Read the model's shape; nothing is computed and no collective runs.
 
@@ -94,6 +96,7 @@ class Executor:
             traits: read before the layers were divided; None: the model is whole.
             grammars: compiles grammars; None: plans have none.
             expert_counter: counts assignments to experts; None: they are not counted.
+            vocabulary: the part whose logits the model computes; None: it computes all.
 
         Raises:
             ConfigError: the state cannot be batched or quantized, or the drafter does not fit.
@@ -103,18 +106,19 @@ class Executor:
         self.store = open_store(model, shape, kv_bits, traits.row_kind if traits else None)
         self._launcher = SplitLauncher(self.store, in_parts=profile.has_queue)
         self.blocks, self._batch = BlockExecutor(self.store, take_restored), SequenceBatch()
-        self.vocab_size = shape.vocab_size
+        vocabulary = vocabulary or Vocabulary(shape.vocab_size)
+        self.vocab_size = vocabulary.size
         synchronize = id_synchronizer(rank, world_size, synchronization, sum_ids)
-        self._sampler = Sampler(shape.vocab_size, synchronize)
+        self._sampler = Sampler(vocabulary, synchronize)
         self._sampling = StepSampling(self._batch, self.store, self._sampler)
         forward = Forward(model, expert_counter, can_select=traits.can_select if traits else None)
         self._expert_counter = expert_counter
         self.proposer = open_proposer(drafter, forward, self.store, self._sampler, synchronize)
         state = (self.store, self.blocks, self._batch, self.proposer, self._sampler)
-        self._changes = BatchChanges(*state, grammars, shape.vocab_size)
+        self._changes = BatchChanges(*state, grammars, vocabulary.size)
         parts = (self.store, forward, self._batch, self.proposer)
         self._prefill = PrefillExecutor(*parts, profile)
-        self._decode = DecodeExecutor(*parts, shape.vocab_size, forward_cost_tokens)
+        self._decode = DecodeExecutor(*parts, vocabulary.size, forward_cost_tokens)
         draft_model = drafter.model if drafter is not None else None
         self._profiler = StepProfiler(model, draft_model, self.store, rank, sum_ids)
         self._receipt, self._receipt_logits = ReceiptChain(), receipt_logits

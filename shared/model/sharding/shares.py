@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from shared.messages.rank_link import Sharding
+from shared.messages.rank_link import Sharding, VocabularySplit
 
 EQUAL_SHARES_RATIO = 0.9
 """Ranks get equal shares if the smallest memory is at least this part of the largest. The free
@@ -23,6 +23,8 @@ class Split:
     """Memory that each rank may use, by rank; empty: equal shares."""
     expert_shares: Sequence[int] = ()
     """Relative number of routed experts of each rank; empty: in proportion to memory."""
+    vocabulary: VocabularySplit = "off"
+    """Which matrices are divided by token ids; "off" in a pipeline."""
 
     def expert_weights(self) -> Sequence[int]:
         """Return the relative number of routed experts of each rank."""

@@ -24,8 +24,10 @@ from services.rank_worker.model.loading.origins import find_origins
 from services.rank_worker.model.loading.source import ModelSource, inspect_source
 from services.rank_worker.model.loading.weights import ModelWeights, load_weights, plan_weights
 from services.rank_worker.model.sharding.apply import apply_split, describe_share
+from services.rank_worker.model.sharding.head_split import HeadSplit, split_head
 from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_traits
 from services.rank_worker.peers.collectives import Collectives
+from services.rank_worker.sampling.vocabulary import Vocabulary
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log
@@ -59,6 +61,18 @@ class LoadedModel:
     """Traits of the model before its layers were divided; None when it has all layers."""
     share: str = ""
     """Which part of the model this rank holds, in words."""
+    head: HeadSplit | None = None
+    """The division of the head; None: this rank has all of it."""
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The part of the vocabulary whose logits this rank computes; None: all."""
+        return self.head.vocabulary if self.head is not None else None
+
+    @property
+    def vocabulary_division(self) -> str:
+        """What is divided between how many ranks, in words; equal on all ranks."""
+        return self.head.division if self.head is not None else "none"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +92,8 @@ class OpenedModel:
     """The folder with its files."""
     share: str
     """See `LoadedModel.share`."""
+    head: HeadSplit | None
+    """See `LoadedModel.head`."""
 
     def read(self, report: Report) -> LoadedModel:
         """Read the weights into the model. To be called once.
@@ -104,6 +120,7 @@ class OpenedModel:
             bytes_read,
             self.traits,
             self.share,
+            self.head,
         )
 
 
@@ -132,21 +149,22 @@ def open_model(
     report("loading", 0.0)
     dtype = cast_dtype(settings)
 
-    def split_and_cast(model: nn.Module) -> str:
-        sharding = apply_split(model, source.config, split, collectives)
-        if dtype is not None:
-            cast_parameters(model, dtype)
-        return sharding
-
     def make_shard(read_file: ReadFile) -> nn.Module:
         shard = build_model(source, settings, read_file)
-        split_and_cast(shard)
+        apply_split(shard, source.config, split, collectives)
+        if head is not None:
+            head.divide(shard, collectives)
+        if dtype is not None:
+            cast_parameters(shard, dtype)
         return shard
 
     model = build_model(source, settings)
     # With any other sharding every rank has all layers, and reads the same traits from them.
     traits = read_traits(model) if split.sharding == "pipeline" else None
-    sharding = split_and_cast(model)
+    sharding = apply_split(model, source.config, split, collectives)
+    head = split_head(model, split.vocabulary, collectives)
+    if dtype is not None:
+        cast_parameters(model, dtype)
     fingerprint = model_fingerprint(
         source.config,
         source.files,
@@ -164,7 +182,8 @@ def open_model(
         source.files,
         traits,
         source.folder,
-        describe_share(model, sharding, split),
+        describe_share(model, sharding, split, head),
+        head,
     )
 
 
