@@ -30,6 +30,7 @@ from services.rank_worker.peers import collectives, failure, watchdog
 from services.rank_worker.peers.collectives import Collectives
 from services.rank_worker.peers.watchdog import Watchdog, hard_deadline
 from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
+from services.rank_worker.sampling.vocabulary import Vocabulary
 from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.speculation.load import check_drafter, open_drafter
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
@@ -126,7 +127,8 @@ class Worker:
         link.send(ready)
         fingerprint = ready.model_fingerprint
         _log.info("rank_ready", rank=order.rank, fingerprint=fingerprint, kv_bytes=budget)
-        self._run_steps(executor, tier, proof.recorder(canary.findings))
+        on_first_step = proof.recorder(canary.findings)
+        self._run_steps(executor, tier, loaded.vocabulary, on_first_step)
 
     def _start_tier(self) -> StoredTier:
         settings = TierSettings(
@@ -382,14 +384,20 @@ class Worker:
         )
 
     def _run_steps(
-        self, executor: Executor, tier: StoredTier, on_first_step: Callable[[], None] | None
+        self,
+        executor: Executor,
+        tier: StoredTier,
+        vocabulary: Vocabulary | None,
+        on_first_step: Callable[[], None] | None,
     ) -> NoReturn:
         # All objects so far live as long as the process; later garbage collections skip them.
         gc.collect()
         gc.freeze()
         step_watchdog = Watchdog(self.clock)
         step_watchdog.start()
-        measurements = StepMeasurements(self.order.epoch, self.order.rank, self.expert_counter)
+        measurements = StepMeasurements(
+            self.order.epoch, self.order.rank, self.expert_counter, vocabulary
+        )
         self.link.take_measurements = measurements.take
         StepLoop(
             self.order,

@@ -173,6 +173,17 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     step_finished: Count
 
 
+class HeadExchanges(MessagePart, frozen=True, kw_only=True):
+    """How a rank has sampled from a divided head since its last report; 0 where it is whole."""
+
+    candidate_steps: Count = 0
+    """Steps sampled from candidates of each rank."""
+    gathered_steps: Count = 0
+    """Steps for which the ranks gathered all logits."""
+    sent_bytes: Count = 0
+    """Bytes of logits or candidates that this rank has given to exchanges."""
+
+
 class StepsMeasured(Message, frozen=True, kw_only=True):
     """Fact: what a rank has measured in its last steps. No decision depends on it.
 
@@ -191,6 +202,7 @@ class StepsMeasured(Message, frozen=True, kw_only=True):
     """Of the steps that were measured part by part."""
     experts: Annotated[list[LayerAssignments], Meta(max_length=limits.LAYERS_MAX)] = []
     """New assignments to this rank's experts, by layer; [] if they are not due yet."""
+    head: HeadExchanges = HeadExchanges()
     active_bytes: Count
     """Memory that MLX's arrays use on this rank, after the last step."""
     peak_bytes: Count

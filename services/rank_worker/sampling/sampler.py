@@ -56,10 +56,6 @@ class Sampler:
             synchronize: makes sampled ids, int32 [R], equal on all ranks, as part of the graph.
         """
         self.vocabulary = vocabulary
-        self.candidate_steps = 0
-        """Steps that were sampled from candidates of each rank's part."""
-        self.gathered_steps = 0
-        """Steps for which the ranks gathered all logits, because a row needs them."""
         self._synchronize = synchronize
         self._counts = TokenCounts(vocabulary.size)
         self._settings: dict[int, RowSettings] = {}
@@ -113,10 +109,10 @@ class Sampler:
         """
         rows = [self._settings[sequence_id] for sequence_id in sequence_ids]
         logits, vocabulary = self._fit_part(logits, rows)
-        if not vocabulary.is_whole:
-            self.candidate_steps += 1
-        elif not self.vocabulary.is_whole:
-            self.gathered_steps += 1
+        if vocabulary.is_whole:
+            self.vocabulary.gathered_steps += not self.vocabulary.is_whole
+        else:
+            self.vocabulary.candidate_steps += 1
         if vocabulary.is_whole and all(row.is_greedy_only for row in rows):
             tokens = mx.argmax(_mask(logits, exclusions), axis=-1).astype(mx.int32)
             top = logits.max(axis=-1).astype(mx.float32)

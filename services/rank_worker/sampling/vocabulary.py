@@ -55,8 +55,12 @@ class Vocabulary:
         self.stop = min(self.start + self.part_size, size)
         """The token id after the last of this rank's part."""
         self._gather_arrays = gather_arrays
-        self.exchanged_bytes = 0
-        """Bytes that this rank has given to exchanges, since the start."""
+        self.candidate_steps = 0
+        """Steps that were sampled from candidates of each part, since the start."""
+        self.gathered_steps = 0
+        """Steps for which all logits were gathered, because a row needs them."""
+        self.sent_bytes = 0
+        """Bytes that this rank has given to exchanges."""
 
     @property
     def is_whole(self) -> bool:
@@ -105,7 +109,7 @@ class Vocabulary:
 
     def _gather(self, flat: mx.array) -> mx.array:
         assert self._gather_arrays is not None
-        self.exchanged_bytes += flat.nbytes
+        self.sent_bytes += flat.nbytes
         return self._gather_arrays(flat)
 
 

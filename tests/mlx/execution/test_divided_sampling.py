@@ -141,7 +141,7 @@ def test_only_steps_with_rows_that_need_all_logits_gather_them() -> None:
     for sampling in MIXES + WHOLE_ROWS:
         world = _World(vocab_size, 2, [sampling])
         world.check(logits, [5])
-        (steps,) = {(one.candidate_steps > 0, one.gathered_steps > 0) for one in world.parts}
+        (steps,) = {(one.candidate_steps > 0, one.gathered_steps > 0) for one in world.vocabularies}
         assert steps == (sampling in MIXES, sampling in WHOLE_ROWS)
         sent[sampling.seed] = sum(one.nbytes for one in world._exchanges.results)
     assert all(sent[one.seed] < 3_000 for one in MIXES)
@@ -198,7 +198,7 @@ def test_logit_that_is_not_a_number_reaches_every_rank() -> None:
             sampler = Sampler(vocabulary, lambda ids: ids)
             sampler.admit(0, sampling, np.zeros(1, np.int32), np.zeros(0, np.int32))
             own = vocabulary.own(mx.array(logits))
-            ranks.append(lambda s=sampler, o=own: s.sample(o, [0], [1]))  # type: ignore[misc]
+            ranks.append(lambda s=sampler, o=own: s.sample(o, [0], [1]))
         for found in exchanges.run(ranks):
             assert np.isnan(np.array(found.top_logits)).all()
 

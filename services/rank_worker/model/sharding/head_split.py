@@ -7,7 +7,6 @@ tokens of other ranks, and one sum over ranks completes it.
 Shapes: V token ids in the vocabulary.
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +14,8 @@ import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
-from services.rank_worker.model.expert_counter import OTHER_MODEL
 from services.rank_worker.model.sharding.mlp_split import is_linear
+from services.rank_worker.model.sharding.module_paths import OTHER_MODEL, is_in_layer
 from services.rank_worker.peers.collectives import Collectives
 from services.rank_worker.sampling.vocabulary import Vocabulary, part_size
 from shared.log import Log
@@ -27,9 +26,6 @@ _log = Log("rank_worker.loading")
 HEAD_BYTES_MIN = 64 << 20
 """Size of a head from which "auto" divides it. Reading a smaller one takes about as long as the
 exchanges that a divided one needs."""
-
-_IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+(?:\.|$)")
-"""Path of a decoder layer, or of a module in it."""
 
 _ROW_ARRAYS = ("weight", "scales", "biases", "bias")
 """Arrays of a matrix with one row, or number, per token."""
@@ -148,7 +144,7 @@ def _matrices(model: nn.Module, size: int) -> tuple[list[str], list[str]]:
 
 def _outer_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in sorted(model.named_modules()):
-        if path and not _IN_LAYER.search(path) and not OTHER_MODEL.search(path):
+        if path and not is_in_layer(path) and not OTHER_MODEL.search(path):
             yield path, module
 
 
