@@ -65,12 +65,9 @@ class HeadSplit:
         """
         modules = dict(model.named_modules())
         for path in self.paths:
-            module = modules[path]
-            for name in _ROW_ARRAYS:
-                if module.get(name) is not None:
-                    module[name] = module[name][self.vocabulary.start : self.vocabulary.stop]
-            if _is_embedding(module):
-                _sum_lookups(module, self.vocabulary, collectives)
+            _keep_rows(modules[path], self.vocabulary)
+            if _is_embedding(modules[path]):
+                _sum_lookups(modules[path], self.vocabulary, collectives)
 
 
 def split_head(
@@ -105,24 +102,28 @@ def split_head(
         if wanted == "auto" and _bytes(head) < HEAD_BYTES_MIN:
             continue
         others = embeddings if wanted == "all" and path in heads else []
-        found = HeadSplit(vocabulary, [path, *others])
-        if _divides_logits(model, found, collectives):
+        if _divides_logits(model, head, vocabulary):
+            found = HeadSplit(vocabulary, [path, *others])
+            found.divide(model, collectives)
             return found
     return None
 
 
-def _divides_logits(model: nn.Module, split: HeadSplit, collectives: Collectives) -> bool:
-    """Divide a model; undo it and return False if its logits are not divided by that."""
-    modules = dict(model.named_modules())
-    before = [(modules[path], type(modules[path]), dict(modules[path])) for path in split.paths]
-    split.divide(model, collectives)
-    vocabulary = split.vocabulary
-    if read_shape(model).vocab_size == vocabulary.stop - vocabulary.start:
-        return True
-    for module, original, arrays in before:
-        module.__class__ = original
-        module.update(arrays)
-    return False
+def _divides_logits(model: nn.Module, head: nn.Module, vocabulary: Vocabulary) -> bool:
+    """Tell whether a model computes the logits of some tokens if a matrix has only their rows."""
+    before = dict(head)
+    _keep_rows(head, vocabulary)
+    try:
+        return read_shape(model).vocab_size == vocabulary.stop - vocabulary.start
+    finally:
+        head.update(before)
+
+
+def _keep_rows(matrix: nn.Module, vocabulary: Vocabulary) -> None:
+    """Keep the rows of this rank's tokens."""
+    for name in _ROW_ARRAYS:
+        if matrix.get(name) is not None:
+            matrix[name] = matrix[name][vocabulary.start : vocabulary.stop]
 
 
 def _matrices(model: nn.Module, size: int) -> tuple[list[str], list[str]]:
