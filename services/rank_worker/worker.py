@@ -30,7 +30,6 @@ from services.rank_worker.peers import collectives, failure, watchdog
 from services.rank_worker.peers.collectives import Collectives
 from services.rank_worker.peers.watchdog import Watchdog, hard_deadline
 from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
-from services.rank_worker.sampling.vocabulary import Vocabulary
 from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.speculation.load import check_drafter, open_drafter
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
@@ -110,7 +109,7 @@ class Worker:
             "check the links with `lockstep doctor`",
         )
         with sums_deadline, proof.withheld(), failure.name_model_code_line():
-            canary.check_sums(loaded.model)
+            canary.check_sums(loaded.model, loaded.vocabulary)
         with self._load_deadline(), proof.withheld(), failure.name_model_code_line():
             executor = self._build_executor(world, loaded, tier, drafter, grammars)
             self._report("warming", 1.0)
@@ -127,8 +126,7 @@ class Worker:
         link.send(ready)
         fingerprint = ready.model_fingerprint
         _log.info("rank_ready", rank=order.rank, fingerprint=fingerprint, kv_bytes=budget)
-        on_first_step = proof.recorder(canary.findings)
-        self._run_steps(executor, tier, loaded.vocabulary, on_first_step)
+        self._run_steps(executor, tier, proof.recorder(canary.findings))
 
     def _start_tier(self) -> StoredTier:
         settings = TierSettings(
@@ -239,14 +237,7 @@ class Worker:
         config, order = self.config, self.order
         share = config.rank_worker.memory_share
         memory_bytes = rank_memory_bytes(self.device, self.ranks_on_host, share)
-        split = Split(
-            order.sharding,
-            order.rank,
-            order.world_size,
-            order.memory_bytes,
-            order.expert_shares,
-            order.vocabulary,
-        )
+        split = Split.of(order)
         opened = open_model(config.model, source, split, world, self._report)
         drafter = open_drafter(
             config,
@@ -384,11 +375,7 @@ class Worker:
         )
 
     def _run_steps(
-        self,
-        executor: Executor,
-        tier: StoredTier,
-        vocabulary: Vocabulary | None,
-        on_first_step: Callable[[], None] | None,
+        self, executor: Executor, tier: StoredTier, on_first_step: Callable[[], None] | None
     ) -> NoReturn:
         # All objects so far live as long as the process; later garbage collections skip them.
         gc.collect()
@@ -396,7 +383,7 @@ class Worker:
         step_watchdog = Watchdog(self.clock)
         step_watchdog.start()
         measurements = StepMeasurements(
-            self.order.epoch, self.order.rank, self.expert_counter, vocabulary
+            self.order.epoch, self.order.rank, self.expert_counter, executor.vocabulary
         )
         self.link.take_measurements = measurements.take
         StepLoop(

@@ -41,7 +41,7 @@ from services.rank_worker.sampling.drafts import StepDrafts
 from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
 from services.rank_worker.sampling.grammar.masks import StepMasks
 from services.rank_worker.sampling.sampler import Sampler, id_synchronizer
-from services.rank_worker.sampling.vocabulary import Vocabulary
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter, open_proposer
 from shared.errors import InvariantBroken
 from shared.messages import StepPlan, TokenLogprobs
@@ -77,7 +77,7 @@ class Executor:
         traits: UnshardedTraits | None = None,
         grammars: GrammarCompiler | None = None,
         expert_counter: ExpertCounter | None = None,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: VocabularyPart | None = None,
     ) -> None:
         """Read the model's shape; nothing is computed and no collective runs.
 
@@ -106,23 +106,20 @@ class Executor:
         self.store = open_store(model, shape, kv_bits, traits.row_kind if traits else None)
         self._launcher = SplitLauncher(self.store, in_parts=profile.has_queue)
         self.blocks, self._batch = BlockExecutor(self.store, take_restored), SequenceBatch()
-        vocabulary = vocabulary or Vocabulary(shape.vocab_size)
-        self.vocab_size = vocabulary.size
+        self.vocabulary = vocabulary or VocabularyPart(shape.vocab_size)
         synchronize = id_synchronizer(rank, world_size, synchronization, sum_ids)
-        self._sampler = Sampler(vocabulary, synchronize)
+        self._sampler = Sampler(self.vocabulary, synchronize)
         self._sampling = StepSampling(self._batch, self.store, self._sampler)
         forward = Forward(model, expert_counter, can_select=traits.can_select if traits else None)
-        self._expert_counter = expert_counter
         self.proposer = open_proposer(drafter, forward, self.store, self._sampler, synchronize)
         state = (self.store, self.blocks, self._batch, self.proposer, self._sampler)
-        self._changes = BatchChanges(*state, grammars, vocabulary.size)
+        self._changes = BatchChanges(*state, grammars, self.vocab_size)
         parts = (self.store, forward, self._batch, self.proposer)
         self._prefill = PrefillExecutor(*parts, profile)
-        self._decode = DecodeExecutor(*parts, vocabulary.size, forward_cost_tokens)
-        draft_model = drafter.model if drafter is not None else None
-        self._profiler = StepProfiler(model, draft_model, self.store, rank, sum_ids)
-        self._receipt, self._receipt_logits = ReceiptChain(), receipt_logits
-        self._freed_buffers = FreedBuffers(profile.freed_bytes_max)
+        self._decode = DecodeExecutor(*parts, self.vocab_size, forward_cost_tokens)
+        self._profiler = StepProfiler(model, drafter, self.store, rank, sum_ids)
+        self._receipt, self._expert_counter = ReceiptChain(), expert_counter
+        self._receipt_logits, self._freed = receipt_logits, FreedBuffers(profile.freed_bytes_max)
 
     def waits_for_earlier_steps(self, plan: StepPlan) -> bool:
         """Tell whether `launch` of this plan waits until the device has finished all earlier steps.
@@ -135,6 +132,11 @@ class Executor:
             or self.store.resize_waits_for_device(plan.row_count, plan.row_tokens)
             or self._prefill.waits_for_earlier_steps(plan.prefill_chunks, plan.row_tokens)
         )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, V."""
+        return self.vocabulary.size
 
     @property
     def kv_bytes_per_row(self) -> int:
@@ -339,6 +341,6 @@ class Executor:
         )
         if self._expert_counter is not None and launched.expert_counts:
             self._expert_counter.read(launched.expert_counts[0])
-        self._freed_buffers.step_finished(launched.plan)
+        self._freed.step_finished(launched.plan)
         failures = masks.failures if masks is not None else []
         return StepResult(tokens, logprobs, digest, read_spills(launched.spills), failures)

@@ -5,7 +5,7 @@ from collections import deque
 import mlx.core as mx
 
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.sampling.vocabulary import Vocabulary
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared import limits
 from shared.messages import HeadExchanges, LayerAssignments, StepsMeasured
 from shared.messages.telemetry.step_profile import StepProfile
@@ -27,7 +27,7 @@ class StepMeasurements:
         epoch: int,
         rank: int,
         expert_counter: ExpertCounter | None = None,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: VocabularyPart | None = None,
     ) -> None:
         """Begin without steps.
 
@@ -91,7 +91,7 @@ class StepMeasurements:
         )
 
     def _take_head(self) -> HeadExchanges:
-        """Return what was counted since the last report."""
+        """Return the counts since the last report."""
         before, self._reported_head = self._reported_head, self._head_counts()
         new = [now - then for now, then in zip(self._reported_head, before, strict=True)]
         return HeadExchanges(candidate_steps=new[0], gathered_steps=new[1], sent_bytes=new[2])

@@ -1,8 +1,8 @@
 """Drawing of one token per row, from the whole vocabulary or from parts on several ranks.
 
 Each rank finds the tokens of its part that could be drawn, its candidates. One exchange gives all
-candidates to all ranks, and every rank draws from these what one rank draws from all logits: of
-equal values the lowest token id wins.
+candidates to all ranks. Each rank draws from these, and gets the token that one rank draws from all
+logits: of equal values the lowest token id wins.
 
 - A greedy row, and a random one without top_k and top_p, has one candidate on each rank: the token
   with the highest logit, or with the highest score. min_p compares each token with the likeliest
@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from services.rank_worker.sampling.gumbel_max import draw_truncated, likely_enough, score
 from services.rank_worker.sampling.row_settings import CANDIDATES, RowSelection, RowSettings
-from services.rank_worker.sampling.vocabulary import Vocabulary
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def draw_tokens(
     raw: mx.array,
     rows: Sequence[RowSettings],
     positions: Sequence[int],
-    vocabulary: Vocabulary,
+    vocabulary: VocabularyPart,
     others: Sequence[mx.array] = (),
 ) -> Draws:
     """Draw one token per row. Runs one exchange, or two if a row is random.
@@ -107,7 +107,7 @@ def _score(
     raw: mx.array,
     rows: Sequence[RowSettings],
     positions: Sequence[int],
-    vocabulary: Vocabulary,
+    vocabulary: VocabularyPart,
 ) -> _Candidates:
     """Return all tokens of this part, [R, P]; the scores of greedy rows are their logits."""
     ids = mx.arange(vocabulary.start, vocabulary.stop, dtype=mx.int32)
@@ -138,7 +138,7 @@ def _without_unlikely(part: _Candidates, rows: Sequence[RowSettings]) -> mx.arra
     return limited.put(part.scores, mx.where(is_kept, scores, -mx.inf))
 
 
-def _likeliest(part: _Candidates, vocabulary: Vocabulary) -> _Candidates:
+def _likeliest(part: _Candidates, vocabulary: VocabularyPart) -> _Candidates:
     """Return the likeliest tokens of a part: CANDIDATES, or V in a smaller vocabulary.
 
     A smaller part is filled up with impossible tokens.
@@ -156,7 +156,7 @@ def _likeliest(part: _Candidates, vocabulary: Vocabulary) -> _Candidates:
 
 
 def _exchange(
-    found: Sequence[_Candidates], others: Sequence[mx.array], vocabulary: Vocabulary
+    found: Sequence[_Candidates], others: Sequence[mx.array], vocabulary: VocabularyPart
 ) -> tuple[list[_Candidates], list[mx.array]]:
     """Exchange candidates and other arrays with all ranks, in one exchange.
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from services.rank_worker.sampling import keys
 from services.rank_worker.sampling.row_settings import RowSettings
-from services.rank_worker.sampling.vocabulary import Vocabulary
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 
 
 def score(
@@ -21,7 +21,7 @@ def score(
     highest: mx.array,
     rows: Sequence[RowSettings],
     positions: Sequence[int],
-    vocabulary: Vocabulary,
+    vocabulary: VocabularyPart,
 ) -> tuple[mx.array, mx.array]:
     """Score the tokens of each row: the one with the highest score is drawn.
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from services.rank_worker.sampling.row_settings import RowSelection, RowSettings
-from services.rank_worker.sampling.vocabulary import Vocabulary
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared.messages import TokenLogprobs
 
 
@@ -65,7 +65,7 @@ class PendingLogprobs:
 
 
 def logprobs_of_part(
-    logits: mx.array, settings: Sequence[RowSettings], vocabulary: Vocabulary
+    logits: mx.array, settings: Sequence[RowSettings], vocabulary: VocabularyPart
 ) -> list[mx.array]:
     """Return what the ranks exchange of their parts for log probabilities.
 

@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 
 from services.rank_worker.sampling.row_settings import RowSettings
-from services.rank_worker.sampling.vocabulary import Vocabulary
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-def add_bias(logits: mx.array, rows: Sequence[RowSettings], vocabulary: Vocabulary) -> mx.array:
+def add_bias(logits: mx.array, rows: Sequence[RowSettings], vocabulary: VocabularyPart) -> mx.array:
     """Return logits, float32 [R, P], with the bias of each row added.
 
     Args:

@@ -32,7 +32,7 @@ class RowSettings:
         """Whether the token is drawn at random; otherwise it is the one with the highest logit."""
         has_top_k = self.is_random and 0 < sampling.top_k < vocab_size
         self.has_few_candidates = has_top_k and sampling.top_k <= CANDIDATES
-        """Whether top_k leaves so few tokens that the likeliest CANDIDATES decide."""
+        """Whether the draw is among the likeliest CANDIDATES tokens, because of top_k."""
         self.needs_whole_row = (
             self.is_random and not self.has_few_candidates and (has_top_k or sampling.top_p < 1.0)
         )

@@ -20,7 +20,7 @@ from services.rank_worker.sampling.logprobs import (
 )
 from services.rank_worker.sampling.penalties import TokenCounts, UncountedTokens, add_bias, penalize
 from services.rank_worker.sampling.row_settings import RowSelection, RowSettings
-from services.rank_worker.sampling.vocabulary import Vocabulary
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared.errors import InvariantBroken
 from shared.messages import Sampling
 
@@ -48,7 +48,7 @@ class SampledTokens:
 class Sampler:
     """Samples tokens. Keeps the settings of each sequence and, for penalties, its token counts."""
 
-    def __init__(self, vocabulary: Vocabulary, synchronize: SynchronizeIds) -> None:
+    def __init__(self, vocabulary: VocabularyPart, synchronize: SynchronizeIds) -> None:
         """Create a sampler without sequences.
 
         Args:
@@ -118,7 +118,6 @@ class Sampler:
             top = logits.max(axis=-1).astype(mx.float32)
             return SampledTokens(self._synchronize(tokens), top, None)
         raw = logits.astype(mx.float32)
-        with_drafts = drafts.counts if drafts is not None else {}
         uncounted = None
         if drafts is not None and any(row.is_penalized for row in rows):
             uncounted = _preceding_drafts(sequence_ids, drafts)
@@ -131,15 +130,7 @@ class Sampler:
         if vocabulary.is_whole or any(row.has_few_candidates for row in rows):
             tokens = self._synchronize(tokens)
         # Otherwise every rank has compared the same numbers, which no device does differently.
-        counted = RowSelection.where(
-            [
-                row.is_penalized and sequence_id not in with_drafts
-                for row, sequence_id in zip(rows, sequence_ids, strict=True)
-            ]
-        )
-        if len(counted):
-            ids = [sequence_ids[index] for index in counted.indices]
-            self._counts.add(ids, counted.take(tokens))
+        self._count_new(tokens, rows, sequence_ids, drafts)
         top_logits, *logprobs = drawn.others
         return SampledTokens(
             tokens, top_logits.max(axis=0), pending_logprobs(drawn.raw, logprobs, rows)
@@ -205,7 +196,7 @@ class Sampler:
 
     def _fit_part(
         self, logits: mx.array, rows: Sequence[RowSettings]
-    ) -> tuple[mx.array, Vocabulary]:
+    ) -> tuple[mx.array, VocabularyPart]:
         """Gather all logits if a row needs them.
 
         Only settings decide, which all ranks have: what ranks compute may not choose their
@@ -218,6 +209,25 @@ class Sampler:
             return logits, self.vocabulary
         return self.vocabulary.gather(logits), self.vocabulary.whole()
 
+    def _count_new(
+        self,
+        tokens: mx.array,
+        rows: Sequence[RowSettings],
+        sequence_ids: Sequence[int],
+        drafts: StepDrafts | None,
+    ) -> None:
+        """Count the new tokens, int32 [R], of penalized sequences without drafts."""
+        with_drafts = drafts.counts if drafts is not None else {}
+        counted = RowSelection.where(
+            [
+                row.is_penalized and sequence_id not in with_drafts
+                for row, sequence_id in zip(rows, sequence_ids, strict=True)
+            ]
+        )
+        if len(counted):
+            ids = [sequence_ids[index] for index in counted.indices]
+            self._counts.add(ids, counted.take(tokens))
+
     def _adjust(
         self,
         logits: mx.array,
@@ -225,7 +235,7 @@ class Sampler:
         sequence_ids: Sequence[int],
         uncounted: UncountedTokens | None,
         exclusions: mx.array | None,
-        vocabulary: Vocabulary,
+        vocabulary: VocabularyPart,
     ) -> mx.array:
         """Return logits, float32 [R, P], with bias, penalties and masks.
 

@@ -1,7 +1,7 @@
 """The vocabulary, divided between ranks. Owns the part of this rank; computes no logits.
 
-Each rank computes the logits of consecutive token ids. What it exchanges with the other ranks is
-part of the graph, and has the same shape on every rank.
+Each rank computes the logits of consecutive token ids. Exchanges with the other ranks are part of
+the graph, and have the same shape on every rank.
 
 Shapes: R rows of logits, V token ids in the vocabulary, P of them in this rank's part, N ranks.
 """
@@ -20,8 +20,8 @@ GatherArrays = Callable[[mx.array], mx.array]
 """Puts the arrays of all ranks, [n] of one dtype each, behind one another in rank order, [N n]."""
 
 
-class Vocabulary:
-    """All token ids, and those whose logits this rank computes."""
+class VocabularyPart:
+    """The token ids whose logits this rank computes, out of all."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Vocabulary:
         """Whether this rank computes the logits of all tokens."""
         return self.parts == 1
 
-    def whole(self) -> "Vocabulary":
+    def whole(self) -> "VocabularyPart":
         """Return the same vocabulary, undivided: for logits that all ranks have."""
-        return self if self.is_whole else Vocabulary(self.size)
+        return self if self.is_whole else VocabularyPart(self.size)
 
     def own(self, columns: mx.array) -> mx.array:
         """Return this rank's columns, [..., P], of an array [..., V]."""

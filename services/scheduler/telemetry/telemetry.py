@@ -31,7 +31,7 @@ from shared.messages import (
 from shared.messages.rank_link import Sharding
 
 HEAD_COUNTERS = HeadExchanges.__struct_fields__
-"""What is counted of the exchanges of a divided head."""
+"""Names of the counts of a divided head."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from shared.messages.rank_link import Sharding, VocabularySplit
+from shared.messages.rank_link import JoinWorld, Sharding, VocabularySplit
 
 EQUAL_SHARES_RATIO = 0.9
 """Ranks get equal shares if the smallest memory is at least this part of the largest. The free
@@ -25,6 +25,18 @@ class Split:
     """Relative number of routed experts of each rank; empty: in proportion to memory."""
     vocabulary: VocabularySplit = "off"
     """Which matrices are divided by token ids; "off" in a pipeline."""
+
+    @classmethod
+    def of(cls, order: JoinWorld) -> "Split":
+        """Return the split that the scheduler orders a rank to load."""
+        return cls(
+            order.sharding,
+            order.rank,
+            order.world_size,
+            order.memory_bytes,
+            order.expert_shares,
+            order.vocabulary,
+        )
 
     def expert_weights(self) -> Sequence[int]:
         """Return the relative number of routed experts of each rank."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.rank_worker.sampling.drafts import StepDrafts
 from services.rank_worker.sampling.row_settings import RowSettings
 from services.rank_worker.sampling.sampler import Sampler
-from services.rank_worker.sampling.vocabulary import Vocabulary, part_size
+from services.rank_worker.sampling.vocabulary import VocabularyPart, part_size
 from shared.messages import Sampling, TokenLogprobs
 from tests.mlx.sharding.in_process_exchanges import InProcessExchanges
 from tests.support.effort import cases
@@ -27,9 +27,9 @@ class _World:
     def __init__(self, vocab_size: int, ranks: int, samplings: list[Sampling]) -> None:
         self._exchanges = InProcessExchanges()
         self.vocabularies = [
-            Vocabulary(vocab_size, rank, ranks, self._exchanges.gather) for rank in range(ranks)
+            VocabularyPart(vocab_size, rank, ranks, self._exchanges.gather) for rank in range(ranks)
         ]
-        self.whole = Sampler(Vocabulary(vocab_size), lambda ids: ids)
+        self.whole = Sampler(VocabularyPart(vocab_size), lambda ids: ids)
         self.parts = [Sampler(one, lambda ids: ids) for one in self.vocabularies]
         for sampler in (self.whole, *self.parts):
             for number, sampling in enumerate(samplings):
@@ -194,7 +194,7 @@ def test_logit_that_is_not_a_number_reaches_every_rank() -> None:
         logits[0, 150] = np.nan
         ranks = []
         for rank in range(2):
-            vocabulary = Vocabulary(200, rank, 2, exchanges.gather)
+            vocabulary = VocabularyPart(200, rank, 2, exchanges.gather)
             sampler = Sampler(vocabulary, lambda ids: ids)
             sampler.admit(0, sampling, np.zeros(1, np.int32), np.zeros(0, np.int32))
             own = vocabulary.own(mx.array(logits))
@@ -240,7 +240,7 @@ def test_random_settings_and_logits_with_ties_give_the_same_tokens(
 def test_parts_cover_the_vocabulary_and_begin_at_multiples_where_possible() -> None:
     """Every token has exactly one rank, and no rank is without tokens."""
     for size, ranks in itertools.product((7, 10, 211, 4_096, 151_936, 262_208), (2, 3, 4)):
-        parts = [Vocabulary(size, rank, ranks, lambda array: array) for rank in range(ranks)]
+        parts = [VocabularyPart(size, rank, ranks, lambda array: array) for rank in range(ranks)]
         covered = [token for one in parts for token in (one.start, one.stop)]
         assert covered[0] == 0
         assert covered[-1] == size

@@ -11,7 +11,7 @@ from services.rank_worker.sampling.gumbel_max import gumbel_noise, truncate
 from services.rank_worker.sampling.keys import draw_key, initial_state
 from services.rank_worker.sampling.row_settings import RowSettings
 from services.rank_worker.sampling.sampler import Sampler
-from services.rank_worker.sampling.vocabulary import Vocabulary
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared.messages import Sampling
 
 VOCAB = 97
@@ -28,7 +28,7 @@ def _sampler(
     completions: Sequence[Sequence[int]] = (),
     vocab_size: int = VOCAB,
 ) -> Sampler:
-    sampler = Sampler(Vocabulary(vocab_size), lambda ids: ids)
+    sampler = Sampler(VocabularyPart(vocab_size), lambda ids: ids)
     for index, sampling in enumerate(settings):
         sampler.admit(
             index,

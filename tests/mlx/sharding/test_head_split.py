@@ -160,7 +160,7 @@ def test_auto_divides_a_large_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_rank_and_a_head_of_unknown_form_stay_whole() -> None:
-    """A model whose logits do not follow from its linear layer is left as it was."""
+    """A model whose logits do not follow from its linear layer stays whole."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:

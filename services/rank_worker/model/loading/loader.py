@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.model.download import download
@@ -27,7 +28,7 @@ from services.rank_worker.model.sharding.apply import apply_split, describe_shar
 from services.rank_worker.model.sharding.head_split import HeadSplit, split_head
 from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_traits
 from services.rank_worker.peers.collectives import Collectives
-from services.rank_worker.sampling.vocabulary import Vocabulary
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log
@@ -65,13 +66,13 @@ class LoadedModel:
     """The division of the head; None: this rank has all of it."""
 
     @property
-    def vocabulary(self) -> Vocabulary | None:
+    def vocabulary(self) -> VocabularyPart | None:
         """The part of the vocabulary whose logits this rank computes; None: all."""
         return self.head.vocabulary if self.head is not None else None
 
     @property
     def vocabulary_division(self) -> str:
-        """What is divided between how many ranks, in words; equal on all ranks."""
+        """How the vocabulary is divided, in words; equal on all ranks."""
         return self.head.division if self.head is not None else "none"
 
 
@@ -165,17 +166,10 @@ def open_model(
     head = split_head(model, split.vocabulary, collectives)
     if dtype is not None:
         cast_parameters(model, dtype)
-    fingerprint = model_fingerprint(
-        source.config,
-        source.files,
-        dtype=str(dtype or "checkpoint"),
-        world_size=split.world_size,
-        sharding=sharding,
-    )
     weights = plan_weights(model, find_origins(make_shard, source.files))
     return OpenedModel(
         model,
-        fingerprint,
+        _fingerprint(source, dtype, split.world_size, sharding),
         source.context_tokens_max,
         memory_needs(model, weights.nbytes),
         weights,
@@ -184,6 +178,19 @@ def open_model(
         source.folder,
         describe_share(model, sharding, split, head),
         head,
+    )
+
+
+def _fingerprint(
+    source: ModelSource, dtype: mx.Dtype | None, world_size: int, sharding: str
+) -> str:
+    """Return the digest of a model, its dtype (None: that of its files) and its split."""
+    return model_fingerprint(
+        source.config,
+        source.files,
+        dtype=str(dtype or "checkpoint"),
+        world_size=world_size,
+        sharding=sharding,
     )
 
 

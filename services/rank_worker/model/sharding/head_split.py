@@ -17,7 +17,7 @@ from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.model.sharding.mlp_split import is_linear
 from services.rank_worker.model.sharding.module_paths import OTHER_MODEL, is_in_layer
 from services.rank_worker.peers.collectives import Collectives
-from services.rank_worker.sampling.vocabulary import Vocabulary, part_size
+from services.rank_worker.sampling.vocabulary import VocabularyPart, part_size
 from shared.log import Log
 from shared.messages.rank_link import VocabularySplit
 
@@ -34,7 +34,7 @@ _ROW_ARRAYS = ("weight", "scales", "biases", "bias")
 class HeadSplit:
     """Which matrices of a model are divided by token ids, and how."""
 
-    def __init__(self, vocabulary: Vocabulary, paths: list[str]) -> None:
+    def __init__(self, vocabulary: VocabularyPart, paths: list[str]) -> None:
         """Note the division of a model whose matrices are divided by `divide`.
 
         Args:
@@ -46,7 +46,7 @@ class HeadSplit:
 
     @property
     def division(self) -> str:
-        """What is divided between how many ranks, in words; equal on all ranks."""
+        """Parts and their matrices, in words; equal on all ranks."""
         one = self.vocabulary
         return f"{one.parts} x {one.part_size} tokens: {', '.join(self.paths)}"
 
@@ -95,7 +95,7 @@ def split_head(
     if not part_size(size, collectives.world_size):
         return None
     ranks = collectives.rank, collectives.world_size
-    vocabulary = Vocabulary(size, *ranks, collectives.gather_arrays)
+    vocabulary = VocabularyPart(size, *ranks, collectives.gather_arrays)
     heads, embeddings = _matrices(model, size)
     for path in heads + embeddings:
         head = dict(model.named_modules())[path]
@@ -109,7 +109,7 @@ def split_head(
     return None
 
 
-def _divides_logits(model: nn.Module, head: nn.Module, vocabulary: Vocabulary) -> bool:
+def _divides_logits(model: nn.Module, head: nn.Module, vocabulary: VocabularyPart) -> bool:
     """Tell whether a model computes the logits of some tokens if a matrix has only their rows."""
     before = dict(head)
     _keep_rows(head, vocabulary)
@@ -119,7 +119,7 @@ def _divides_logits(model: nn.Module, head: nn.Module, vocabulary: Vocabulary) -
         head.update(before)
 
 
-def _keep_rows(matrix: nn.Module, vocabulary: Vocabulary) -> None:
+def _keep_rows(matrix: nn.Module, vocabulary: VocabularyPart) -> None:
     """Keep the rows of this rank's tokens."""
     for name in _ROW_ARRAYS:
         if matrix.get(name) is not None:
@@ -158,7 +158,9 @@ def _bytes(module: nn.Module) -> int:
     return sum(one.nbytes for one in arrays if one is not None)
 
 
-def _sum_lookups(embedding: nn.Module, vocabulary: Vocabulary, collectives: Collectives) -> None:
+def _sum_lookups(
+    embedding: nn.Module, vocabulary: VocabularyPart, collectives: Collectives
+) -> None:
     """Make an embedding with this rank's rows return those of all ranks' tokens."""
     original = type(embedding)
     start, count = vocabulary.start, vocabulary.stop - vocabulary.start
