@@ -10,6 +10,10 @@ EQUAL_SHARES_RATIO = 0.9
 """Ranks get equal shares if the smallest memory is at least this part of the largest. The free
 memory of a host varies between starts, and another split would make all stored blocks useless."""
 
+HEAD_BYTES_MIN = 64 << 20
+"""Size in memory from which `world.split_vocabulary = "auto"` divides a head. Reading a small one
+takes about as long as the exchanges that a divided one needs."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:

@@ -153,19 +153,19 @@ def open_model(
     def make_shard(read_file: ReadFile) -> nn.Module:
         shard = build_model(source, settings, read_file)
         apply_split(shard, source.config, split, collectives)
-        if head is not None:
-            head.divide(shard, collectives)
         if dtype is not None:
             cast_parameters(shard, dtype)
+        if head is not None:
+            head.divide(shard, collectives)
         return shard
 
     model = build_model(source, settings)
     # With any other sharding every rank has all layers, and reads the same traits from them.
     traits = read_traits(model) if split.sharding == "pipeline" else None
     sharding = apply_split(model, source.config, split, collectives)
-    head = split_head(model, split.vocabulary, collectives)
     if dtype is not None:
         cast_parameters(model, dtype)
+    head = split_head(model, split.vocabulary, collectives)
     weights = plan_weights(model, find_origins(make_shard, source.files))
     return OpenedModel(
         model,

@@ -20,12 +20,9 @@ from services.rank_worker.peers.collectives import Collectives
 from services.rank_worker.sampling.vocabulary import VocabularyPart, part_size
 from shared.log import Log
 from shared.messages.rank_link import VocabularySplit
+from shared.model.sharding.shares import HEAD_BYTES_MIN
 
 _log = Log("rank_worker.loading")
-
-HEAD_BYTES_MIN = 64 << 20
-"""Size of a head from which "auto" divides it. Reading a smaller one takes about as long as the
-exchanges that a divided one needs."""
 
 _ROW_ARRAYS = ("weight", "scales", "biases", "bias")
 """Arrays of a matrix with one row, or number, per token."""
