@@ -8,6 +8,7 @@ from shared.messages import Grammar, RequestFinished, Sampling
 from shared.model.location import demo_folder
 from tests.multirank.worlds.cluster import Client, cluster
 from tests.multirank.worlds.saved_model import save_model
+from tests.support.waiting import wait_until
 
 END = 2041
 WORDS = Grammar(text=r"start: /[a-z]{2,9}(, [a-z]{2,9}){4,9}/", end_ids=[END])
@@ -16,6 +17,7 @@ SAMPLINGS = {
     "random": Sampling(seed=2, temperature=0.9),
     "top_k": Sampling(seed=3, temperature=1.0, top_k=20),
     "top_k and top_p": Sampling(seed=4, temperature=1.1, top_k=40, top_p=0.9, min_p=0.01),
+    # The next two need all logits.
     "many top_k": Sampling(seed=5, temperature=0.9, top_k=100),
     "top_p": Sampling(seed=6, temperature=0.8, top_p=0.9),
     "min_p": Sampling(seed=7, temperature=1.2, min_p=0.05),
@@ -30,8 +32,6 @@ SAMPLINGS = {
     "log probabilities": Sampling(seed=10, temperature=0.9, top_logprobs=20),
     "greedy log probabilities": Sampling(seed=11, temperature=0.0, top_logprobs=0),
 }
-WHOLE = ["many top_k", "top_p"]
-"""Settings that candidates of the ranks do not decide."""
 UNEVEN = 212
 """A vocabulary that 4 ranks divide into 64, 64, 64 and 20 tokens."""
 
@@ -91,6 +91,8 @@ def test_demo_model_with_divided_head_and_embedding_generates_tokens_of_one_rank
         assert _generate(client, 2_048, grammar=True) == demo_tokens
         status = client.query_status()
         assert all("of 2048 of model.embed_tokens" in one.share for one in status.ranks)
+        # Ranks report once a second.
+        wait_until(lambda: client.query_status().counters["head_gathered_steps_total"] > 0, 5.0)
 
 
 @pytest.mark.proof
