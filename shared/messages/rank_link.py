@@ -203,6 +203,7 @@ class StepsMeasured(Message, frozen=True, kw_only=True):
     experts: Annotated[list[LayerAssignments], Meta(max_length=limits.LAYERS_MAX)] = []
     """New assignments to this rank's experts, by layer; [] if they are not due yet."""
     head: HeadExchanges = HeadExchanges()
+    """How steps were sampled if the ranks divide the head."""
     active_bytes: Count
     """Memory that MLX's arrays use on this rank, after the last step."""
     peak_bytes: Count
