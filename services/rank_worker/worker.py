@@ -110,7 +110,7 @@ class Worker:
             "check the links with `lockstep doctor`",
         )
         with sums_deadline, proof.withheld(), failure.name_model_code_line():
-            canary.check_sums(loaded.model)
+            canary.check_sums(loaded.model, loaded.vocabulary)
         with self._load_deadline(), proof.withheld(), failure.name_model_code_line():
             executor = self._build_executor(world, loaded, tier, drafter, grammars)
             self._report("warming", 1.0)
@@ -238,9 +238,7 @@ class Worker:
         config, order = self.config, self.order
         share = config.rank_worker.memory_share
         memory_bytes = rank_memory_bytes(self.device, self.ranks_on_host, share)
-        split = Split(
-            order.sharding, order.rank, order.world_size, order.memory_bytes, order.expert_shares
-        )
+        split = Split.of(order)
         opened = open_model(config.model, source, split, world, self._report)
         drafter = open_drafter(
             config,
@@ -269,6 +267,7 @@ class Worker:
         facts = {
             "lockstep": code_version.build_id(),
             "model (path, dtype, files, versions of mlx and mlx-lm)": loaded.fingerprint,
+            "division of the vocabulary": loaded.vocabulary_division,
             "model.context_tokens_max": str(loaded.context_tokens_max),
             "speculation.method": self.config.speculation.method,
             "speculation.draft_model": drafter.fingerprint if drafter is not None else "none",
@@ -311,6 +310,7 @@ class Worker:
             grammars=grammars,
             expert_counter=self.expert_counter,
             fast_path=fast_path_settings(config.rank_worker, self.device.kind, world.all_agree),
+            vocabulary=loaded.vocabulary,
         )
 
     def _warm_up(self, executor: Executor, loaded: LoadedModel, canary: Canary) -> None:
@@ -374,7 +374,9 @@ class Worker:
         gc.freeze()
         step_watchdog = Watchdog(self.clock)
         step_watchdog.start()
-        measurements = StepMeasurements(self.order.epoch, self.order.rank, self.expert_counter)
+        measurements = StepMeasurements(
+            self.order.epoch, self.order.rank, self.expert_counter, executor.vocabulary
+        )
         self.link.take_measurements = measurements.take
         StepLoop(
             self.order,

@@ -66,7 +66,7 @@ class StatusReporter:
             steps=in_flight.finished_step_id,
             drafts=batch.speculation.counters.statistics(),
             durations=self.telemetry.durations.report(),
-            counters={**self.requests.counters, **_counters(world, batch)},
+            counters=self.requests.counters | self.telemetry.head | _counters(world, batch),
             gauges=_queue_gauges(self.waiting, self.requests.turns)
             | self.telemetry.experts.gauges()
             | _gauges(batch, in_flight, self.pipeline.rates, now_s),

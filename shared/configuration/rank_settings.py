@@ -22,6 +22,11 @@ class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = []
     """With `sharding = "expert"`: relative number of experts of each rank, by rank, for example
     [70, 58] as `lockstep plan --expert-stats` proposes. []: in proportion to memory."""
+    split_vocabulary: Literal["auto", "off", "head", "all"] = "auto"
+    """Divide matrices with a row per token between the ranks. "head": the one that computes logits,
+    which in some models is the token embedding too. "all": the token embedding in any case, which
+    adds a sum over ranks to each forward. "auto": the head, if it has at least 64 MiB. "off": none.
+    A pipeline divides none."""
     enable_pipeline: bool = False
     """Allow `sharding = "pipeline"`. Its ranks compute one after another, which saves memory but no
     time."""

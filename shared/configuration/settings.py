@@ -371,6 +371,11 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return "tensor" if self.world.sharding == "auto" else self.world.sharding
 
     @property
+    def vocabulary_split(self) -> Literal["auto", "off", "head", "all"]:
+        """What the ranks divide by token ids; "off" where the split leaves every rank the head."""
+        return self.world.split_vocabulary if self.sharding in ("tensor", "expert") else "off"
+
+    @property
     def served_name(self) -> str:
         """Name of the model in the API: model.served_name, or derived from model.path."""
         if self.model.served_name:

@@ -38,6 +38,7 @@ from shared.messages.gateway_link import TokensGenerated as TokensGenerated
 from shared.messages.rank_link import BlocksRestored as BlocksRestored
 from shared.messages.rank_link import BlocksSpilled as BlocksSpilled
 from shared.messages.rank_link import GrammarCompiled as GrammarCompiled
+from shared.messages.rank_link import HeadExchanges as HeadExchanges
 from shared.messages.rank_link import Heartbeat as Heartbeat
 from shared.messages.rank_link import JoinWorld as JoinWorld
 from shared.messages.rank_link import LeaveWorld as LeaveWorld

@@ -22,6 +22,7 @@ from shared.messages.telemetry.step_times import STEP_BYTES
 
 Backend = Literal["off", "ring", "nccl", "jaccl"]
 Sharding = Literal["none", "tensor", "expert", "pipeline"]
+VocabularySplit = Literal["auto", "off", "head", "all"]
 
 
 class RankHello(Message, frozen=True, kw_only=True):
@@ -59,6 +60,9 @@ class JoinWorld(Message, frozen=True, kw_only=True):
     it. []: equal shares."""
     expert_shares: Annotated[list[ExpertTotal], Meta(max_length=limits.RANKS_MAX)] = []
     """Relative number of experts of each rank; []: derived from memory."""
+    vocabulary: VocabularySplit = "off"
+    """Which matrices with a row per token are divided by token ids: none, the head, or the head and
+    the embedding. `auto`: the head, if it is large."""
     experts_every_steps: Count = 0
     """Steps after which a rank reads its counts of assignments to experts; 0: it counts none."""
     canary: bool = True
@@ -171,6 +175,17 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     step_finished: Count
 
 
+class HeadExchanges(MessagePart, frozen=True, kw_only=True):
+    """How a rank has sampled from a divided head since its last report; 0 where it is whole."""
+
+    candidate_steps: Count = 0
+    """Steps sampled from candidates of each rank."""
+    gathered_steps: Count = 0
+    """Steps for which the ranks gathered all logits."""
+    sent_bytes: Count = 0
+    """Bytes of logits or candidates that this rank has given to exchanges."""
+
+
 class StepsMeasured(Message, frozen=True, kw_only=True):
     """Fact: what a rank has measured in its last steps. No decision depends on it.
 
@@ -189,6 +204,8 @@ class StepsMeasured(Message, frozen=True, kw_only=True):
     """Of the steps that were measured part by part."""
     experts: Annotated[list[LayerAssignments], Meta(max_length=limits.LAYERS_MAX)] = []
     """New assignments to this rank's experts, by layer; [] if they are not due yet."""
+    head: HeadExchanges = HeadExchanges()
+    """How steps were sampled if the ranks divide the head."""
     active_bytes: Count
     """Memory that MLX's arrays use on this rank, after the last step."""
     peak_bytes: Count

@@ -25,7 +25,8 @@ def token_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         logits[:, token] += addend
     scaled = logits / sampling.temperature
     settings = [RowSettings(sampling, scaled.shape[1])] * len(scaled)
-    order, kept = (np.array(one) for one in truncate(mx.array(scaled), settings))
+    order = np.argsort(-scaled, axis=-1)
+    kept = np.array(truncate(mx.array(np.take_along_axis(scaled, order, -1)), settings))
     shares = np.zeros(scaled.shape)
     for row in range(len(scaled)):
         chosen = order[row][kept[row]]

@@ -166,6 +166,7 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
         kv_row_growth_tokens=config.scheduler.kv_row_growth_tokens,
         kv_bytes_max=config.rank_worker.kv_bytes_max,
         backend=inputs.backend,
+        vocabulary=config.world.split_vocabulary,
     )
     if asked.context_tokens > context:
         raise UsageError(

@@ -11,7 +11,7 @@ from services.commands.planning.model.kv import KVBytes, ModelKV
 from services.commands.planning.model.parts import Part, whole_and_divided
 from services.commands.planning.report import RankShare, SplitOption
 from shared.configuration.setting_rules import pipeline_obstacle
-from shared.messages.rank_link import Sharding
+from shared.messages.rank_link import Sharding, VocabularySplit
 from shared.model.sharding import shares
 from shared.model.sharding.feasibility import expert_count, sharding_obstacle
 from shared.model.sharding.shares import Split
@@ -43,6 +43,8 @@ class MemoryDemand:
     """`rank_worker.kv_bytes_max`; 0: no such limit."""
     backend: str = ""
     """Backend of the ranks' collectives; "": not decided."""
+    vocabulary: VocabularySplit = "auto"
+    """`world.split_vocabulary`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,7 +161,11 @@ def rank_parts(
     """
     usable = [place.usable_bytes for place in memory]
     held = [
-        _held(model, Split(sharding, rank, len(memory), usable), asked.kv_bits)
+        _held(
+            model,
+            Split(sharding, rank, len(memory), usable, vocabulary=asked.vocabulary),
+            asked.kv_bits,
+        )
         for rank in range(len(memory))
     ]
     # All ranks have rows of one shape, and the scheduler counts them by the rank that stores most.
@@ -175,7 +181,7 @@ def _held(model: PlannedModel, split: Split, kv_bits: int) -> tuple[int, int, KV
     """Return a rank's bytes of undivided weights and of its part of the others, and its KV."""
     if split.sharding == "pipeline":
         return _pipeline(model, split, kv_bits)
-    parts = whole_and_divided(model.checkpoint, split.sharding)
+    parts = whole_and_divided(model.checkpoint, split.sharding, split.vocabulary)
     ranks = split.world_size if split.sharding == "tensor" else 1
     own = parts["tensor"] // split.world_size + _experts(model, parts, split)
     kv = model.kv.bytes(ranks=ranks, bits=kv_bits)

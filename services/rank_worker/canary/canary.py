@@ -8,8 +8,10 @@ import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.canary import long_prompt, sums
+from services.rank_worker.canary.gathers import check_gathers
 from services.rank_worker.execution.executor import Executor
 from services.rank_worker.peers.collectives import Collectives
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared.clock import Clock
 from shared.messages import CanaryFinding, JoinWorld
 
@@ -42,17 +44,19 @@ class Canary:
         self._world = world
         self._clock = clock
 
-    def check_sums(self, model: nn.Module) -> None:
+    def check_sums(self, model: nn.Module, vocabulary: VocabularyPart | None = None) -> None:
         """Compare sums over all ranks with known results; time the sums that a decode step has.
 
         Sizes and dtypes are those that this model's steps send. Adds the findings of
-        `sums.check_sums` and `sums.time_sums`.
+        `sums.check_sums` and `sums.time_sums`, and of `gathers.check_gathers` if the head is
+        divided.
 
         Args:
             model: this rank's shard; only its shapes are read.
+            vocabulary: the part of it whose logits the model computes; None: it computes all.
 
         Raises:
-            CanaryFailed: a sum differs from its known result on this rank.
+            CanaryFailed: a sum or gather differs from its known result on this rank.
         """
         if not self.is_on:
             return
@@ -63,6 +67,8 @@ class Canary:
         )
         dtype = _DTYPES[dtype_index]
         self.findings += sums.check_sums(self._world, hidden_size, dtype, self._clock)
+        if vocabulary is not None:
+            self.findings += check_gathers(self._world, vocabulary, self._clock)
         # One more sum broadcasts the ids of rank 0.
         count += self._order.synchronization == "broadcast"
         self.findings += sums.time_sums(self._world, count, hidden_size, dtype, self._clock)

@@ -43,6 +43,7 @@ from services.rank_worker.sampling.drafts import StepDrafts
 from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
 from services.rank_worker.sampling.grammar.masks import StepMasks
 from services.rank_worker.sampling.sampler import Sampler, id_synchronizer
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter, open_proposer
 from shared.errors import InvariantBroken
 from shared.messages import StepPlan, TokenLogprobs
@@ -79,6 +80,7 @@ class Executor:
         grammars: GrammarCompiler | None = None,
         expert_counter: ExpertCounter | None = None,
         fast_path: FastPathSettings | None = None,
+        vocabulary: VocabularyPart | None = None,
     ) -> None:
         """Read the model's shape. Without a fast path nothing is computed, and no collective runs.
 
@@ -98,34 +100,28 @@ class Executor:
             grammars: compiles grammars; None: plans have none.
             expert_counter: counts assignments to experts; None: they are not counted.
             fast_path: how the fast path is opened; None: it is switched off.
+            vocabulary: the part whose logits the model computes; None: it computes all.
 
         Raises:
             ConfigError: the state cannot be batched or quantized, or the drafter does not fit.
         """
-        shape, self.store = _open_rows(model, kv_bits, traits)
+        shape, self.store, forward = _open_model(model, kv_bits, traits, expert_counter)
         self._launcher = SplitLauncher(self.store, in_parts=profile.has_queue)
         self.blocks, self._batch = BlockExecutor(self.store, take_restored), SequenceBatch()
+        self.vocabulary = vocabulary or VocabularyPart(shape.vocab_size)
         synchronize = id_synchronizer(rank, world_size, synchronization, sum_ids)
-        self._sampler = Sampler(shape.vocab_size, synchronize)
+        self._sampler = Sampler(self.vocabulary, synchronize)
         self._sampling = StepSampling(self._batch, self.store, self._sampler)
-        forward = Forward(model, expert_counter, can_select=traits.can_select if traits else None)
-        opened = open_fast_path(forward, shape, fast_path, kv_bits)
-        self.layers_state, self.store.writes_in_place = opened.state, opened.has_kernels
+        self.layers_state = open_fast_path(forward, self.store, shape, fast_path, kv_bits).state
         self.proposer = open_proposer(drafter, forward, self.store, self._sampler, synchronize)
         state = (self.store, self.blocks, self._batch, self.proposer, self._sampler)
-        self._changes = BatchChanges(*state, grammars, shape.vocab_size)
+        self._changes = BatchChanges(*state, grammars, self.vocab_size)
         parts = (self.store, forward, self._batch, self.proposer)
         self._prefill = PrefillExecutor(*parts, profile)
-        self._decode = DecodeExecutor(*parts, shape.vocab_size, forward_cost_tokens)
-        draft_model = drafter.model if drafter is not None else None
-        self._profiler = StepProfiler(model, draft_model, self.store, rank, sum_ids)
-        self._receipt, self._receipt_logits = ReceiptChain(), receipt_logits
-        self._freed_buffers, self._counter = FreedBuffers(profile.freed_bytes_max), expert_counter
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return self._sampler.vocab_size
+        self._decode = DecodeExecutor(*parts, self.vocab_size, forward_cost_tokens)
+        self._profiler = StepProfiler(model, drafter, self.store, rank, sum_ids)
+        self._receipt, self._expert_counter = ReceiptChain(), expert_counter
+        self._receipt_logits, self._freed = receipt_logits, FreedBuffers(profile.freed_bytes_max)
 
     def waits_for_earlier_steps(self, plan: StepPlan) -> bool:
         """Tell whether `launch` of this plan waits until the device has finished all earlier steps.
@@ -154,6 +150,11 @@ class Executor:
         )
 
     @property
+    def vocab_size(self) -> int:
+        """Number of token ids, V."""
+        return self.vocabulary.size
+
+    @property
     def kv_bytes_per_row(self) -> int:
         """Additional bytes per row, independent of its length, for the model and the drafter."""
         return self.store.bytes_per_row + self.proposer.bytes_per_row
@@ -168,8 +169,8 @@ class Executor:
         if left:
             raise InvariantBroken(f"sequences {left} are still in the batch")
         self._receipt = ReceiptChain()
-        if self._counter is not None:
-            self._counter.restart()
+        if self._expert_counter is not None:
+            self._expert_counter.restart()
 
     def launch(
         self, plan: StepPlan, finish_before: Callable[[], object] | None = None
@@ -242,7 +243,7 @@ class Executor:
             for slot, sequence_id in self._batch.occupied_slots()
         ]
         states = self.blocks.snapshot_state(plan, lambda one: self._batch.find_verified(one).slot)
-        counter = self._counter
+        counter = self._expert_counter
         counts, reads_counts = counter.take_new(plan.step_id) if counter else (None, False)
         return LaunchedStep(
             plan,
@@ -354,16 +355,21 @@ class Executor:
             top_logits if self._receipt_logits else None,
             masks.digest() if masks is not None else b"",
         )
-        if self._counter is not None and launched.expert_counts:
-            self._counter.read(launched.expert_counts[0])
-        self._freed_buffers.step_finished(launched.plan)
+        if self._expert_counter is not None and launched.expert_counts:
+            self._expert_counter.read(launched.expert_counts[0])
+        self._freed.step_finished(launched.plan)
         failures = masks.failures if masks is not None else []
         return StepResult(tokens, logprobs, digest, read_spills(launched.spills), failures)
 
 
-def _open_rows(
-    model: nn.Module, kv_bits: int, traits: UnshardedTraits | None
-) -> tuple[ModelShape, KVStore]:
+def _open_model(
+    model: nn.Module,
+    kv_bits: int,
+    traits: UnshardedTraits | None,
+    expert_counter: ExpertCounter | None,
+) -> tuple[ModelShape, KVStore, Forward]:
     model.eval()
     shape = read_shape(model)
-    return shape, open_store(model, shape, kv_bits, traits.row_kind if traits else None)
+    store = open_store(model, shape, kv_bits, traits.row_kind if traits else None)
+    can_select = traits.can_select if traits else None
+    return shape, store, Forward(model, expert_counter, can_select=can_select)

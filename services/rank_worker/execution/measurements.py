@@ -5,8 +5,9 @@ from collections import deque
 import mlx.core as mx
 
 from services.rank_worker.model.expert_counter import ExpertCounter
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared import limits
-from shared.messages import LayerAssignments, StepsMeasured
+from shared.messages import HeadExchanges, LayerAssignments, StepsMeasured
 from shared.messages.telemetry.step_profile import StepProfile
 from shared.messages.telemetry.step_times import StepTimes, pack
 
@@ -21,14 +22,23 @@ class StepMeasurements:
     One thread adds and another one takes.
     """
 
-    def __init__(self, epoch: int, rank: int, expert_counter: ExpertCounter | None = None) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        rank: int,
+        expert_counter: ExpertCounter | None = None,
+        vocabulary: VocabularyPart | None = None,
+    ) -> None:
         """Begin without steps.
 
         Args:
             epoch: the epoch of all steps.
             rank: this rank.
             expert_counter: counts assignments to experts; None: they are not counted.
+            vocabulary: counts how steps are sampled from a divided head; None: it is whole.
         """
+        self._vocabulary = vocabulary
+        self._reported_head = self._head_counts()
         self._experts = expert_counter
         self._reported_counts = expert_counter.counts if expert_counter is not None else None
         self._pause_s = 0.0
@@ -68,10 +78,23 @@ class StepMeasurements:
             times=pack((times for _, times in steps), origin_s),
             profiles=[self._profiles.popleft() for _ in range(len(self._profiles))],
             experts=experts,
+            head=self._take_head(),
             active_bytes=active_bytes,
             peak_bytes=peak_bytes,
             cached_bytes=cached_bytes,
         )
+
+    def _head_counts(self) -> tuple[int, int, int]:
+        known = self._vocabulary
+        return (
+            (known.candidate_steps, known.gathered_steps, known.sent_bytes) if known else (0,) * 3
+        )
+
+    def _take_head(self) -> HeadExchanges:
+        """Return the counts since the last report."""
+        before, self._reported_head = self._reported_head, self._head_counts()
+        new = [now - then for now, then in zip(self._reported_head, before, strict=True)]
+        return HeadExchanges(candidate_steps=new[0], gathered_steps=new[1], sent_bytes=new[2])
 
     def _take_experts(self) -> list[LayerAssignments]:
         """Return the assignments since the last report that had some; [] if it is too soon."""

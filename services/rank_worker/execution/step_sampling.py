@@ -38,7 +38,7 @@ class StepSampling:
 
     def __post_init__(self) -> None:
         """Start the threads that fill masks."""
-        self.mask_filler = MaskFiller(self.sampler.vocab_size)
+        self.mask_filler = MaskFiller(self.sampler.vocabulary.size)
         self.mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def sequences(self, plan: StepPlan) -> list[RunningSequence]:

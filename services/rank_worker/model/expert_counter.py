@@ -8,7 +8,6 @@ once in some steps, with the results of the step.
 import contextlib
 import functools
 import itertools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,15 +16,11 @@ import numpy as np
 from mlx import nn
 
 from services.rank_worker.model.sharding.local_experts import is_switch
+from services.rank_worker.model.sharding.module_paths import LAYER, OTHER_MODEL
 from shared.messages import JoinWorld, LayerAssignments
 from shared.messages.rank_link import Sharding
 
 Counts = np.ndarray[Any, np.dtype[np.uint64]]
-
-LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)$")
-"""Path of a decoder layer in mlx-lm's families."""
-OTHER_MODEL = re.compile(r"vision|visual|audio|mtp")
-"""Paths of models that answer no text: their layers are never called in a step."""
 
 
 class ExpertCounter:

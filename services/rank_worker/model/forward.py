@@ -149,7 +149,8 @@ class Forward:
             hidden: hidden states [rows, count, dim].
 
         Returns:
-            Logits [rows, count, vocab].
+            Logits [rows, count, vocab], as all methods return them: of this rank's part of the
+            vocabulary where the head is divided.
         """
         self._given = hidden
         try:

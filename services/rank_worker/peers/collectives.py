@@ -72,6 +72,17 @@ class Collectives:
         """
         return array if self.group is None else mx.distributed.all_sum(array, group=self.group)
 
+    def gather_arrays(self, array: mx.array) -> mx.array:
+        """Return the arrays of all ranks behind one another, as part of the graph of a step.
+
+        Args:
+            array: [n] of any dtype. Shape, dtype and place in the graph must be equal on all ranks.
+
+        Returns:
+            [N n] for N ranks, in rank order.
+        """
+        return array if self.group is None else mx.distributed.all_gather(array, group=self.group)
+
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """Return the numbers of every rank, one list per rank in rank order; waits for all ranks.
 

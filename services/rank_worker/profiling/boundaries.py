@@ -15,10 +15,10 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from services.rank_worker.model.expert_counter import LAYER, OTHER_MODEL
 from services.rank_worker.model.forward import EMBEDDING_NAMES, replaced_layers
 from services.rank_worker.model.sharding.local_experts import is_switch
 from services.rank_worker.model.sharding.mlp_split import is_linear, is_mlp
+from services.rank_worker.model.sharding.module_paths import LAYER, OTHER_MODEL
 from services.rank_worker.peers import collectives
 from services.rank_worker.profiling.part_timer import PartTimer
 from shared.messages.telemetry.step_profile import NO_LAYER, Part

@@ -11,6 +11,7 @@ from mlx import nn
 from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.profiling.boundaries import ModelParts
 from services.rank_worker.profiling.part_timer import PartTimer
+from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
 from shared.clock import Clock, SystemClock
 from shared.messages import StepPlan
 from shared.messages.telemetry.step_profile import Part, StepProfile
@@ -59,7 +60,7 @@ class StepProfiler:
     def __init__(
         self,
         model: nn.Module,
-        draft_model: nn.Module | None,
+        drafter: LoadedDrafter | None,
         store: KVStore,
         rank: int,
         sum_ids: Callable[[mx.array], mx.array] | None = None,
@@ -69,7 +70,7 @@ class StepProfiler:
 
         Args:
             model: this rank's shard.
-            draft_model: the drafter's module, whose calls are one part.
+            drafter: its calls are one part; None: the ranks propose no drafts.
             store: the rows, whose lengths say what attention reads.
             rank: this rank.
             sum_ids: sums an int32 array over all ranks; None with one rank.
@@ -78,7 +79,7 @@ class StepProfiler:
         self._sum_ids = sum_ids
         self._rank = rank
         self._model = model
-        self._draft_model = draft_model
+        self._draft_model = drafter.model if drafter is not None else None
         self._store = store
         self._clock = clock or SystemClock()
         self._parts: ModelParts | None = None

@@ -1,6 +1,7 @@
 """Log probabilities of the model's own distribution, before bias, penalties and temperature.
 
-Shapes: R rows of logits, S of them that ask for log probabilities, V token ids.
+Shapes: R rows of logits, S of them that ask for log probabilities, V token ids, P of them
+in a rank's part, N ranks.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from services.rank_worker.sampling.row_settings import RowSelection, RowSettings
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared.messages import TokenLogprobs
 
 
@@ -62,39 +64,79 @@ class PendingLogprobs:
         return results
 
 
+def logprobs_of_part(
+    logits: mx.array, settings: Sequence[RowSettings], vocabulary: VocabularyPart
+) -> list[mx.array]:
+    """Return what the ranks exchange of their parts for log probabilities.
+
+    Args:
+        logits: float32 [R, P], raw.
+        settings: of each row.
+        vocabulary: whose part the logits are.
+
+    Returns:
+        Log-sum-exp of the part, float32 [S]; ids and raw logits of its n likeliest tokens, int32
+        and float32 [S, n]. [] if no row asks for log probabilities.
+    """
+    rows = _asking(settings)
+    if not len(rows):
+        return []
+    logits = rows.take(logits)
+    total = mx.logsumexp(logits, axis=-1)
+    most = _most(rows, settings, vocabulary.size)
+    if not most:
+        none = mx.zeros((len(rows), 0))
+        return [total, none.astype(mx.int32), none]
+    missing = most - logits.shape[-1]
+    if missing > 0:
+        logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
+    columns = mx.argpartition(-logits, kth=most - 1, axis=-1)[:, :most]
+    top = mx.take_along_axis(logits, columns, axis=-1)
+    return [total, columns.astype(mx.int32) + vocabulary.start, top]
+
+
 def pending_logprobs(
-    logits: mx.array, tokens: mx.array, settings: Sequence[RowSettings]
+    chosen: mx.array, parts: Sequence[mx.array], settings: Sequence[RowSettings]
 ) -> PendingLogprobs | None:
     """Build the log probabilities of the rows that ask for them.
 
     Args:
-        logits: float32 [R, V], raw.
-        tokens: int32 [R], sampled.
+        chosen: float32 [R], raw logits of the sampled tokens.
+        parts: the results of `logprobs_of_part` on all ranks, [N, S] and [N, S, n]; [] if no row
+            asks for any.
         settings: of each row.
 
     Returns:
         Natural logarithms of the softmax of the raw logits, not computed yet; None if no row asks
         for any.
     """
-    rows = RowSelection.where([row.alternatives is not None for row in settings])
-    if not len(rows):
+    if not parts:
         return None
-    alternatives = [settings[index].alternatives or 0 for index in rows.indices]
-    logprobs = rows.take(logits)
-    logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logprobs, rows.take(tokens)[:, None], axis=-1)[:, 0]
-    most = min(max(alternatives), logits.shape[-1])
-    if most:
-        ids = mx.argpartition(-logprobs, kth=most - 1, axis=-1)[:, :most].astype(mx.int32)
-    else:
-        ids = mx.zeros((len(rows), 0), dtype=mx.int32)
+    rows = _asking(settings)
+    totals, ids, values = parts
+    total = mx.logsumexp(totals, axis=0)
+    most = ids.shape[-1]
+    ids, values = (one.transpose(1, 0, 2).flatten(1) for one in (ids, values))
+    if most and values.shape[-1] > most:
+        best = mx.argpartition(-values, kth=most - 1, axis=-1)[:, :most]
+        ids, values = (mx.take_along_axis(one, best, axis=-1) for one in (ids, values))
     return PendingLogprobs(
         rows=rows,
-        alternatives=alternatives,
-        chosen=chosen,
+        alternatives=[settings[index].alternatives or 0 for index in rows.indices],
+        chosen=rows.take(chosen) - total,
         top_ids=ids,
-        top_values=mx.take_along_axis(logprobs, ids, axis=-1),
+        top_values=values - total[:, None],
     )
+
+
+def _asking(settings: Sequence[RowSettings]) -> RowSelection:
+    """Return the S rows that ask for log probabilities."""
+    return RowSelection.where([row.alternatives is not None for row in settings])
+
+
+def _most(rows: RowSelection, settings: Sequence[RowSettings], vocab_size: int) -> int:
+    """Return n, the largest number of likeliest tokens that a row asks for."""
+    return min(max(settings[index].alternatives or 0 for index in rows.indices), vocab_size)
 
 
 def _finite(value: float) -> float:

@@ -10,20 +10,29 @@ import mlx.core as mx
 import numpy as np
 
 from services.rank_worker.sampling.row_settings import RowSettings
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-def add_bias(logits: mx.array, rows: Sequence[RowSettings]) -> mx.array:
-    """Return logits, float32 [R, V], with the bias of each row added.
+def add_bias(logits: mx.array, rows: Sequence[RowSettings], vocabulary: VocabularyPart) -> mx.array:
+    """Return logits, float32 [R, P], with the bias of each row added.
 
     Args:
-        logits: float32 [R, V].
+        logits: float32 [R, P].
         rows: settings of each row, at least one of them with a bias.
+        vocabulary: whose part, of P token ids, the logits are.
     """
-    biases = [(index, *bias) for index, settings in enumerate(rows) for bias in settings.bias]
-    row_index, tokens, addends = zip(*biases, strict=True)
-    where = mx.array(row_index, dtype=mx.int32), mx.array(tokens, dtype=mx.int32)
+    biases = [
+        (index, token - vocabulary.start, addend)
+        for index, settings in enumerate(rows)
+        for token, addend in settings.bias
+        if vocabulary.start <= token < vocabulary.stop
+    ]
+    if not biases:
+        return logits
+    row_index, columns, addends = zip(*biases, strict=True)
+    where = mx.array(row_index, dtype=mx.int32), mx.array(columns, dtype=mx.int32)
     return logits.at[where].add(mx.array(addends, dtype=mx.float32))
 
 

@@ -11,6 +11,10 @@ GREEDY_TEMPERATURE_MAX = 1e-5
 """Below this, dividing by the temperature in float32 loses differences between logits, so these
 rows take the highest logit."""
 
+CANDIDATES = 64
+"""Likeliest tokens of a row, or of a rank's part of it, that are looked at where top_k is not
+larger. A constant, because a sum over more of them could round differently."""
+
 
 class RowSettings:
     """Sampling settings of one sequence, with flags for the parts of sampling that they need."""
@@ -26,9 +30,13 @@ class RowSettings:
         self.key_state = keys.initial_state(sampling.seed)
         self.is_random = sampling.temperature >= GREEDY_TEMPERATURE_MAX
         """Whether the token is drawn at random; otherwise it is the one with the highest logit."""
-        truncates = 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
-        self.is_truncated = self.is_random and truncates
-        """Whether top_k, top_p or min_p is set, which costs a sort of the row."""
+        has_top_k = self.is_random and 0 < sampling.top_k < vocab_size
+        self.has_few_candidates = has_top_k and sampling.top_k <= CANDIDATES
+        """Whether the draw is among the likeliest CANDIDATES tokens, because of top_k."""
+        self.needs_whole_row = (
+            self.is_random and not self.has_few_candidates and (has_top_k or sampling.top_p < 1.0)
+        )
+        """Whether top_k or top_p may keep any number of tokens: they need a sort of all logits."""
         self.is_penalized = (
             sampling.repetition_penalty != 1.0
             or sampling.presence_penalty != 0.0

@@ -1,6 +1,7 @@
 """Sampler of one rank. Owns the settings and token counts of its sequences; keeps no logits.
 
-Shapes: R rows of logits (a sequence with k drafts has k + 1), V token ids in the vocabulary.
+Shapes: R rows of logits (a sequence with k drafts has k + 1), V token ids in the vocabulary, P of
+them in this rank's part; P is V where every rank computes all logits.
 """
 
 import dataclasses
@@ -11,10 +12,15 @@ import mlx.core as mx
 import numpy as np
 
 from services.rank_worker.sampling.drafts import StepDrafts
-from services.rank_worker.sampling.gumbel_max import sample_gumbel_max
-from services.rank_worker.sampling.logprobs import PendingLogprobs, pending_logprobs
+from services.rank_worker.sampling.draws import draw_tokens
+from services.rank_worker.sampling.logprobs import (
+    PendingLogprobs,
+    logprobs_of_part,
+    pending_logprobs,
+)
 from services.rank_worker.sampling.penalties import TokenCounts, UncountedTokens, add_bias, penalize
 from services.rank_worker.sampling.row_settings import RowSelection, RowSettings
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared.errors import InvariantBroken
 from shared.messages import Sampling
 
@@ -42,17 +48,16 @@ class SampledTokens:
 class Sampler:
     """Samples tokens. Keeps the settings of each sequence and, for penalties, its token counts."""
 
-    def __init__(self, vocab_size: int, synchronize: SynchronizeIds) -> None:
+    def __init__(self, vocabulary: VocabularyPart, synchronize: SynchronizeIds) -> None:
         """Create a sampler without sequences.
 
         Args:
-            vocab_size: V, logits per row.
+            vocabulary: all token ids, and the part whose logits this rank computes.
             synchronize: makes sampled ids, int32 [R], equal on all ranks, as part of the graph.
         """
-        self.vocab_size = vocab_size
-        """V."""
+        self.vocabulary = vocabulary
         self._synchronize = synchronize
-        self._counts = TokenCounts(vocab_size)
+        self._counts = TokenCounts(vocabulary.size)
         self._settings: dict[int, RowSettings] = {}
 
     def admit(
@@ -66,7 +71,7 @@ class Sampler:
             prompt: token ids, int32 [prompt tokens].
             completion: token ids known so far, int32 [completion tokens].
         """
-        settings = RowSettings(sampling, self.vocab_size)
+        settings = RowSettings(sampling, self.vocabulary.size)
         self._settings[sequence_id] = settings
         if settings.is_penalized:
             self._counts.admit(sequence_id, prompt, completion)
@@ -90,7 +95,7 @@ class Sampler:
         those of sequences with drafts, when a plan says how many are accepted.
 
         Args:
-            logits: [R, V] in the model's dtype.
+            logits: [R, P] in the model's dtype.
             sequence_ids: the sequence of each row. The k + 1 rows of a sequence with k drafts are
                 adjacent.
             positions: number of tokens before each row's new token in its sequence, prompt
@@ -103,28 +108,33 @@ class Sampler:
             Token ids, highest logits and log probabilities, not computed yet.
         """
         rows = [self._settings[sequence_id] for sequence_id in sequence_ids]
-        if all(row.is_greedy_only for row in rows):
+        logits, vocabulary = self._fit_part(logits, rows)
+        if vocabulary.is_whole:
+            self.vocabulary.gathered_steps += not self.vocabulary.is_whole
+        else:
+            self.vocabulary.candidate_steps += 1
+        if vocabulary.is_whole and all(row.is_greedy_only for row in rows):
             tokens = mx.argmax(_mask(logits, exclusions), axis=-1).astype(mx.int32)
             top = logits.max(axis=-1).astype(mx.float32)
             return SampledTokens(self._synchronize(tokens), top, None)
         raw = logits.astype(mx.float32)
-        with_drafts = drafts.counts if drafts is not None else {}
         uncounted = None
         if drafts is not None and any(row.is_penalized for row in rows):
             uncounted = _preceding_drafts(sequence_ids, drafts)
-        tokens = self._synchronize(
-            self._select_tokens(raw, rows, sequence_ids, positions, uncounted, exclusions)
+        adjusted = self._adjust(raw, rows, sequence_ids, uncounted, exclusions, vocabulary)
+        own_logprobs = logprobs_of_part(raw, rows, vocabulary)
+        drawn = draw_tokens(
+            adjusted, raw, rows, positions, vocabulary, [raw.max(axis=-1), *own_logprobs]
         )
-        counted = RowSelection.where(
-            [
-                row.is_penalized and sequence_id not in with_drafts
-                for row, sequence_id in zip(rows, sequence_ids, strict=True)
-            ]
+        tokens = drawn.tokens
+        if vocabulary.is_whole or any(row.has_few_candidates for row in rows):
+            tokens = self._synchronize(tokens)
+        # Otherwise every rank has compared the same numbers, which no device does differently.
+        self._count_new(tokens, rows, sequence_ids, drafts)
+        top_logits, *logprobs = drawn.others
+        return SampledTokens(
+            tokens, top_logits.max(axis=0), pending_logprobs(drawn.raw, logprobs, rows)
         )
-        if len(counted):
-            ids = [sequence_ids[index] for index in counted.indices]
-            self._counts.add(ids, counted.take(tokens))
-        return SampledTokens(tokens, raw.max(axis=-1), pending_logprobs(raw, tokens, rows))
 
     def sample_drafts(
         self,
@@ -132,6 +142,8 @@ class Sampler:
         sequence_ids: Sequence[int],
         positions: Sequence[int],
         uncounted: UncountedTokens | None = None,
+        *,
+        of_part: bool = False,
     ) -> mx.array:
         """Sample drafts from a drafter's logits, as `sample` does at these positions.
 
@@ -140,21 +152,27 @@ class Sampler:
         ranks.
 
         Args:
-            logits: [R, any vocabulary size] in any float dtype.
+            logits: [R, any vocabulary size] in any float dtype, or [R, P].
             sequence_ids: the sequence of each row.
             positions: number of tokens before each row's draft in its sequence, prompt included.
             uncounted: the drafts before these, for penalties.
+            of_part: whether the logits are those of this rank's part, from the model's own head.
 
         Returns:
             int32 [R].
         """
         rows = [self._settings[sequence_id] for sequence_id in sequence_ids]
-        logits = _fit_vocabulary(logits, self.vocab_size)
-        if not any(row.is_random or row.is_penalized or row.bias for row in rows):
+        if of_part:
+            logits, vocabulary = self._fit_part(logits, rows)
+        else:
+            vocabulary = self.vocabulary.whole()
+            logits = _fit_vocabulary(logits, vocabulary.size)
+        is_adjusted = any(row.is_random or row.is_penalized or row.bias for row in rows)
+        if vocabulary.is_whole and not is_adjusted:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
-        return self._select_tokens(
-            logits.astype(mx.float32), rows, sequence_ids, positions, uncounted
-        )
+        logits = logits.astype(mx.float32)
+        adjusted = self._adjust(logits, rows, sequence_ids, uncounted, None, vocabulary)
+        return draw_tokens(adjusted, logits, rows, positions, vocabulary).tokens
 
     def penalizes(self, sequence_ids: Sequence[int]) -> bool:
         """Tell whether any of these sequences has a penalty, which needs token counts."""
@@ -176,29 +194,63 @@ class Sampler:
             ids = [sequence_id for sequence_id, tokens in penalized for _ in range(tokens.shape[0])]
             self._counts.add(ids, mx.concatenate([tokens for _, tokens in penalized]))
 
-    def _select_tokens(
+    def _fit_part(
+        self, logits: mx.array, rows: Sequence[RowSettings]
+    ) -> tuple[mx.array, VocabularyPart]:
+        """Gather all logits if a row needs them.
+
+        Only settings decide, which all ranks have: what ranks compute may not choose their
+        collectives.
+
+        Returns:
+            (logits [R, P] or [R, V], whose part of the vocabulary they are).
+        """
+        if not any(row.needs_whole_row for row in rows):
+            return logits, self.vocabulary
+        return self.vocabulary.gather(logits), self.vocabulary.whole()
+
+    def _count_new(
+        self,
+        tokens: mx.array,
+        rows: Sequence[RowSettings],
+        sequence_ids: Sequence[int],
+        drafts: StepDrafts | None,
+    ) -> None:
+        """Count the new tokens, int32 [R], of penalized sequences without drafts."""
+        with_drafts = drafts.counts if drafts is not None else {}
+        counted = RowSelection.where(
+            [
+                row.is_penalized and sequence_id not in with_drafts
+                for row, sequence_id in zip(rows, sequence_ids, strict=True)
+            ]
+        )
+        if len(counted):
+            ids = [sequence_ids[index] for index in counted.indices]
+            self._counts.add(ids, counted.take(tokens))
+
+    def _adjust(
         self,
         logits: mx.array,
         rows: Sequence[RowSettings],
         sequence_ids: Sequence[int],
-        positions: Sequence[int],
         uncounted: UncountedTokens | None,
-        exclusions: mx.array | None = None,
+        exclusions: mx.array | None,
+        vocabulary: VocabularyPart,
     ) -> mx.array:
-        """Return the token of each row, int32 [R].
+        """Return logits, float32 [R, P], with bias, penalties and masks.
 
         Args:
-            logits: float32 [R, V].
+            logits: float32 [R, P].
             rows: the settings of each row.
             sequence_ids: the sequence of each row.
-            positions: of the new token of each row in its sequence.
             uncounted: drafts that penalties count beside the table.
             exclusions: [R, V], as for `sample`.
+            vocabulary: whose part the logits are.
         """
         biased = RowSelection.where([bool(row.bias) for row in rows])
         if len(biased):
             settings = [rows[index] for index in biased.indices]
-            logits = biased.put(logits, add_bias(biased.take(logits), settings))
+            logits = biased.put(logits, add_bias(biased.take(logits), settings, vocabulary))
         penalized = RowSelection.where([row.is_penalized for row in rows])
         if len(penalized):
             settings = [rows[index] for index in penalized.indices]
@@ -206,23 +258,14 @@ class Sampler:
                 [sequence_ids[index] for index in penalized.indices],
                 uncounted.among(penalized.indices) if uncounted is not None else None,
             )
+            counts, seen = vocabulary.own(counts), vocabulary.own(seen)
             penalized_logits = penalize(penalized.take(logits), settings, counts, seen)
             logits = penalized.put(logits, penalized_logits)
-        logits = _mask(logits, exclusions)
-        random = RowSelection.where([row.is_random for row in rows])
-        if len(random) == len(rows):
-            return sample_gumbel_max(logits, rows, positions)
-        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-        if len(random):
-            settings = [rows[index] for index in random.indices]
-            some_positions = [positions[index] for index in random.indices]
-            random_tokens = sample_gumbel_max(random.take(logits), settings, some_positions)
-            tokens = random.put(tokens, random_tokens)
-        return tokens
+        return _mask(logits, None if exclusions is None else vocabulary.own(exclusions))
 
 
 def _mask(logits: mx.array, exclusions: mx.array | None) -> mx.array:
-    """Return logits plus exclusions, both [R, V], in the dtype of the logits."""
+    """Return logits plus exclusions, both [R, P], in the dtype of the logits."""
     return logits if exclusions is None else logits + exclusions.astype(logits.dtype)
 
 

@@ -47,19 +47,22 @@ class DraftBuilder:
     def _rows_with(self, draft_index: int) -> list[int]:
         return [index for index, count in enumerate(self._counts) if count > draft_index]
 
-    def sample_next(self, logits: mx.array, sampler: Sampler) -> None:
+    def sample_next(self, logits: mx.array, sampler: Sampler, *, of_part: bool = False) -> None:
         """Sample the next draft of each row in `next_rows`.
 
         Args:
-            logits: [rows, any vocabulary size] in any float dtype.
+            logits: as for `Sampler.sample_drafts`.
             sampler: samples with the same settings and keys as the tokens that verify the drafts.
+            of_part: as for `Sampler.sample_drafts`.
         """
         next_rows = self.next_rows()
         ids = [self._sequences[index].sequence_id for index in next_rows]
         # The position of a token is the number of tokens before it in the model's row.
         positions = [self._lengths[index] + len(self._drafts_by_index) + 1 for index in next_rows]
         uncounted = self._preceding_drafts(next_rows) if sampler.penalizes(ids) else None
-        self._drafts_by_index.append(sampler.sample_drafts(logits, ids, positions, uncounted))
+        self._drafts_by_index.append(
+            sampler.sample_drafts(logits, ids, positions, uncounted, of_part=of_part)
+        )
 
     def build(self, synchronize: SynchronizeIds) -> StepDrafts:
         """Return all drafts of the step, grouped by sequence.

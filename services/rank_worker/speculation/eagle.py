@@ -170,7 +170,7 @@ class EagleProposer(DrafterWithRows):
         if next_rows:
             row_numbers = {row: number for number, row in enumerate(caught_up)}
             hidden = outputs[mx.array([row_numbers[row] for row in next_rows], dtype=mx.int32)]
-            builder.sample_next(self._logits(hidden), self._sampler)
+            builder.sample_next(self._logits(hidden), self._sampler, of_part=True)
         previous_rows = next_rows
         while next_rows := builder.next_rows():
             slots = [sequences[row].slot for row in next_rows]
@@ -181,7 +181,7 @@ class EagleProposer(DrafterWithRows):
             outputs = self._head(self._forward.embed(tokens[:, None]), hidden[:, None], view.caches)
             rows = view.output_rows
             hidden = outputs[:, 0] if rows is None else outputs[mx.array(rows, dtype=mx.int32), 0]
-            builder.sample_next(self._logits(hidden), self._sampler)
+            builder.sample_next(self._logits(hidden), self._sampler, of_part=True)
             previous_rows = next_rows
         for slot, length in row_lengths.items():
             self._store.roll_back(slot, length)
@@ -248,5 +248,5 @@ class EagleProposer(DrafterWithRows):
         return pending
 
     def _logits(self, state: mx.array) -> mx.array:
-        """Return logits [B, V] of hidden states [B, H]."""
+        """Return logits [B, P] of this rank's part of the vocabulary, of hidden states [B, H]."""
         return self._forward.head(state[:, None])[:, 0]

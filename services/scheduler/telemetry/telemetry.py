@@ -19,6 +19,7 @@ from services.scheduler.telemetry.step_profiles import StepProfiles
 from services.scheduler.world.world import World
 from shared import limits
 from shared.messages import (
+    HeadExchanges,
     MeasuredStep,
     QueryProfiles,
     RankStatus,
@@ -28,6 +29,9 @@ from shared.messages import (
     TraceReported,
 )
 from shared.messages.rank_link import Sharding
+
+HEAD_COUNTERS = HeadExchanges.__struct_fields__
+"""Names of the counts of a divided head."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,6 +62,8 @@ class Telemetry:
         self.durations = Durations()
         self.events = EventLog()
         self.experts = ExpertLoads(sharding)
+        self.head = dict.fromkeys((f"head_{name}_total" for name in HEAD_COUNTERS), 0.0)
+        """How steps were sampled from a divided head, by reported name."""
         self.block_transfers = BlockTransferHistory()
         self._ranks: defaultdict[int, _RankTotals] = defaultdict(_RankTotals)
 
@@ -110,6 +116,10 @@ class Telemetry:
         """
         totals = self._ranks[rank]
         totals.peak_bytes, totals.cached_bytes = message.peak_bytes, message.cached_bytes
+        if rank == 0:
+            # Every rank samples every step in the same way.
+            for name in HEAD_COUNTERS:
+                self.head[f"head_{name}_total"] += getattr(message.head, name)
         self.experts.add(message.epoch, rank, message.experts, world_size)
         for step in self.history.measure(rank, message):
             # The report of the last rank completes a step, so each counts once.

@@ -56,6 +56,7 @@ class JoinOrders:
                 sharding=config.sharding,
                 memory_bytes=[one.hello.memory_bytes for one in chosen],
                 expert_shares=config.world.expert_shares if config.sharding == "expert" else [],
+                vocabulary=config.vocabulary_split,
                 experts_every_steps=config.scheduler.experts_every_steps,
                 canary=config.world.canary,
                 canary_prompt_s=config.world.canary_prompt_s,

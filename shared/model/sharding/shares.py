@@ -4,11 +4,15 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from shared.messages.rank_link import Sharding
+from shared.messages.rank_link import JoinWorld, Sharding, VocabularySplit
 
 EQUAL_SHARES_RATIO = 0.9
 """Ranks get equal shares if the smallest memory is at least this part of the largest. The free
 memory of a host varies between starts, and another split would make all stored blocks useless."""
+
+HEAD_BYTES_MIN = 64 << 20
+"""Size in memory from which `world.split_vocabulary = "auto"` divides a head. Reading a small one
+takes about as long as the exchanges that a divided one needs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +27,20 @@ class Split:
     """Memory that each rank may use, by rank; empty: equal shares."""
     expert_shares: Sequence[int] = ()
     """Relative number of routed experts of each rank; empty: in proportion to memory."""
+    vocabulary: VocabularySplit = "off"
+    """Which matrices are divided by token ids; "off" in a pipeline."""
+
+    @classmethod
+    def of(cls, order: JoinWorld) -> "Split":
+        """Return the split that the scheduler orders a rank to load."""
+        return cls(
+            order.sharding,
+            order.rank,
+            order.world_size,
+            order.memory_bytes,
+            order.expert_shares,
+            order.vocabulary,
+        )
 
     def expert_weights(self) -> Sequence[int]:
         """Return the relative number of routed experts of each rank."""

@@ -11,6 +11,7 @@ from services.rank_worker.sampling.gumbel_max import gumbel_noise, truncate
 from services.rank_worker.sampling.keys import draw_key, initial_state
 from services.rank_worker.sampling.row_settings import RowSettings
 from services.rank_worker.sampling.sampler import Sampler
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared.messages import Sampling
 
 VOCAB = 97
@@ -27,7 +28,7 @@ def _sampler(
     completions: Sequence[Sequence[int]] = (),
     vocab_size: int = VOCAB,
 ) -> Sampler:
-    sampler = Sampler(vocab_size, lambda ids: ids)
+    sampler = Sampler(VocabularyPart(vocab_size), lambda ids: ids)
     for index, sampling in enumerate(settings):
         sampler.admit(
             index,
@@ -140,7 +141,8 @@ def test_top_k_top_p_and_min_p_keep_tokens_numpy_keeps() -> None:
     scaled = _logits(len(CUTS), seed=5)
     rows = [RowSettings(sampling, VOCAB) for sampling in CUTS]
 
-    order, kept = (np.array(one) for one in truncate(mx.array(scaled), rows))
+    order = np.argsort(-scaled, kind="stable")
+    kept = np.array(truncate(mx.array(np.take_along_axis(scaled, order, -1)), rows))
 
     for row, sampling in enumerate(CUTS):
         assert set(order[row][kept[row]].tolist()) == _kept(scaled[row], sampling)

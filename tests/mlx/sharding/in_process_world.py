@@ -86,4 +86,5 @@ class InProcessWorld:
         if self._next == len(self.sums):
             raise _PendingSum(part)
         self._next += 1
-        return self.sums[self._next - 1]
+        # A new array, because a model may change it in place.
+        return mx.array(self.sums[self._next - 1])

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache
 from services.rank_worker.sampling.draft_acceptance import count_accepted
 from services.rank_worker.sampling.drafts import StepDrafts
 from services.rank_worker.sampling.sampler import Sampler
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared.messages import Sampling
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver
 from tests.mlx.token_distribution import fits_distribution, token_probabilities
@@ -139,7 +140,7 @@ def test_sampling_with_drafts_draws_same_tokens_as_plain_steps() -> None:
     vocab, steps = 41, 5
     logits = np.random.default_rng(1).normal(0.0, 2.0, (len(mixes), steps, vocab))
     logits = logits.astype(np.float32)
-    single, several = (Sampler(vocab, lambda ids: ids) for _ in range(2))
+    single, several = (Sampler(VocabularyPart(vocab), lambda ids: ids) for _ in range(2))
     for sampler in (single, several):
         for one, mix in enumerate(mixes):
             prompt = np.array([one, one + 1], dtype=np.int32)
@@ -170,7 +171,7 @@ def test_sampling_with_drafts_draws_same_tokens_as_plain_steps() -> None:
     assert drawn.logprobs is not None
     assert [len(one) for one in drawn.logprobs.read(16)] == [0] * 5 + [1] * 5 + [0] * 6
     several.count([(0, drawn.tokens[:5]), (1, drawn.tokens[5:8]), (2, drawn.tokens[10:15])])
-    shorter = Sampler(vocab, lambda ids: ids)
+    shorter = Sampler(VocabularyPart(vocab), lambda ids: ids)
     for one in (0, 1):
         known = [7, *(truth[step][one] for step in range(5 if one == 0 else 3))]
         shorter.admit(one, mixes[one], np.array([one, one + 1]), np.array(known))

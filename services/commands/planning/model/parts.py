@@ -1,12 +1,15 @@
 """Tensors that every rank holds in full, and tensors that are divided, by split. No MLX.
 
 The rules are those of mlx-lm's `shard` methods and of the rank worker's sharding: matrices of
-attention and feed-forward layers are divided, norms, gates, embeddings and the output are not.
+attention and feed-forward layers are divided, norms and gates are not, embedding and head if
+`world.split_vocabulary` says so.
 """
 
 from typing import Literal
 
 from services.commands.planning.model.checkpoint import Checkpoint
+from shared.messages.rank_link import VocabularySplit
+from shared.model.sharding.shares import HEAD_BYTES_MIN
 
 Part = Literal["whole", "tensor", "experts"]
 
@@ -22,6 +25,8 @@ _BY_INPUT = frozenset({"o_proj", "down_proj", "w2", "out_proj"})
 _VECTORS = frozenset({"sinks", "A_log", "dt_bias"})
 _OUTPUT_DIVIDED = frozenset({"qwen3_5", "qwen3_5_moe", "muse_spark"})
 """Families whose output matrix mlx-lm divides by vocabulary."""
+_HEADS = frozenset({"lm_head", "output", "embed_out"})
+_EMBEDDINGS = frozenset({"embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embeddings"})
 _PIECES = frozenset({"weight", "scales", "biases", "bias"})
 
 
@@ -56,14 +61,15 @@ def part_of(name: str, sharding: str) -> Part:
     return "whole"
 
 
-def whole_and_divided(checkpoint: Checkpoint, sharding: str) -> dict[Part, int]:
+def whole_and_divided(
+    checkpoint: Checkpoint, sharding: str, vocabulary: VocabularySplit = "auto"
+) -> dict[Part, int]:
     """Add up a model's bytes by the way in which a sharding divides them among ranks.
-
-    Embeddings, the last norm and, except in a few families, the output matrix are not divided.
 
     Args:
         checkpoint: the model.
         sharding: "none", "tensor", "expert" or "pipeline".
+        vocabulary: `world.split_vocabulary`.
 
     Returns:
         Part, as `part_of` names it -> total bytes in memory before they are divided.
@@ -72,8 +78,29 @@ def whole_and_divided(checkpoint: Checkpoint, sharding: str) -> dict[Part, int]:
     for layer in checkpoint.layers:
         for name, tensor in layer.items():
             total[part_of(name, sharding)] += tensor.bytes
-    divides_output = sharding == "tensor" and checkpoint.config.get("model_type") in _OUTPUT_DIVIDED
+    divided = _divided_by_rows(checkpoint, sharding, vocabulary)
     for name, tensor in checkpoint.outer.items():
-        is_divided = divides_output and "lm_head" in name.split(".")
-        total["tensor" if is_divided else "whole"] += tensor.bytes
+        total["tensor" if name in divided else "whole"] += tensor.bytes
     return total
+
+
+def _divided_by_rows(
+    checkpoint: Checkpoint, sharding: str, vocabulary: VocabularySplit
+) -> frozenset[str]:
+    """Return the names of tensors outside of layers of which each rank holds some rows."""
+    heads = _names(checkpoint, _HEADS)
+    if sharding == "tensor" and checkpoint.config.get("model_type") in _OUTPUT_DIVIDED and heads:
+        return heads
+    if sharding not in ("tensor", "expert") or vocabulary == "off":
+        return frozenset()
+    embeddings = _names(checkpoint, _EMBEDDINGS)
+    head = heads or embeddings
+    size = sum(checkpoint.outer[name].bytes for name in head)
+    if vocabulary == "auto" and size < HEAD_BYTES_MIN:
+        return frozenset()
+    return head | embeddings if vocabulary == "all" else head
+
+
+def _names(checkpoint: Checkpoint, modules: frozenset[str]) -> frozenset[str]:
+    """Return the names of tensors outside of layers that belong to some modules."""
+    return frozenset(one for one in checkpoint.outer if not modules.isdisjoint(one.split(".")))

@@ -18,6 +18,7 @@ class ModelShape:
     """Vocabulary size and kinds of caches of a model, read from a forward that is not computed."""
 
     vocab_size: int
+    """Logits of a token: of this rank's part where the head is divided."""
     caches: list[Any]
     """The model's own caches after the forward; their arrays are not computed."""
 

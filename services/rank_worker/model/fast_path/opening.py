@@ -6,6 +6,7 @@ from typing import Literal
 
 import mlx.core as mx
 
+from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
 from services.rank_worker.model.fast_path.forms import StackForm, UnknownForm, read_form
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
@@ -52,14 +53,13 @@ class FastPath:
     state: str
     """How the layers are computed, for operators."""
 
-    @property
-    def has_kernels(self) -> bool:
-        """Whether decodes write rows in place, see `InPlaceView`."""
-        return self.stack is not None and self.stack.has_kernels
-
 
 def open_fast_path(
-    forward: Forward, shape: ModelShape, settings: FastPathSettings | None, kv_bits: int
+    forward: Forward,
+    store: KVStore,
+    shape: ModelShape,
+    settings: FastPathSettings | None,
+    kv_bits: int,
 ) -> FastPath:
     """Give a model's forward the fast path, if its form is known and the proof finds it equal.
 
@@ -67,6 +67,7 @@ def open_fast_path(
 
     Args:
         forward: of the loaded model.
+        store: its rows; told whether kernels write them in place.
         shape: the result of `read_shape`.
         settings: of this rank; None: the fast path is switched off.
         kv_bits: bits per number of stored KV; 0: the model's own dtype.
@@ -77,6 +78,7 @@ def open_fast_path(
         found = _open(forward, shape, settings, kv_bits)
     if forward.inner is not None:
         forward.use_layers(found.stack)
+    store.writes_in_place = found.stack is not None and found.stack.has_kernels
     _log.info("fast_path", detail=found.state)
     return found
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.model.download import download
@@ -24,8 +25,10 @@ from services.rank_worker.model.loading.origins import find_origins
 from services.rank_worker.model.loading.source import ModelSource, inspect_source
 from services.rank_worker.model.loading.weights import ModelWeights, load_weights, plan_weights
 from services.rank_worker.model.sharding.apply import apply_split, describe_share
+from services.rank_worker.model.sharding.head_split import HeadSplit, split_head
 from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_traits
 from services.rank_worker.peers.collectives import Collectives
+from services.rank_worker.sampling.vocabulary import VocabularyPart
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
 from shared.log import Log
@@ -59,6 +62,18 @@ class LoadedModel:
     """Traits of the model before its layers were divided; None when it has all layers."""
     share: str = ""
     """Which part of the model this rank holds, in words."""
+    head: HeadSplit | None = None
+    """The division of the head; None: this rank has all of it."""
+
+    @property
+    def vocabulary(self) -> VocabularyPart | None:
+        """The part of the vocabulary whose logits this rank computes; None: all."""
+        return self.head.vocabulary if self.head is not None else None
+
+    @property
+    def vocabulary_division(self) -> str:
+        """How the vocabulary is divided, in words; equal on all ranks."""
+        return self.head.division if self.head is not None else "none"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +93,8 @@ class OpenedModel:
     """The folder with its files."""
     share: str
     """See `LoadedModel.share`."""
+    head: HeadSplit | None
+    """See `LoadedModel.head`."""
 
     def read(self, report: Report) -> LoadedModel:
         """Read the weights into the model. To be called once.
@@ -104,6 +121,7 @@ class OpenedModel:
             bytes_read,
             self.traits,
             self.share,
+            self.head,
         )
 
 
@@ -132,39 +150,47 @@ def open_model(
     report("loading", 0.0)
     dtype = cast_dtype(settings)
 
-    def split_and_cast(model: nn.Module) -> str:
-        sharding = apply_split(model, source.config, split, collectives)
-        if dtype is not None:
-            cast_parameters(model, dtype)
-        return sharding
-
     def make_shard(read_file: ReadFile) -> nn.Module:
         shard = build_model(source, settings, read_file)
-        split_and_cast(shard)
+        apply_split(shard, source.config, split, collectives)
+        if dtype is not None:
+            cast_parameters(shard, dtype)
+        if head is not None:
+            head.divide(shard, collectives)
         return shard
 
     model = build_model(source, settings)
     # With any other sharding every rank has all layers, and reads the same traits from them.
     traits = read_traits(model) if split.sharding == "pipeline" else None
-    sharding = split_and_cast(model)
-    fingerprint = model_fingerprint(
-        source.config,
-        source.files,
-        dtype=str(dtype or "checkpoint"),
-        world_size=split.world_size,
-        sharding=sharding,
-    )
+    sharding = apply_split(model, source.config, split, collectives)
+    if dtype is not None:
+        cast_parameters(model, dtype)
+    head = split_head(model, split.vocabulary, collectives)
     weights = plan_weights(model, find_origins(make_shard, source.files))
     return OpenedModel(
         model,
-        fingerprint,
+        _fingerprint(source, dtype, split.world_size, sharding),
         source.context_tokens_max,
         memory_needs(model, weights.nbytes),
         weights,
         source.files,
         traits,
         source.folder,
-        describe_share(model, sharding, split),
+        describe_share(model, sharding, split, head),
+        head,
+    )
+
+
+def _fingerprint(
+    source: ModelSource, dtype: mx.Dtype | None, world_size: int, sharding: str
+) -> str:
+    """Return the digest of a model, its dtype (None: that of its files) and its split."""
+    return model_fingerprint(
+        source.config,
+        source.files,
+        dtype=str(dtype or "checkpoint"),
+        world_size=world_size,
+        sharding=sharding,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from mlx import nn
 
 from services.rank_worker.model.sharding.expert_split import split_experts
+from services.rank_worker.model.sharding.head_split import HeadSplit
 from services.rank_worker.model.sharding.layer_split import find_layer_stack, split_layers
 from services.rank_worker.peers.collectives import Collectives
 from shared.errors import ConfigError
@@ -46,14 +47,22 @@ def apply_split(
             return "tensor"
 
 
-def describe_share(model: nn.Module, sharding: str, split: Split) -> str:
+def describe_share(
+    model: nn.Module, sharding: str, split: Split, head: HeadSplit | None = None
+) -> str:
     """Return which part of the model this rank holds, in words.
 
     Args:
         model: the model after `apply_split`.
         sharding: what that has returned.
         split: the way of sharding, and this rank.
+        head: the division of the head; None: it is whole.
     """
+    layers = _describe_layers(model, sharding, split)
+    return f"{layers}, {head.description}" if head is not None else layers
+
+
+def _describe_layers(model: nn.Module, sharding: str, split: Split) -> str:
     kind, _, shares = sharding.partition(" ")
     match kind:
         case "tensor":

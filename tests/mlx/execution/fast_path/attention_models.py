@@ -6,6 +6,7 @@ from mlx import nn
 from mlx_lm.models import llama, qwen2, qwen3
 
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
+from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.fast_path.opening import (
     FastPath,
     FastPathSettings,
@@ -52,7 +53,9 @@ def make(kind: str, query_heads: int, kv_heads: int, head_dim: int) -> nn.Module
 
 def open_of(model: nn.Module, kv_bits: int = 0, **settings: Any) -> FastPath:
     """Open the fast path of a model."""
-    return open_fast_path(Forward(model), read_shape(model), FastPathSettings(**settings), kv_bits)
+    shape = read_shape(model)
+    store = open_store(model, shape, kv_bits)
+    return open_fast_path(Forward(model), store, shape, FastPathSettings(**settings), kv_bits)
 
 
 SHAPES = [

@@ -1,5 +1,6 @@
 """Memory arithmetic of a plan: rows of the batch, splits over hosts, and the recommendation."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from services.commands.planning.splits import (
     all_splits,
     plan_split,
 )
+from shared.messages.rank_link import VocabularySplit
 from tests.unit.commands.planning import sparse_checkpoints
 
 DEMAND = MemoryDemand(context_tokens=32_768, sequences=1, kv_bits=0, kv_row_growth_tokens=256)
@@ -88,11 +90,15 @@ def test_weights_kv_budget_and_reserve_add_up_to_usable_memory(room: KVRoom) -> 
         assert parts == room.usable_bytes
 
 
-def test_tensor_split_divides_layers_but_not_embedding_and_output(dense: PlannedModel) -> None:
-    """Each of two ranks holds embedding and output whole, and half of the 80 layers."""
-    option = plan_split(dense, "tensor", memory_of_sizes([256 * GIB] * 2, "metal"), DEMAND)
+@pytest.mark.parametrize(("vocabulary", "whole"), [("off", 2), ("auto", 1), ("all", 0)])
+def test_tensor_split_divides_layers_and_embedding_and_output_as_set(
+    dense: PlannedModel, vocabulary: VocabularySplit, whole: int
+) -> None:
+    """Each of two ranks holds half of the 80 layers, and embedding and output whole or half."""
+    asked = dataclasses.replace(DEMAND, vocabulary=vocabulary)
+    option = plan_split(dense, "tensor", memory_of_sizes([256 * GIB] * 2, "metal"), asked)
 
-    outer = 2 * (2 * 128_256 * 8_192 + 8_192)
+    outer = 2 * (whole * 128_256 * 8_192 + 8_192)
     norms = 2 * 80 * 2 * 8_192
     assert [share.whole_bytes for share in option.shares] == [outer + norms] * 2
     assert (
@@ -102,8 +108,9 @@ def test_tensor_split_divides_layers_but_not_embedding_and_output(dense: Planned
 
 
 def test_expert_split_divides_experts_and_keeps_all_else_whole(mixture: PlannedModel) -> None:
-    """A rank holds everything but the experts whole, half of the experts, and the whole KV."""
-    option = plan_split(mixture, "expert", memory_of_sizes([64 * GIB] * 2, "metal"), DEMAND)
+    """A rank holds half of the experts, the whole KV, and everything else if the head is whole."""
+    asked = dataclasses.replace(DEMAND, vocabulary="off")
+    option = plan_split(mixture, "expert", memory_of_sizes([64 * GIB] * 2, "metal"), asked)
 
     routed = 48 * 128 * 3 * 768 * 2_048 * 2
     for share in option.shares:
@@ -129,8 +136,9 @@ def test_plan_gives_hosts_experts_and_layers_in_proportion_to_memory(mixture: Pl
     """A host with twice the memory gets about twice the experts and layers; none is lost."""
     memory = memory_of_sizes([128 * GIB, 64 * GIB], "metal")
 
-    experts = plan_split(mixture, "expert", memory, DEMAND)
-    layers = plan_split(mixture, "pipeline", memory, DEMAND)
+    asked = dataclasses.replace(DEMAND, vocabulary="off")
+    experts = plan_split(mixture, "expert", memory, asked)
+    layers = plan_split(mixture, "pipeline", memory, asked)
 
     routed = 48 * 128 * 3 * 768 * 2_048 * 2
     assert sum(share.divided_bytes for share in experts.shares) == routed

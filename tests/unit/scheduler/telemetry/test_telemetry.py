@@ -9,7 +9,7 @@ from services.scheduler.telemetry import step_history
 from shared.configuration.rank_settings import WorldConfig
 from shared.configuration.settings import Config, SpeculationConfig
 from shared.identifiers import PeerId
-from shared.messages import QueryStatus, RankStatus, StepsMeasured
+from shared.messages import HeadExchanges, QueryStatus, RankStatus, StepsMeasured
 from shared.messages.telemetry.step_times import StepTimes, pack
 from tests.unit.scheduler.support.in_memory_world import GATEWAY, InMemoryWorld
 
@@ -27,7 +27,7 @@ def _world(speculation: SpeculationConfig | None = None) -> InMemoryWorld:
     return world
 
 
-def _report(world: InMemoryWorld, peer: PeerId, steps: range, **fields: int) -> None:
+def _report(world: InMemoryWorld, peer: PeerId, steps: range, **fields: Any) -> None:
     """Let a rank report steps that took 6 ms; plans and receipts are under way for 0.1 ms."""
     rank = world.ranks[peer].rank
     offset_s, late_s = OFFSETS_S[rank], LATE_S * rank
@@ -94,6 +94,23 @@ def test_status_has_lateness_memory_and_clock_of_each_rank() -> None:
     assert second.clock_offset_s == pytest.approx(OFFSETS_S[1], abs=1e-5)
     assert first.silence_s == second.silence_s == 3.0
     assert first.busy_s > 0.0
+
+
+def test_steps_of_a_divided_head_count_once_over_all_ranks() -> None:
+    """All ranks sample alike, so the reports of the primary rank are added up."""
+    world = _world()
+    world.submit("a", [1, 2, 3], 8)
+    world.settle()
+    used = HeadExchanges(candidate_steps=3, gathered_steps=1, sent_bytes=500)
+    for peer in world.ranks:
+        _report(world, peer, range(1, 4), head=used)
+        _report(world, peer, range(4, 6), head=used)
+    _statuses(world)
+    assert world.status is not None
+    counters = world.status.counters
+    assert counters["head_candidate_steps_total"] == 6.0
+    assert counters["head_gathered_steps_total"] == 2.0
+    assert counters["head_sent_bytes_total"] == 1_000.0
 
 
 def test_history_says_what_each_step_had_to_do() -> None:

@@ -15,7 +15,7 @@ from tests.multirank.worlds.cluster import cluster
 from tests.multirank.worlds.saved_model import save_model
 from tests.support.ports import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 DENSE, MOE, MLA, HYBRID = "qwen2", "qwen3_moe", "deepseek_v3", "qwen3_5_moe"
 CASES = [
