@@ -1,7 +1,12 @@
-"""Events and actions of the core. Owns their types; messages between processes are in `shared`."""
+"""Events and actions of the core. Owns their types; messages between processes are in `shared`.
+
+Those of every step are structs: making one takes a tenth of the time of a frozen dataclass.
+"""
 
 import dataclasses
 from typing import Any
+
+from msgspec import Struct
 
 from shared.identifiers import PeerId
 from shared.messages import ToGateway, ToRank, ToScheduler
@@ -21,8 +26,7 @@ class GatewayLost:
     gateway: PeerId
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GatewayMessageReceived:
+class GatewayMessageReceived(Struct, frozen=True):
     """A gateway sent a message."""
 
     gateway: PeerId
@@ -43,16 +47,14 @@ class PeerSilent:
     """A rank or gateway was silent for half of the time after which it counts as lost."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RankMessageReceived:
+class RankMessageReceived(Struct, frozen=True):
     """A rank sent a message."""
 
     peer: PeerId
     message: ToScheduler
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TimePassed:
+class TimePassed(Struct, frozen=True):
     """A tick of the shell: deadlines must be checked."""
 
 
@@ -79,16 +81,14 @@ Event = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SendToGateway:
+class SendToGateway(Struct, frozen=True):
     """Send a message to one gateway."""
 
     gateway: PeerId
     message: ToGateway
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SendToRanks:
+class SendToRanks(Struct, frozen=True):
     """Send the same message to several ranks."""
 
     peers: tuple[PeerId, ...]

@@ -4,8 +4,10 @@ A step's tokens leave only when the receipts of all ranks agree (invariant I6).
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from services.scheduler.batch.in_flight_steps import InFlightStep, InFlightSteps, find_disagreement
+from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.batch.running_batch import RunningBatch
 from services.scheduler.events import Action, SaveEvidence, SendToGateway, SendToRanks
 from services.scheduler.requests.burst import Burst
@@ -140,34 +142,11 @@ class StepPipeline:
         self._batch.record_step(planned, receipt.busy_ms, idle_ms)
         by_gateway: dict[PeerId, list[_NewTokens]] = defaultdict(list)
         ended: list[tuple[Sequence, str]] = []
-        failures = {one.sequence_id: one.detail for one in receipt.grammar_failures}
-        has_drafts = planned.has_drafts
         generated = 0
-        for index, sequence in enumerate(planned.samples):
-            sequence.samples_in_flight -= 1
-            if sequence.state is SequenceState.ENDED:
-                # The request ended while this step was in flight, so its tokens are dropped.
-                self._counters["tokens_discarded_total"] += len(receipt.tokens[index])
-                continue
-            if sequence.sequence_id in failures:
-                # Its tokens of this step do not match its grammar.
-                self._counters["tokens_discarded_total"] += len(receipt.tokens[index])
-                self._batch.remove(sequence)
-                self._requests.fail(sequence, "grammar", failures[sequence.sequence_id])
-                continue
-            position = sequence.completion_tokens
-            sequence.epochs_without_token = 0
-            taken, reason = take_tokens(sequence, receipt.tokens[index])
-            if has_drafts and (drafts := planned.drafts_of(index)):
-                emitted = len(receipt.tokens[index])
-                self._batch.speculation.record_verification(sequence, drafts, emitted, len(taken))
-            logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
-            by_gateway[sequence.gateway].append((sequence, position, taken, logprobs))
+        for entry, reason in self._take(planned, receipt, now_s):
+            sequence, _, taken, _ = entry
+            by_gateway[sequence.gateway].append(entry)
             generated += len(taken)
-            self._turns.charge(sequence.tenant, len(taken))
-            if not sequence.first_token_at_s:
-                sequence.first_token_at_s = now_s
-                self._telemetry.durations.observe("prefill", now_s - sequence.admitted_at_s)
             if reason is not None:
                 ended.append((sequence, reason))
         self._counters["generation_tokens_total"] += generated
@@ -185,6 +164,45 @@ class StepPipeline:
         self._had_open_requests = len(self._requests) > 0
         self.rates.record(now_s, generated)
 
+    def _take(
+        self, planned: PlannedStep, receipt: StepFinished, now_s: float
+    ) -> Iterator[tuple[_NewTokens, str | None]]:
+        """Append a step's tokens to its sequences.
+
+        Yields:
+            A sequence's new tokens, and why they are its last, as `take_tokens`. A sequence that
+            has ended meanwhile gets none, nor does one whose grammar they do not match.
+        """
+        failures = {one.sequence_id: one.detail for one in receipt.grammar_failures}
+        has_drafts, is_shared = planned.has_drafts, len(self._turns) > 1
+        has_ended = SequenceState.ENDED  # Python finds a member of an enumeration in 0.2 us.
+        for index, sequence in enumerate(planned.samples):
+            tokens = receipt.tokens[index]
+            sequence.samples_in_flight -= 1
+            if sequence.state is has_ended:
+                # The request ended while this step was in flight, so its tokens are dropped.
+                self._counters["tokens_discarded_total"] += len(tokens)
+                continue
+            if failures and sequence.sequence_id in failures:
+                # Its tokens of this step do not match its grammar.
+                self._counters["tokens_discarded_total"] += len(tokens)
+                self._batch.remove(sequence)
+                self._requests.fail(sequence, "grammar", failures[sequence.sequence_id])
+                continue
+            position = sequence.completion_tokens
+            sequence.epochs_without_token = 0
+            taken, reason = take_tokens(sequence, tokens)
+            if has_drafts and (drafts := planned.drafts_of(index)):
+                emitted = len(tokens)
+                self._batch.speculation.record_verification(sequence, drafts, emitted, len(taken))
+            logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
+            if is_shared:
+                self._turns.charge(sequence.tenant, len(taken))
+            if not sequence.first_token_at_s:
+                sequence.first_token_at_s = now_s
+                self._telemetry.durations.observe("prefill", now_s - sequence.admitted_at_s)
+            yield (sequence, position, taken, logprobs), reason
+
     def _count(self, step: InFlightStep, receipt: StepFinished) -> None:
         self._counters["steps_total"] += 1
         self._counters["step_busy_ms_total"] += receipt.busy_ms
@@ -200,6 +218,11 @@ def take_tokens(sequence: Sequence, tokens: list[int]) -> tuple[list[int], str |
     Returns:
         The tokens that were appended, and "stop", "length" or, before the end, None.
     """
+    if len(tokens) == 1:
+        sequence.tokens.append(tokens[0])
+        if tokens[0] in sequence.stop_ids:
+            return tokens, "stop"
+        return tokens, "length" if len(sequence.tokens) >= sequence.tokens_max else None
     taken: list[int] = []
     for token in tokens:
         sequence.tokens.append(token)

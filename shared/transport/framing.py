@@ -25,6 +25,9 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, 
     kind: str
 
 
+_headers = msgspec.msgpack.Decoder(_Header)
+
+
 def pack(frame: Frame) -> list[bytes]:
     """Return the parts of a ZeroMQ message: the packed header, and the body unless it is empty."""
     *fields, body = msgspec.structs.astuple(frame)
@@ -41,14 +44,25 @@ def unpack(parts: list[bytes]) -> Frame:
     """
     if not 1 <= len(parts) <= 2:
         raise FrameRefused(f"{len(parts)} parts instead of 1 or 2")
-    fields: Any = codec.unpack(parts[0])
-    if not isinstance(fields, list) or not fields or type(fields[0]) is not int:
-        raise FrameRefused("the header is not an array that begins with a version")
-    if fields[0] != limits.PROTOCOL_VERSION:
-        raise FrameRefused(f"protocol version {fields[0]}, not {limits.PROTOCOL_VERSION}")
     try:
-        header = msgspec.convert(fields, _Header, strict=True)
-    except msgspec.ValidationError as error:
-        raise FrameRefused(f"the header has other fields than this version's: {error}") from None
+        header = _headers.decode(parts[0])
+    except codec.DECODE_ERRORS as error:
+        raise FrameRefused(_header_fault(parts[0], error)) from None
+    if header.version != limits.PROTOCOL_VERSION:
+        raise FrameRefused(_version_fault(header.version))
     _, *of_frame = msgspec.structs.astuple(header)
     return Frame(*of_frame, *parts[1:])
+
+
+def _header_fault(packed: bytes, error: Exception) -> str:
+    """Return why a packed header cannot be read; another version may have other fields."""
+    fields: Any = codec.unpack(packed)
+    if not isinstance(fields, list) or not fields or type(fields[0]) is not int:
+        return "the header is not an array that begins with a version"
+    if fields[0] != limits.PROTOCOL_VERSION:
+        return _version_fault(fields[0])
+    return f"the header has other fields than this version's: {error}"
+
+
+def _version_fault(version: int) -> str:
+    return f"protocol version {version}, not {limits.PROTOCOL_VERSION}"

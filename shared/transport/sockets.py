@@ -34,6 +34,7 @@ LINGER_S = 0.2
 
 _NO_WAIT = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS, _INPUT = int(zmq.EVENTS), int(zmq.POLLIN)
 # Integers, since pyzmq's enumerations cost a microsecond per use.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
@@ -272,12 +273,13 @@ class LinkSocket:
         self.is_drained = False
         left_bytes = limits.RECEIVED_BYTES_MAX
         while count_max > 0 and left_bytes > 0:
-            try:
-                # Faster than `recv_multipart`, which queries the socket after every part.
-                frame = self._socket.recv(_NO_WAIT, copy=False)
-            except zmq.Again:
+            # The question takes a third of the time of an exception for an empty socket.
+            events: int = self._socket.getsockopt(_EVENTS)  # type: ignore[assignment]
+            if not events & _INPUT:
                 self.is_drained = True
                 return
+            # Faster than `recv_multipart`, which queries the socket after every part.
+            frame = self._socket.recv(_NO_WAIT, copy=False)
             key = _proven_key(frame) if self._access is not None else ""
             parts = [frame.bytes]
             while frame.more:

@@ -77,6 +77,12 @@ class CompletionText:
             The text that can be sent now, and whether a stop string ended the completion. Text that
             may be the beginning of a stop string or ends inside a character is held back.
         """
+        if len(tokens) == 1 and not logprobs and not self._has_stops:
+            # The usual case, without what the others need.
+            text = "" if tokens[0] in self._stop_ids else self._detokenizer.add(tokens[0])
+            self._decoded_chars += len(text)
+            self._sent_chars += len(text)
+            return text, False
         text = ""
         is_stopped = False
         for position, token in enumerate(tokens):

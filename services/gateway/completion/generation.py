@@ -117,13 +117,15 @@ class Choice:
             Whether a stop string or the first tool call has ended the completion.
         """
         self.tokens += tokens
-        self.silent_tokens += len(tokens)
         text, is_stopped = self.text.add(tokens, logprobs)
-        if text and self.parser is None:
-            self._add_text(text, self.text.take_logprobs() if logprobs else [])
-        elif text and self.parser is not None and self._add_events(self.parser.push(text)):
-            self._end_after_call()
-            return True
+        if self.parser is None:
+            if text:
+                self._add_text(text, self.text.take_logprobs() if logprobs else [])
+        else:
+            self.silent_tokens += len(tokens)
+            if text and self._add_events(self.parser.push(text)):
+                self._end_after_call()
+                return True
         if is_stopped:
             past_end = self.text.tokens_after_stop
             del self.tokens[len(self.tokens) - past_end :]

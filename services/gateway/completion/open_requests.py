@@ -175,7 +175,7 @@ class OpenRequests:
                     pass  # The link has logged it, and the scheduler may still answer.
                 case _:
                     assert_never(event)
-        self._flush_list.flush()
+        self._flush_list.flush(now_s)
 
     def _handle_message(self, message: messages.ToGateway, now_s: float) -> None:
         match message:
@@ -222,27 +222,28 @@ class OpenRequests:
         choice.generation.note_admitted(now_s)
 
     def _handle_tokens(self, message: messages.TokensGenerated, now_s: float) -> None:
-        names = message.request_ids
-        count = len(names)
+        count = len(message.request_ids)
         logprobs = message.logprobs or _NO_LOGPROBS * count
         if not count == len(message.positions) == len(message.tokens) == len(logprobs):
             _log.error("tokens_message_malformed", requests=count)
             return
         choices = self._choices
         is_recorded, step = self._tracing.recorder.is_on, (message.epoch, message.step_id)
-        for entry in range(count):
-            choice = choices.get(names[entry])
-            tokens = message.tokens[entry]
+        waiting_since_s: dict[float, int] = {}  # of choices with earlier tokens: their number
+        entries = zip(message.request_ids, message.positions, message.tokens, logprobs, strict=True)
+        for name, position, tokens, entry_logprobs in entries:
+            choice = choices.get(name)
             if choice is None or choice.finish_reason:
                 # The choice ended here or its client left; the scheduler gets the abort soon.
                 if choice is not None:
                     choice.count_past_end(len(tokens))
                 continue
-            if message.positions[entry] != len(choice.tokens) or not tokens:
-                self._fail_position(choice, message.positions[entry])
+            if position != len(choice.tokens) or not tokens:
+                self._fail_position(choice, position)
                 continue
-            if choice.tokens:
-                self._metrics.next_token.observe(now_s - choice.last_token_s)
+            if position:
+                last_s = choice.last_token_s
+                waiting_since_s[last_s] = waiting_since_s.get(last_s, 0) + 1
             else:
                 self._metrics.first_token.observe(now_s - choice.submitted_s)
                 choice.generation.note_first_token(now_s)
@@ -251,9 +252,11 @@ class OpenRequests:
                 traced.new_tokens += len(tokens)
             self._metrics.generation_tokens += len(tokens)
             choice.last_token_s = now_s
-            if choice.add(tokens, logprobs[entry]):
+            if choice.add(tokens, entry_logprobs):
                 self._metrics.observe_end("stop", now_s - choice.submitted_s, choice.calls)
                 self._abort(choice, "stop")
+        for since_s, waiting in waiting_since_s.items():
+            self._metrics.next_token.observe(now_s - since_s, waiting)
 
     def _handle_finished(self, message: messages.RequestFinished, now_s: float) -> None:
         self._queue.clear()

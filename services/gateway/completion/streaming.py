@@ -48,11 +48,15 @@ class FlushList:
         """Add a stream that has buffered events, unless it is in the list already."""
         self._streams[stream] = None
 
-    def flush(self) -> None:
-        """Write the buffered events of every stream in the list and empty the list."""
+    def flush(self, now_s: float) -> None:
+        """Write the buffered events of every stream in the list and empty the list.
+
+        Args:
+            now_s: the event loop's time.
+        """
         streams, self._streams = self._streams, {}
         for stream in streams:
-            stream.flush()
+            stream.flush(now_s)
 
 
 class EventStream:
@@ -107,11 +111,14 @@ class EventStream:
         """Buffer the event for the next `flush` that ends a choice and states its finish reason."""
         self._add(self._serializer.end_choice(choice.index, choice.finish_reason))
 
-    def flush(self) -> None:
+    def flush(self, now_s: float) -> None:
         """Write the buffered events to the connection; keep them before the headers were sent.
 
         Disconnects a client that has left too many bytes unread, or has read nothing for
         `STALL_TIMEOUT_S`.
+
+        Args:
+            now_s: the event loop's time.
         """
         transport = self._transport
         if transport is None or not self._pending:
@@ -120,17 +127,20 @@ class EventStream:
         self._pending.clear()
         if not data or transport.is_closing():
             return
-        self._written_s = self._loop.time()
         if self._is_chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._written_s = now_s
         self._written_bytes += len(data)
-        left_bytes = transport.get_write_buffer_size()
-        transport.write(data)
         traced = self._traced
         if traced is not None and traced.recorder.is_on:
-            traced.add_write(self._written_s, len(data))
-        unsent_bytes = transport.get_write_buffer_size()
-        if unsent_bytes:
+            began_s = self._loop.time()
+            transport.write(data)
+            traced.add_write(began_s, len(data))
+        else:
+            transport.write(data)
+        if unsent_bytes := transport.get_write_buffer_size():
+            # The transport tries to send a write at once unless earlier bytes are left.
+            left_bytes = max(0, unsent_bytes - len(data))
             self._close_if_stalled(transport, unsent_bytes, left_bytes)
 
     def _close_if_stalled(
@@ -200,7 +210,7 @@ class EventStream:
             if self._serializer.reports_usage:
                 await _within(generation.confirmed, CONFIRM_WAIT_S)
             self._add(self._serializer.end(generation))
-        self.flush()
+        self.flush(self._loop.time())
         return response
 
     async def _start(self, request: web.Request, generation: Generation) -> web.StreamResponse:
@@ -233,7 +243,7 @@ class EventStream:
         self._buffer_bytes_max += sum(map(len, first))
         if not b"".join(self._pending):
             self._keep_alive(generation)
-        self.flush()
+        self.flush(self._loop.time())
         return response
 
     def _keep_alive(self, generation: Generation) -> None:
@@ -243,7 +253,7 @@ class EventStream:
         for choice in generation.choices:
             if not choice.finish_reason:
                 self._add(self._serializer.keep_alive(choice.index))
-        self.flush()
+        self.flush(self._loop.time())
 
     def _add(self, event: bytes) -> None:
         self._pending.append(event)

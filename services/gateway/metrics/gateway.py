@@ -54,10 +54,10 @@ class Histogram:
         self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
-    def observe(self, seconds: float) -> None:
-        """Add one duration in seconds to its range's count and to the sum."""
-        self._counts[bisect.bisect_left(self.bounds_s, seconds)] += 1
-        self._sum_s += seconds
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """Add `count` equal durations, in seconds each, to their range's count and to the sum."""
+        self._counts[bisect.bisect_left(self.bounds_s, seconds)] += count
+        self._sum_s += seconds * count
 
     @property
     def counts(self) -> list[int]:

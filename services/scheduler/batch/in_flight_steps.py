@@ -1,19 +1,20 @@
 """Plans in flight of an epoch. Owns collecting and comparing their receipts (I6). Pure."""
 
-import dataclasses
+import itertools
 from collections import deque
+
+from msgspec import Struct
 
 from services.scheduler.batch.plan_builder import PlannedStep
 from shared.identifiers import StepId
 from shared.messages import StepFinished, TokenLogprobs
 
 
-@dataclasses.dataclass(slots=True)
-class InFlightStep:
+class InFlightStep(Struct):
     """A step whose plan was sent and whose receipts are not complete."""
 
     planned: PlannedStep
-    receipts: dict[int, StepFinished] = dataclasses.field(default_factory=dict)
+    receipts: dict[int, StepFinished] = {}
     """By rank."""
 
     @property
@@ -75,7 +76,10 @@ class InFlightSteps:
         """
         if receipt.step_id <= self.finished_step_id:
             return True
-        return any(step.receipts.get(rank) == receipt for step in self._steps)
+        for step in self._steps:
+            if (known := step.receipts.get(rank)) is not None and known == receipt:
+                return True
+        return False
 
     def add_receipt(self, rank: int, receipt: StepFinished) -> str | None:
         """Add a rank's receipt to its step.
@@ -175,15 +179,18 @@ def find_disagreement(step: InFlightStep, vocabulary_size: int) -> str | None:
         A sentence about the first difference or impossible value; None: the receipts are good.
     """
     digests = {rank: receipt.digest for rank, receipt in step.receipts.items()}
-    if len(set(digests.values())) > 1:
+    if len(digests) > 1 and len(set(digests.values())) > 1:
         named = ", ".join(f"rank {rank} {digests[rank].hex()[:8]}" for rank in sorted(digests))
         return f"The receipts of step {step.step_id} differ: {named}."
     primary = step.receipts[0]
     counts_max = _tokens_max(step.planned)
-    counts = [len(tokens) for tokens in primary.tokens]
-    if len(counts) != len(counts_max) or not all(map(_is_between_one_and, counts, counts_max)):
+    counts = list(map(len, primary.tokens))
+    # Most steps have one token per sample.
+    if counts != counts_max and (
+        len(counts) != len(counts_max) or not all(map(_is_between_one_and, counts, counts_max))
+    ):
         return f"Step {step.step_id} sampled {counts_max} tokens at most, rank 0 reports {counts}."
-    if any(token >= vocabulary_size for tokens in primary.tokens for token in tokens):
+    if max(itertools.chain.from_iterable(primary.tokens), default=0) >= vocabulary_size:
         return f"Step {step.step_id} sampled a token id that is not below {vocabulary_size}."
     if primary.logprobs and not _fits_counts(primary.logprobs, counts):
         return f"Step {step.step_id} has log probabilities of other tokens than it sampled."

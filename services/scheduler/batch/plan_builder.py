@@ -1,6 +1,11 @@
-"""Plan builder. Owns the parts of a step plan and the facts needed for its receipts."""
+"""Plan builder. Owns the parts of a step plan and the facts needed for its receipts.
+
+What every step needs anew is a struct: making one takes a tenth of the time of a frozen dataclass.
+"""
 
 import dataclasses
+
+from msgspec import Struct
 
 from services.scheduler.requests.sequence import Sequence
 from services.scheduler.speculation.costs import DecodeWork
@@ -10,8 +15,7 @@ from shared.identifiers import SequenceId
 from shared.messages import AdmittedSequence, DraftChunk, PrefillChunk, SlotMove, StepPlan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(Struct, frozen=True):
     """The numbers of tokens and rows in a step that decide how long it takes."""
 
     chunk_tokens: int
@@ -32,8 +36,7 @@ class StepWork:
     """Known tokens that rows of the ranks' draft model read, which they lack."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlannedStep:
+class PlannedStep(Struct, frozen=True):
     """A plan, the sequences that it samples, and its amounts of work, until its receipts arrive."""
 
     plan: StepPlan
@@ -106,8 +109,7 @@ class ChosenDrafts:
 NO_DRAFTS = ChosenDrafts()
 
 
-@dataclasses.dataclass(slots=True)
-class PlanBuilder:
+class PlanBuilder(Struct):
     """Collects the moves, admissions, prefill chunks, decodes and drafts of the next step plan."""
 
     step_id: int
@@ -116,17 +118,17 @@ class PlanBuilder:
     """When the plan is made, in seconds."""
     chosen: ChosenDrafts
     """Drafts of the sequences that decode."""
-    moves: list[SlotMove] = dataclasses.field(default_factory=list)
-    admitted: list[AdmittedSequence] = dataclasses.field(default_factory=list)
-    first_admitted: list[Sequence] = dataclasses.field(default_factory=list)
+    moves: list[SlotMove] = []
+    admitted: list[AdmittedSequence] = []
+    first_admitted: list[Sequence] = []
     """Those of the admitted sequences that were never admitted before."""
-    chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
-    draft_reads: list[DraftChunk] = dataclasses.field(default_factory=list)
+    chunks: list[PrefillChunk] = []
+    draft_reads: list[DraftChunk] = []
     """Known tokens that rows of the draft model read."""
-    decodes: list[Sequence] = dataclasses.field(default_factory=list)
-    samples: list[Sequence] = dataclasses.field(default_factory=list)
+    decodes: list[Sequence] = []
+    samples: list[Sequence] = []
     """Sequences whose last prefill chunk is in the plan, so that it samples a token for them."""
-    checkpoints: list[int] = dataclasses.field(default_factory=list)
+    checkpoints: list[int] = []
     """Ids of sequences whose state is saved at the end of this step."""
     chunk_tokens: int = 0
     """Tokens of all prefill chunks."""

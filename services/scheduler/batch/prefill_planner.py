@@ -94,6 +94,8 @@ class PrefillPlanner:
         candidates = [one for one in self._running if not one.is_decoding]
         waiting = self._waiting.heads(_SCANNED_MAX)
         candidates += [one for one in waiting if one is not plan.displaced]
+        if not candidates:
+            return
         first = next(self._turns.in_turn(candidates), None)
         position = _position_of(first)
         # Without decodes one long prompt may fill a step, but several prompts may not.

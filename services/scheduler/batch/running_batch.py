@@ -271,13 +271,11 @@ class RunningBatch:
             # Drafts only save time, so no row grows and no sequence is preempted for them.
             self._running.draft_room_tokens, plan_builder.chosen = 0, NO_DRAFTS
         self._make_room_for_decodes(plan_builder)
-        if self.rows.rows_needed() >= _SPARSE_ROWS_MIN and (
-            2 * self.rows.slots_used <= self.rows.rows_needed()
-        ):
+        rows_needed = self.rows.rows_needed()
+        if rows_needed >= _SPARSE_ROWS_MIN and 2 * self.rows.slots_used <= rows_needed:
             self._running.compact(plan_builder)
         plan_builder.decodes = [sequence for sequence in self._running if sequence.can_decode]
-        for sequence in plan_builder.decodes:
-            self.speculation.add_decode(plan_builder, sequence)
+        self.speculation.add_decodes(plan_builder)
         form = self.cache.block_format
         if form is not None and form.needs_checkpoints:
             plan_builder.checkpoints += [

@@ -80,14 +80,18 @@ class RunningSequences:
 
     def row_tokens_needed(self) -> int:
         """Return the row length in tokens that the longest running sequence needs next."""
-        longest = 0
+        longest, room = 0, self.draft_room_tokens
         for one in self._by_id.values():
-            tokens = one.planned_tokens
+            tokens, known = one.planned_tokens, len(one.tokens)
             if one.is_decoding:
-                # Its own drafts are planned already; its row is padded to the longest drafts.
-                own = one.drafts_in_flight if one.is_verifying else 0
-                tokens += one.can_decode + max(0, self.draft_room_tokens - own)
-            longest = max(longest, tokens, len(one.tokens))
+                if not one.is_verifying:
+                    # One more if it can decode.
+                    tokens += room + (known + one.samples_in_flight < one.tokens_max)
+                elif one.drafts_in_flight < room:
+                    # Its own drafts are planned already; its row is padded to the longest drafts.
+                    tokens += room - one.drafts_in_flight
+            tokens = max(tokens, known)
+            longest = max(longest, tokens)
         return longest
 
     def take_departed(self) -> list[tuple[Sequence, int]]:

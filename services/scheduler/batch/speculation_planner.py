@@ -94,20 +94,31 @@ class SpeculationPlanner:
 
     def is_idle(self, running: Iterable[Sequence]) -> bool:
         """Tell whether no running sequence takes drafts, so that plans need no choice of drafts."""
-        return not self.can_roll_back or all(self._draft_state_of(one) is None for one in running)
+        if not self.can_roll_back:
+            return True
+        for one in running:
+            if one.draft_state is not None:
+                return False
+            if not one.is_draft_state_chosen and self._draft_state_of(one) is not None:
+                return False
+        return True
 
-    def add_decode(self, plan: PlanBuilder, sequence: Sequence) -> None:
-        """Count a sequence's decode and the drafts chosen for it as planned.
+    def add_decodes(self, plan: PlanBuilder) -> None:
+        """Count the decodes of a plan, and the drafts chosen for them, as planned.
 
         Args:
             plan: the plan being built, which changes.
-            sequence: the sequence, which can decode.
         """
-        if plan.chosen is NO_DRAFTS:
+        if plan.chosen is not NO_DRAFTS:
+            for sequence in plan.decodes:
+                self._add_decode(plan, sequence)
+            return
+        for sequence in plan.decodes:
             sequence.drafts_in_flight = 0
             sequence.planned_tokens += 1
             sequence.samples_in_flight += 1
-            return
+
+    def _add_decode(self, plan: PlanBuilder, sequence: Sequence) -> None:
         chosen, sequence_id = plan.chosen, sequence.sequence_id
         if sequence_id in chosen.reads:
             _add_read(plan, sequence, chosen.reads[sequence_id])

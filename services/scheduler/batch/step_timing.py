@@ -105,6 +105,8 @@ class StepTiming:
         """Return the expected milliseconds of a decode of `rows` rows; 0: unknown."""
         if rows == 0 or not self._decode_ms:
             return 0.0
+        if (measured_ms := self._decode_ms.get(rows)) is not None:
+            return measured_ms
         below = (count for count in self._decode_ms if count <= rows)
         nearest = max(below, default=min(self._decode_ms))
         # The cost of rows lies between constant (a GPU) and proportional to their number.
@@ -153,7 +155,8 @@ class StepTiming:
             return None
         if decodes and not self._decode_ms:
             return None
-        return chunk_tokens * self.prefill_token_ms(position) + self.decode_ms(decodes)
+        prefill_ms = chunk_tokens * self.prefill_token_ms(position) if chunk_tokens else 0.0
+        return prefill_ms + self.decode_ms(decodes)
 
     def record_step(
         self, chunk_tokens: int, decodes: int, busy_ms: float, position: int = 0

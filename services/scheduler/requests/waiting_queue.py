@@ -58,8 +58,8 @@ class WaitingQueue:
         The first of all tenants come before the second ones.
         """
         queues = [queue[:count] for queue in self._by_tenant.values()]
-        if len(queues) == 1:
-            return queues[0]
+        if len(queues) <= 1:
+            return queues[0] if queues else []
         return [one for row in itertools.zip_longest(*queues) for one in row if one is not None]
 
 

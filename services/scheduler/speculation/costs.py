@@ -21,6 +21,8 @@ import dataclasses
 import itertools
 import math
 
+from msgspec import Struct
+
 from services.scheduler.speculation.methods import Method
 from shared import limits
 
@@ -78,8 +80,7 @@ class _PlainCost:
     """Steps with drafts since the last plain step that was measured."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeWork:
+class DecodeWork(Struct, frozen=True):
     """The decodes of one step, described by the facts that decide how long it takes."""
 
     rows: int

@@ -125,6 +125,8 @@ class PlannedDrafts:
         Args:
             rows: number of sequences that decode in it; 0 if its cost must not be recorded.
         """
+        if not self.counts and not self.drafts:
+            return DecodeWork(rows, 1, 0, self.method)
         lengths = [max(0, count) for count in self.counts] or [len(one) for one in self.drafts]
         longest = max(lengths, default=0)
         if self.counts and not longest:

@@ -8,8 +8,9 @@ The drafts of a plan are proposed either by the scheduler or by the ranks. If ro
 each plan uses the method with the larger expected speedup, and the other rows decode one token.
 """
 
-import dataclasses
 from collections.abc import Sequence
+
+from msgspec import structs
 
 from services.scheduler.speculation.costs import DecodeWork, StepCosts
 from services.scheduler.speculation.counters import DraftCounters
@@ -210,7 +211,7 @@ class Speculator:
         if reads and self.model_drafts is not None:
             reading = self.model_drafts.reading_cost
             if work.width > 1 and max(reads) > UNREAD_SMALL:
-                work = dataclasses.replace(work, rows=0)
+                work = structs.replace(work, rows=0)
             elif work.width > 1:
                 busy_ms = max(0.0, busy_ms - sum(map(reading.cost_ms, reads)))
             else:
@@ -218,7 +219,7 @@ class Speculator:
                 if plain_ms:
                     reading.record_step(sum(reads), len(reads), busy_ms - plain_ms)
                     self.model_drafts.probes.record_excess(busy_ms - plain_ms)
-                work = dataclasses.replace(work, rows=0)
+                work = structs.replace(work, rows=0)
         elif self.model_drafts is not None and work.rows and work.width == 1:
             self.model_drafts.probes.record_plain_time(busy_ms + idle_ms)
         self.costs.record_step(work, busy_ms, idle_ms, was_held=was_held)

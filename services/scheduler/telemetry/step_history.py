@@ -1,7 +1,8 @@
 """History of the last steps. Owns what each had to do and what each rank measured in it. Pure."""
 
-import dataclasses
 from collections import OrderedDict
+
+from msgspec import Struct
 
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.telemetry.clock_offsets import ClockOffsets
@@ -14,8 +15,7 @@ STEPS_KEPT = 16_384
 """Steps in the history: some minutes, about 8 MB with two ranks."""
 
 
-@dataclasses.dataclass(slots=True)
-class StepRecord:
+class StepRecord(Struct):
     """One step. Times are the scheduler's monotonic seconds."""
 
     epoch: int
@@ -26,11 +26,11 @@ class StepRecord:
     drafts: int
     sent_at_s: float
     """The plan was sent."""
-    received_at_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    received_at_s: dict[int, float] = {}
     """When each rank's receipt arrived."""
     finished_at_s: float | None = None
     """The receipts of all ranks agreed; None: not yet, or the epoch ended before."""
-    times: dict[int, PackedTimes] = dataclasses.field(default_factory=dict)
+    times: dict[int, PackedTimes] = {}
     """By rank: its times by the scheduler's clock. They come up to a second after the receipt."""
 
 

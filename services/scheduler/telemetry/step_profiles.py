@@ -1,6 +1,5 @@
 """Profiles of steps. Owns which steps are measured part by part, and their sums. Pure."""
 
-import dataclasses
 from collections import Counter, OrderedDict, defaultdict
 from typing import Literal
 
@@ -75,7 +74,7 @@ class StepProfiles:
         )
         if len(self._steps) > STEPS_KEPT:
             self._steps.popitem(last=False)
-        return dataclasses.replace(step, plan=plan)
+        return msgspec.structs.replace(step, plan=plan)
 
     def add(self, epoch: int, profile: StepProfile, world_size: int) -> None:
         """Add a rank's profile of a step; one of an unknown step is passed over."""

@@ -361,7 +361,7 @@ class World:
 
     def _ranked(self) -> list[RankProcess]:
         ranked = [member for member in self._members.values() if member.rank is not None]
-        return sorted(ranked, key=lambda member: member.rank or 0)
+        return sorted(ranked, key=lambda member: member.rank or 0) if len(ranked) > 1 else ranked
 
     def _try_to_begin_epoch(self, now_s: float) -> str | None:
         """Begin an epoch if enough processes wait; return why they cannot form a world, or None."""

@@ -45,7 +45,7 @@ async def test_event_longer_than_the_limit_is_sent_to_a_client_that_has_read_so_
     """The last events of a response repeat its answer, which may be longer than the limit."""
     stream = stream_on(transport)
     stream._add(b"x" * 8 * LIMIT_BYTES)
-    stream.flush()
+    stream.flush(0.0)
     assert not transport.is_closing()
 
 
@@ -56,5 +56,5 @@ async def test_client_that_left_more_than_the_limit_is_disconnected_at_the_next_
     stream = stream_on(transport)
     for _ in range(2):
         stream._add(b"x" * 8 * LIMIT_BYTES)
-        stream.flush()
+        stream.flush(0.0)
     assert transport.is_closing()

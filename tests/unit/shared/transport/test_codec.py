@@ -108,7 +108,7 @@ def test_decoder_refuses_message_truncated_at_any_byte(
         ({}, "type"),
         ([], "array"),
         ("QueryStatus", "str"),
-        (None, "null"),
+        (None, "None"),
         (17, "int"),
         ({"type": "Heartbeat", "epoch": -1, "rank": 0, "step_started": 0}, "epoch"),
         ({"type": "Heartbeat", "epoch": 1.5, "rank": 0, "step_started": 0}, "epoch"),
