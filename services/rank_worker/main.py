@@ -24,18 +24,18 @@ from shared.os import lifeline
 _log = Log("rank_worker")
 
 
-def run(config: Config, rank: int = -1) -> int:
+def run(config: Config, rank: int = -1, *, blas_library: str | None = None) -> int:
     """Run one rank for one epoch and return the exit code, which is never 0.
 
     Args:
         config: the settings.
         rank: this rank; -1: the scheduler assigns it.
+        blas_library: what `prepare_for_mlx` has returned; None: it was not called.
     """
-    _set_signal_handlers()
-    lifeline.exit_with_parent()
-    log.set_up(f"rank-{rank}" if rank >= 0 else "rank", config.log, config.log_directory)
+    set_up_process(config, rank)
     try:
-        return _run_epoch(config, rank, SystemClock())
+        blas_used = prepare_for_mlx(config) if blas_library is None else blas_library
+        return _run_epoch(config, rank, SystemClock(), blas_used)
     except LockstepError as error:
         _log.error("rank_failed", detail=str(error))
         return error.exit_code
@@ -44,22 +44,42 @@ def run(config: Config, rank: int = -1) -> int:
         return limits.EXIT_SOFTWARE
 
 
+def set_up_process(config: Config, rank: int) -> None:
+    """Set this process's signal handlers, lifeline and log.
+
+    Args:
+        config: the settings.
+        rank: this rank; -1: any.
+    """
+    _set_signal_handlers()
+    lifeline.exit_with_parent()
+    log.set_up(f"rank-{rank}" if rank >= 0 else "rank", config.log, config.log_directory)
+
+
+def prepare_for_mlx(config: Config) -> str:
+    """Load the BLAS and choose the GPU, which must be done before MLX is imported.
+
+    Returns:
+        A description of the BLAS; "" if MLX uses its own.
+    """
+    blas_library = blas.preload() if config.rank_worker.blas == "auto" else ""
+    if config.backend == "off":
+        gpu_choice.show_one_gpu(os.environ, gpu_choice.count_gpus())
+    cuda_caches.enlarge_caches(os.environ)
+    return blas_library
+
+
 def _set_signal_handlers() -> None:
     """Exit at once on SIGTERM; ignore SIGINT under a supervisor, which handles it.
 
     Python's own handlers run in the main thread, which may be inside a collective that never
     returns.
     """
-    is_supervised = lifeline.VARIABLE in os.environ
-    signal.signal(signal.SIGINT, signal.SIG_IGN if is_supervised else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if lifeline.is_held() else signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _run_epoch(config: Config, rank: int, clock: Clock) -> int:
-    blas_library = blas.preload() if config.rank_worker.blas == "auto" else ""
-    if config.backend == "off":
-        gpu_choice.show_one_gpu(os.environ, gpu_choice.count_gpus())
-    cuda_caches.enlarge_caches(os.environ)
+def _run_epoch(config: Config, rank: int, clock: Clock, blas_library: str) -> int:
     is_unlaunched = join.launched_rank() is None
     port = (
         join.DataPort(config.world.data_host)

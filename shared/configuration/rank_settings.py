@@ -69,6 +69,10 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokens of a 16-bit model, at some loss of quality and speed. 0: as computed."""
     pin_cores: Literal["auto", "on", "off"] = "auto"
     """Give each rank its own CPU cores (Linux). "auto": on if several ranks run on this machine."""
+    spare: Literal["off", "started"] = "started"
+    """Keep a spare process of each rank (`lockstep up`) that takes the place of one that ends.
+    "started": it has imported MLX and mlx-lm, and holds no weights and no device memory; it takes
+    100 to 250 MB of the machine's memory."""
     blas: Literal["auto", "off"] = "auto"
     """Matrix library on Linux CPUs. "auto": OpenBLAS, about 5 times faster. "off": the one in MLX's
     wheel."""
