@@ -17,7 +17,8 @@ from shared.configuration.settings import Config
 from shared.errors import UsageError, WorldLost
 from shared.os import lifeline
 
-_LOWEST_PRIORITY = 19
+_LOW_PRIORITY = 10
+"""Nice value of the imports: a rank that serves on the same core gets nine tenths of it."""
 
 
 def wait_for_turn(config: Config, rank: int) -> str:
@@ -67,9 +68,9 @@ def _import_rest(config: Config) -> None:
 
 
 def _lower_priority() -> None:
-    """Give this thread the lowest priority. Threads that it starts inherit it."""
+    """Give this thread a low priority. Threads that it starts inherit it."""
     with contextlib.suppress(OSError):
         if sys.platform == "darwin":
             os.setpriority(os.PRIO_DARWIN_THREAD, 0, os.PRIO_DARWIN_BG)
         elif sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
