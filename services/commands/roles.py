@@ -88,10 +88,10 @@ def rank_worker(sources: SettingSources, *, rank: int, spare: bool) -> int:
     host_selection.check_rank_is_here(share, rank)
     blas_library = None
     if spare:
-        from services.rank_worker import spare as waiting
+        from services.rank_worker import main
 
         # It has no file in the run folder before it has the place.
-        blas_library = waiting.wait_for_turn(share.config, rank)
+        blas_library = main.wait_as_spare(share.config, rank)
     name = f"rank-{rank}" if rank >= 0 else "rank"
     with process_file_held(share.config, name, by_pid=rank == _ANY_RANK):
         from services.rank_worker import main

@@ -1,4 +1,7 @@
-"""Entry point of a rank worker. Prepares the process and maps every error to an exit code.
+"""Entry points of a rank worker. Prepares the process and maps every error to an exit code.
+
+`run` is a rank. A spare process calls `wait_as_spare` first: interpreter, imports and the BLAS are
+most of the time from a rank's end to its successor's hello, and need no epoch.
 
 MLX is imported inside functions only: the BLAS and the GPU must be chosen before.
 """
@@ -6,22 +9,34 @@ MLX is imported inside functions only: the BLAS and the GPU must be chosen befor
 import contextlib
 import os
 import signal
+import sys
+import threading
 
 from services.rank_worker.device import blas, cuda_caches, description, gpu_choice
 from services.rank_worker.device.description import Device
-from services.rank_worker.joining import join
+from services.rank_worker.joining import code_version, join
 from services.rank_worker.model import lazy_mlx_lm
 from services.rank_worker.peers.failure import failure_cause
 from services.rank_worker.scheduler_link import SchedulerLink
 from shared import limits, log
 from shared.clock import Clock, SystemClock
 from shared.configuration.settings import Config
-from shared.errors import ConfigError, LockstepError, RanksUnreachable, UnavailableError
+from shared.errors import (
+    ConfigError,
+    LockstepError,
+    RanksUnreachable,
+    UnavailableError,
+    UsageError,
+    WorldLost,
+)
 from shared.log import Log
 from shared.messages import JoinWorld, RankFailed
 from shared.os import lifeline
 
 _log = Log("rank_worker")
+
+_LOW_PRIORITY = 10
+"""Nice value of a spare's imports: a rank that serves on the same core gets nine tenths of it."""
 
 
 def run(config: Config, rank: int = -1, *, blas_library: str | None = None) -> int:
@@ -30,11 +45,11 @@ def run(config: Config, rank: int = -1, *, blas_library: str | None = None) -> i
     Args:
         config: the settings.
         rank: this rank; -1: the scheduler assigns it.
-        blas_library: what `prepare_for_mlx` has returned; None: it was not called.
+        blas_library: what `wait_as_spare` has returned; None: this process was no spare.
     """
-    set_up_process(config, rank)
+    _set_up_process(config, rank)
     try:
-        blas_used = prepare_for_mlx(config) if blas_library is None else blas_library
+        blas_used = _prepare_for_mlx(config) if blas_library is None else blas_library
         return _run_epoch(config, rank, SystemClock(), blas_used)
     except LockstepError as error:
         _log.error("rank_failed", detail=str(error))
@@ -44,19 +59,44 @@ def run(config: Config, rank: int = -1, *, blas_library: str | None = None) -> i
         return limits.EXIT_SOFTWARE
 
 
-def set_up_process(config: Config, rank: int) -> None:
-    """Set this process's signal handlers, lifeline and log.
+def wait_as_spare(config: Config, rank: int) -> str:
+    """Import what a rank needs, then wait until the supervisor gives this process its place.
+
+    Until then it holds no weights, no memory of the device, no port and no link.
 
     Args:
         config: the settings.
-        rank: this rank; -1: any.
+        rank: whose place this process will take.
+
+    Returns:
+        A description of the BLAS, for `run`.
+
+    Raises:
+        UsageError: no supervisor has started this process.
+        WorldLost: Lockstep's files have changed meanwhile.
     """
+    if not lifeline.is_held():
+        raise UsageError("Spare processes of ranks are started by `lockstep up` only.")
+    _set_up_process(config, rank)
+    build = code_version.build_id()
+    blas_library = _prepare_for_mlx(config)
+    # With NCCL the order to join assigns the GPU, and MLX reads the visible GPUs on its import.
+    if config.backend != "nccl":
+        _import_all(config)
+    lifeline.wait_for_turn()
+    if code_version.build_id() != build:
+        # The other ranks may run the new code; the supervisor starts a new process at once.
+        raise WorldLost("Lockstep's files have changed since this spare process has read them.")
+    return blas_library
+
+
+def _set_up_process(config: Config, rank: int) -> None:
     _set_signal_handlers()
     lifeline.exit_with_parent()
     log.set_up(f"rank-{rank}" if rank >= 0 else "rank", config.log, config.log_directory)
 
 
-def prepare_for_mlx(config: Config) -> str:
+def _prepare_for_mlx(config: Config) -> str:
     """Load the BLAS and choose the GPU, which must be done before MLX is imported.
 
     Returns:
@@ -147,3 +187,30 @@ def _report_failure(
     )
     link.exit(exit_code)
     return exit_code
+
+
+def _import_all(config: Config) -> None:
+    """Import MLX, mlx-lm and the worker; ranks that serve meanwhile have precedence."""
+    import mlx.core  # noqa: F401, PLC0415
+
+    # A process cannot raise its priority again, but it can have a thread with a lower one. MLX
+    # itself is imported above, because the objects of its main thread belong to this one.
+    thread = threading.Thread(target=_import_rest, args=(config,), name="imports")
+    thread.start()
+    thread.join()
+
+
+def _import_rest(config: Config) -> None:
+    _lower_priority()
+    if not config.model.trust_remote_code:
+        lazy_mlx_lm.import_mlx_lm()
+    import services.rank_worker.worker  # noqa: F401, PLC0415 - imports mlx-lm
+
+
+def _lower_priority() -> None:
+    """Give this thread a low priority. Threads that it starts inherit it."""
+    with contextlib.suppress(OSError):
+        if sys.platform == "darwin":
+            os.setpriority(os.PRIO_DARWIN_THREAD, 0, os.PRIO_DARWIN_BG)
+        elif sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)

@@ -72,7 +72,7 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     spare: Literal["off", "started"] = "started"
     """Keep a spare process of each rank (`lockstep up`) that takes the place of one that ends.
     "started": it has imported MLX and mlx-lm, and holds no weights and no device memory; it takes
-    100 to 250 MB of the machine's memory."""
+    about 160 MB of the machine's memory (Linux, CPU)."""
     blas: Literal["auto", "off"] = "auto"
     """Matrix library on Linux CPUs. "auto": OpenBLAS, about 5 times faster. "off": the one in MLX's
     wheel."""

@@ -37,6 +37,7 @@ PARTS = {
 """Metric -> event of the scheduler's log at which that part of a pause ends."""
 COLUMNS = ["pause_ms", *PARTS, "first_token_ms", FOREIGN_CORES]
 RECOVERY_MAX_S = 120.0
+KEEPALIVE_S = "300"
 _POLL_S = 0.02
 
 
@@ -83,7 +84,9 @@ def measure(plan: RecoveryPlan, report: Report) -> None:
         **plan.settings,
     }
     victims = itertools.cycle(range(plan.ranks))
-    with started_stack(plan, report, LOCKSTEP_LOG_FORMAT="json") as stack:
+    # Without keep-alive chunks in the pause every event of a stream is a token.
+    settings = {"LOCKSTEP_LOG_FORMAT": "json", "LOCKSTEP_GATEWAY_KEEPALIVE_S": KEEPALIVE_S}
+    with started_stack(plan, report, **settings) as stack:
         streams = [
             EndlessStream(stack, request_body(stack.model, plan.new_tokens, prompt=prompt))
             for ((prompt,),) in (
