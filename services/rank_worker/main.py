@@ -80,8 +80,9 @@ def wait_as_spare(config: Config, rank: int) -> str:
     _set_up_process(config, rank)
     build = code_version.build_id()
     blas_library = _prepare_for_mlx(config)
-    # With NCCL the order to join assigns the GPU, and MLX reads the visible GPUs on its import.
-    if config.backend != "nccl":
+    # With CUDA an import of MLX and mlx-lm may already take memory of the GPU; and with NCCL the
+    # order to join assigns the GPU, while MLX reads the visible GPUs on its import.
+    if gpu_choice.count_gpus() is None:
         _import_all(config)
     lifeline.wait_for_turn()
     if code_version.build_id() != build:
