@@ -9,8 +9,6 @@ MLX is imported inside functions only: the BLAS and the GPU must be chosen befor
 import contextlib
 import os
 import signal
-import sys
-import threading
 
 from services.rank_worker.device import blas, cuda_caches, description, gpu_choice
 from services.rank_worker.device.description import Device
@@ -34,9 +32,6 @@ from shared.messages import JoinWorld, RankFailed
 from shared.os import lifeline
 
 _log = Log("rank_worker")
-
-_LOW_PRIORITY = 10
-"""Nice value of a spare's imports: a rank that serves on the same core gets nine tenths of it."""
 
 
 def run(config: Config, rank: int = -1, *, blas_library: str | None = None) -> int:
@@ -191,27 +186,7 @@ def _report_failure(
 
 
 def _import_all(config: Config) -> None:
-    """Import MLX, mlx-lm and the worker; ranks that serve meanwhile have precedence."""
-    import mlx.core  # noqa: F401, PLC0415
-
-    # A process cannot raise its priority again, but it can have a thread with a lower one. MLX
-    # itself is imported above, because the objects of its main thread belong to this one.
-    thread = threading.Thread(target=_import_rest, args=(config,), name="imports")
-    thread.start()
-    thread.join()
-
-
-def _import_rest(config: Config) -> None:
-    _lower_priority()
     if not config.model.trust_remote_code:
         lazy_mlx_lm.import_mlx_lm()
-    import services.rank_worker.worker  # noqa: F401, PLC0415 - imports mlx-lm
-
-
-def _lower_priority() -> None:
-    """Give this thread a low priority. Threads that it starts inherit it."""
-    with contextlib.suppress(OSError):
-        if sys.platform == "darwin":
-            os.setpriority(os.PRIO_DARWIN_THREAD, 0, os.PRIO_DARWIN_BG)
-        elif sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+    # Not at a low priority: an unprivileged process cannot raise it again for its turn.
+    import services.rank_worker.worker  # noqa: F401, PLC0415 - imports MLX
