@@ -81,16 +81,23 @@ def scheduler(sources: SettingSources) -> int:
 @click.option(
     "--rank", metavar="R", type=int, default=_ANY_RANK, help="Number of the rank (default: any)."
 )
-def rank_worker(sources: SettingSources, *, rank: int) -> int:
+@click.option("--spare", is_flag=True, hidden=True)
+def rank_worker(sources: SettingSources, *, rank: int, spare: bool) -> int:
     """Run one rank worker: one device's share of the model."""
     share = sources.share()
     host_selection.check_rank_is_here(share, rank)
+    blas_library = None
+    if spare:
+        from services.rank_worker import main
+
+        # It has no file in the run folder before it has the place.
+        blas_library = main.wait_as_spare(share.config, rank)
     name = f"rank-{rank}" if rank >= 0 else "rank"
     with process_file_held(share.config, name, by_pid=rank == _ANY_RANK):
         from services.rank_worker import main
 
         adapters.check(share.config)
-        return main.run(share.config, rank)
+        return main.run(share.config, rank, blas_library=blas_library)
 
 
 @click.command(cls=Command)

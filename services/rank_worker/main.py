@@ -1,4 +1,7 @@
-"""Entry point of a rank worker. Prepares the process and maps every error to an exit code.
+"""Entry points of a rank worker. Prepares the process and maps every error to an exit code.
+
+`run` is a rank. A spare process calls `wait_as_spare` first: interpreter, imports and the BLAS are
+most of the time from a rank's end to its successor's hello, and need no epoch.
 
 MLX is imported inside functions only: the BLAS and the GPU must be chosen before.
 """
@@ -9,14 +12,21 @@ import signal
 
 from services.rank_worker.device import blas, cuda_caches, description, gpu_choice
 from services.rank_worker.device.description import Device
-from services.rank_worker.joining import join
+from services.rank_worker.joining import code_version, join
 from services.rank_worker.model import lazy_mlx_lm
 from services.rank_worker.peers.failure import failure_cause
 from services.rank_worker.scheduler_link import SchedulerLink
 from shared import limits, log
 from shared.clock import Clock, SystemClock
 from shared.configuration.settings import Config
-from shared.errors import ConfigError, LockstepError, RanksUnreachable, UnavailableError
+from shared.errors import (
+    ConfigError,
+    LockstepError,
+    RanksUnreachable,
+    UnavailableError,
+    UsageError,
+    WorldLost,
+)
 from shared.log import Log
 from shared.messages import JoinWorld, RankFailed
 from shared.os import lifeline
@@ -24,18 +34,18 @@ from shared.os import lifeline
 _log = Log("rank_worker")
 
 
-def run(config: Config, rank: int = -1) -> int:
+def run(config: Config, rank: int = -1, *, blas_library: str | None = None) -> int:
     """Run one rank for one epoch and return the exit code, which is never 0.
 
     Args:
         config: the settings.
         rank: this rank; -1: the scheduler assigns it.
+        blas_library: what `wait_as_spare` has returned; None: this process was no spare.
     """
-    _set_signal_handlers()
-    lifeline.exit_with_parent()
-    log.set_up(f"rank-{rank}" if rank >= 0 else "rank", config.log, config.log_directory)
+    _set_up_process(config, rank)
     try:
-        return _run_epoch(config, rank, SystemClock())
+        blas_used = _prepare_for_mlx(config) if blas_library is None else blas_library
+        return _run_epoch(config, rank, SystemClock(), blas_used)
     except LockstepError as error:
         _log.error("rank_failed", detail=str(error))
         return error.exit_code
@@ -44,23 +54,69 @@ def run(config: Config, rank: int = -1) -> int:
         return limits.EXIT_SOFTWARE
 
 
+def wait_as_spare(config: Config, rank: int) -> str:
+    """Import what a rank needs, then wait until the supervisor gives this process its place.
+
+    Until then it holds no weights, no memory of the device, no port and no link.
+
+    Args:
+        config: the settings.
+        rank: whose place this process will take.
+
+    Returns:
+        A description of the BLAS, for `run`.
+
+    Raises:
+        UsageError: no supervisor has started this process.
+        WorldLost: Lockstep's files have changed meanwhile.
+    """
+    if not lifeline.is_held():
+        raise UsageError("Spare processes of ranks are started by `lockstep up` only.")
+    _set_up_process(config, rank)
+    build = code_version.build_id()
+    blas_library = _prepare_for_mlx(config)
+    # With CUDA an import of MLX and mlx-lm may already take memory of the GPU; and with NCCL the
+    # order to join assigns the GPU, while MLX reads the visible GPUs on its import.
+    if gpu_choice.count_gpus() is None:
+        _import_all(config)
+    lifeline.wait_for_turn()
+    if code_version.build_id() != build:
+        # The other ranks may run the new code; the supervisor starts a new process at once.
+        raise WorldLost("Lockstep's files have changed since this spare process has read them.")
+    return blas_library
+
+
+def _set_up_process(config: Config, rank: int) -> None:
+    _set_signal_handlers()
+    lifeline.exit_with_parent()
+    log.set_up(f"rank-{rank}" if rank >= 0 else "rank", config.log, config.log_directory)
+
+
+def _prepare_for_mlx(config: Config) -> str:
+    """Load the BLAS and choose the GPU, which must be done before MLX is imported.
+
+    Returns:
+        A description of the BLAS; "" if MLX uses its own.
+    """
+    blas_library = blas.preload() if config.rank_worker.blas == "auto" else ""
+    if config.backend == "off":
+        gpu_choice.show_one_gpu(os.environ, gpu_choice.count_gpus())
+    cuda_caches.enlarge_caches(os.environ)
+    cuda_caches.keep_compiled_kernels(os.environ)
+    return blas_library
+
+
 def _set_signal_handlers() -> None:
     """Exit at once on SIGTERM; ignore SIGINT under a supervisor, which handles it.
 
     Python's own handlers run in the main thread, which may be inside a collective that never
     returns.
     """
-    is_supervised = lifeline.VARIABLE in os.environ
-    signal.signal(signal.SIGINT, signal.SIG_IGN if is_supervised else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if lifeline.is_held() else signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _run_epoch(config: Config, rank: int, clock: Clock) -> int:
-    blas_library = blas.preload() if config.rank_worker.blas == "auto" else ""
-    if config.backend == "off":
-        gpu_choice.show_one_gpu(os.environ, gpu_choice.count_gpus())
-    cuda_caches.enlarge_caches(os.environ)
-    cuda_caches.keep_compiled_kernels(os.environ)
+def _run_epoch(config: Config, rank: int, clock: Clock, blas_library: str) -> int:
     is_unlaunched = join.launched_rank() is None
     port = (
         join.DataPort(config.world.data_host)
@@ -128,3 +184,10 @@ def _report_failure(
     )
     link.exit(exit_code)
     return exit_code
+
+
+def _import_all(config: Config) -> None:
+    if not config.model.trust_remote_code:
+        lazy_mlx_lm.import_mlx_lm()
+    # Not at a low priority: an unprivileged process cannot raise it again for its turn.
+    import services.rank_worker.worker  # noqa: F401, PLC0415 - imports MLX

@@ -29,6 +29,10 @@ TICK_MAX_S = 1.0
 """Longest time in seconds that one tick counts. When the supervisor itself was not scheduled it
 could not receive anything, so children must not be blamed for that time."""
 
+SPARES_AFTER_S = 2.0
+"""Seconds from a ready world to the start of missing spare processes: streams that wait get their
+next tokens first."""
+
 FINAL_FLUSH_S = 1.0
 """Seconds at the end for the reader of the output to take the last lines."""
 
@@ -67,6 +71,8 @@ class Supervisor:
         self._scheduler_liveness = SchedulerLiveness(config.scheduler.silence_s)
         self._status_at_s = 0.0
         """Time of the latest status."""
+        self._loaded_since_s: float | None = None
+        """Since when the ranks of this host have been ready; None while they are not."""
         self._answered_gateway = 0
         """Number of the latest gateway process that has answered."""
 
@@ -78,6 +84,9 @@ class Supervisor:
             128 plus the signal after a second stop signal, else that of the permanent failure.
         """
         before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
+        # An ended child is noticed at once, not at the next tick.
+        wake = self._scheduler_watch.wake
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: wake())
         try:
             self._announcer.announce_start()
             code = None
@@ -88,7 +97,7 @@ class Supervisor:
             self._scheduler_watch.close()
             if self._store_watch:
                 self._store_watch.close()
-            for child in self._children.all:
+            for child in [*self._children.spares, *self._children.all]:
                 child.kill()
             self._console.flush(FINAL_FLUSH_S)
             for number, handler in before.items():
@@ -124,6 +133,7 @@ class Supervisor:
             stopped_max_s = self._stopped_max_s(child)
             if child.stopped_s(now_s) >= stopped_max_s:
                 child.kill_stuck(f"has been stopped for {stopped_max_s:.0f} s")
+        self._check_spares(now_s)
         lingering = self._lingering_ranks.due(now_s)
         for rank in self._children.ranks:
             if rank.pid in lingering:
@@ -141,6 +151,15 @@ class Supervisor:
             self._announcer.announce_no_status(refusal, now_s - self._status_at_s)
             return None
         return self._apply_status(status)
+
+    def _check_spares(self, now_s: float) -> None:
+        """Start missing spare processes once the world has been ready for `SPARES_AFTER_S`."""
+        since_s = self._loaded_since_s
+        may_start = since_s is not None and now_s - since_s >= SPARES_AFTER_S
+        for spare in self._children.spares:
+            spare.reap(now_s)
+            if may_start:
+                spare.start_if_due(now_s)
 
     def _continues_without(self, child: Child, code: int | None) -> bool:
         """Log an exit after which a restart cannot help; return whether the others continue."""
@@ -169,11 +188,17 @@ class Supervisor:
         if progress_text.is_loaded(status):
             # Processes that have served restart without delay.
             ready = {rank.pid for rank in status.ranks}
-            for child in self._children.ranks:
-                if child.pid in ready:
-                    child.reset_backoff()
+            own = [child for child in self._children.ranks if child.pid in ready]
+            for child in own:
+                child.reset_backoff()
+            if len(own) < len(self._children.ranks):
+                self._loaded_since_s = None
+            elif self._loaded_since_s is None:
+                self._loaded_since_s = self._now_s
             if scheduler:
                 scheduler.reset_backoff()
+        else:
+            self._loaded_since_s = None
         self._announcer.announce(status, start, is_gateway_ready=self._is_gateway_ready)
         return limits.EXIT_CONFIG if status.failure == "configuration" else None
 
@@ -211,6 +236,9 @@ class Supervisor:
         drain_s = self._config.scheduler.drain_s + END_DEADLINE_S
         gateways = [children.gateway] if children.gateway else []
         schedulers = [children.scheduler] if children.scheduler else []
+        for spare in children.spares:
+            spare.disable_restart()
+            spare.kill()
         # Open requests need the other roles until the gateway has finished them.
         others = [child for child in children.all if child not in gateways] if not code else []
         unclean = self._end(gateways, drain_s, others)

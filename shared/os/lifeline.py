@@ -16,8 +16,14 @@ from shared import limits
 VARIABLE = "LOCKSTEP_LIFELINE_FD"
 """Environment variable with the descriptor of the pipe's read end."""
 
+_TURN = b"t"
+"""What a parent writes into the lifeline of a spare process, once."""
+
 _is_watched = threading.Event()
 """Set if this process was started with a lifeline."""
+
+_has_turn = threading.Event()
+"""Set when the parent has given this process its turn."""
 
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl(2)."""
@@ -34,6 +40,28 @@ def exit_with_parent() -> None:
         return
     _is_watched.set()
     threading.Thread(target=_wait, args=(int(number),), name="lifeline", daemon=True).start()
+
+
+def is_held() -> bool:
+    """Return whether this process was started with a lifeline, by a parent that ends it."""
+    return _is_watched.is_set() or VARIABLE in os.environ
+
+
+def wait_for_turn() -> None:
+    """Wait until the parent calls `give_turn`; without a lifeline, for ever."""
+    _has_turn.wait()
+
+
+def give_turn(write_end: int) -> None:
+    """Tell a child process that waits in `wait_for_turn` to go on.
+
+    Args:
+        write_end: descriptor of the parent's end of the child's lifeline.
+
+    Raises:
+        BrokenPipeError: when the child has ended.
+    """
+    os.write(write_end, _TURN)
 
 
 @contextlib.contextmanager
@@ -60,7 +88,7 @@ def _die_with_parent(number: int) -> None:
 def _wait(descriptor: int) -> None:
     try:
         while os.read(descriptor, 1):
-            pass
+            _has_turn.set()
     except OSError:
         pass
     # An orderly exit may hang: the main thread may be inside a collective that never returns.

@@ -16,7 +16,11 @@ import psutil
 
 from tests.support.captured_process import READY_DEADLINE_S, ROOT, CapturedProcess
 from tests.support.ports import free_port
+from tests.support.process_table import waits_as_spare
 from tests.support.waiting import wait_until
+
+SPARE = "spare of "
+"""Before the role in the names of spare processes."""
 
 _LATE_RANK = """
 import sys
@@ -76,7 +80,18 @@ class RunningLockstep(CapturedProcess):
         )
 
     def children(self) -> dict[str, int]:
-        """Return the pid of every child process by its role, for example "rank-worker 0"."""
+        """Return the pid of every child process by its role, for example "rank-worker 0".
+
+        Spares are not among them.
+        """
+        return {role: pid for role, pid in self._processes().items() if not role.startswith(SPARE)}
+
+    def spares(self) -> dict[str, int]:
+        """Return the pid of every spare process by its rank, for example "rank-worker 0"."""
+        found = self._processes().items()
+        return {role.removeprefix(SPARE): pid for role, pid in found if role.startswith(SPARE)}
+
+    def _processes(self) -> dict[str, int]:
         found = {}
         # A process may end between the listing and the call.
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -86,7 +101,8 @@ class RunningLockstep(CapturedProcess):
                     if "services.commands.main" in words:
                         role = words[words.index("services.commands.main") + 1]
                         rank = words[words.index("--rank") + 1] if "--rank" in words else ""
-                        found[f"{role} {rank}".strip()] = child.pid
+                        kind = SPARE if waits_as_spare(child.pid, words) else ""
+                        found[f"{kind}{role} {rank}".strip()] = child.pid
         return found
 
     def readiness(self) -> int:
@@ -101,7 +117,7 @@ class RunningLockstep(CapturedProcess):
 
     def close(self) -> None:
         """Kill the supervisor and all its children."""
-        children = self.children().values()
+        children = self._processes().values()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

@@ -155,7 +155,7 @@ def test_rank_stopped_by_sigstop_in_stream_is_killed_and_replaced(pair: RunningL
     pair.wait_for_line("ready again")
     # A rank that has served restarts without backoff, also the second time.
     ends = [line for line in pair.lines if "rank 1 exited with signal 9" in line]
-    assert {line.rpartition(" in ")[2] for line in ends} == {"0.1 s"}
+    assert {line.rpartition(" in ")[2] for line in ends} <= {"0.0 s", "0.1 s"}
 
 
 @pytest.mark.parametrize("role", ["scheduler", "gateway"])

@@ -6,7 +6,7 @@ from services.commands.bench.flags import MODEL_OPTIONS, SETTINGS_OPTION
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.parts import gateway, splits, step, steps
 from services.commands.bench.plans import Benchmark
-from services.commands.bench.serving import overhead, overload, peers, ranks, structured
+from services.commands.bench.serving import overhead, overload, peers, ranks, recovery, structured
 from services.commands.bench.speculation import benchmark as speculation
 from services.commands.bench.speculation import text_check
 
@@ -93,6 +93,15 @@ _TABLE = [
         plan=overload.OverloadPlan,
         measure=overload.measure,
         columns=overload.COLUMNS,
+    ),
+    Benchmark(
+        name="recovery",
+        summary="the pause of streams when a rank is killed, and where its time goes",
+        repeats=5,
+        options=[*MODEL_OPTIONS, *recovery.OPTIONS, SETTINGS_OPTION],
+        plan=recovery.RecoveryPlan,
+        measure=recovery.measure,
+        columns=recovery.COLUMNS,
     ),
     Benchmark(
         name="splits",

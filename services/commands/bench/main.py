@@ -9,7 +9,7 @@ repeat.
     {
       "schema": "lockstep.bench/1",
       "benchmark": "overhead" | "peers" | "steps" | "step" | "gateway" | "cache" | "ranks" |
-                   "overload" | "splits" | "speculation" | "structured",
+                   "overload" | "recovery" | "splits" | "speculation" | "structured",
       "machine": {"system": …, "processor": …, "cores": …, "memory_gib": …, "mlx": …, …},
       "settings": {…},                    parameters of the run
       "cases": [

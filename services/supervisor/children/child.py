@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 
 from services.supervisor.children.effective_config import RunFiles
+from services.supervisor.children.started_process import StartedProcess
 from services.supervisor.console.console import Console, Level
 from shared import limits
 from shared.errors import ConfigError
-from shared.os import lifeline
 
 PERMANENT = frozenset({limits.EXIT_CONFIG, limits.EXIT_USAGE})
 """Exit codes after which a restart cannot help."""
@@ -27,9 +26,6 @@ LATE_RANK = (
     "scheduler.load_deadline_s)"
 )
 """What exit code 1 of a rank means: it may have been inside C code, which says nothing."""
-
-LINE_CHARS_MAX = 1 << 18
-"""Longest log line read at once: in JSON the traceback of a deep recursion is 150,000 long."""
 
 KILL_DEADLINE_S = 5.0
 """Longest wait for a killed process to be reaped, in seconds."""
@@ -104,7 +100,12 @@ class Child:
     """
 
     def __init__(
-        self, role: Role, files: RunFiles, environment: dict[str, str], console: Console
+        self,
+        role: Role,
+        files: RunFiles,
+        environment: dict[str, str],
+        console: Console,
+        spare: "Child | None" = None,
     ) -> None:
         """Prepare the process; `start_if_due` starts it.
 
@@ -113,8 +114,10 @@ class Child:
             files: the files that it reads, which each start restores first.
             environment: all its environment variables.
             console: receives its output line by line.
+            spare: its process, if one runs, takes the place of one that has exited.
         """
         self.role = role
+        self.spare = spare
         self.starts = 0
         """Number of processes started so far."""
         self.has_worked = False
@@ -126,9 +129,7 @@ class Child:
         self._environment = environment
         self._console = console
         self._backoff = Backoff()
-        self._process: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
-        self._lifeline = -1
+        self._process: StartedProcess | None = None
         self._started_at_s = 0.0
         self._start_at_s = 0.0
         self._stopped_at_s: float | None = None
@@ -142,6 +143,8 @@ class Child:
     def start_if_due(self, now_s: float) -> None:
         """Start the process if none runs and the restart delay since the last exit is over.
 
+        A spare process takes the place instead of a new one.
+
         Args:
             now_s: the supervisor's time in seconds.
         """
@@ -149,7 +152,9 @@ class Child:
             return
         try:
             self._files.restore()
-            self._process = self._spawn()
+            self._process = self._take_spare(now_s) or StartedProcess(
+                self.role.name, self._command, self._environment, self._console
+            )
         except (OSError, ConfigError) as error:
             # A lack of descriptors, memory, disk space or process slots may be temporary.
             delay_s = self._backoff.after(0.0)
@@ -163,10 +168,6 @@ class Child:
         self._started_at_s = now_s
         self._stopped_at_s = None
         self._is_killed = False
-        self._reader = threading.Thread(
-            target=self._read, args=(self._process,), name=f"log-{self.role.name}", daemon=True
-        )
-        self._reader.start()
 
     def reset_backoff(self) -> None:
         """Set the next restart delay to the shortest, because the process has worked properly."""
@@ -210,6 +211,10 @@ class Child:
         code = self.last_code
         ran_for_s = now_s - self._started_at_s
         delay_s = self._backoff.after(ran_for_s, is_own_fault=code != limits.EXIT_WORLD_LOST)
+        # The first restart needs no delay where a spare is ready for it.
+        has_successor = self.spare is not None and self.spare.pid is not None
+        if has_successor and delay_s <= FIRST_DELAY_S:
+            delay_s = 0.0
         self._start_at_s = now_s + delay_s
         if code not in PERMANENT:
             how = f"signal {-code}" if code < 0 else f"code {code}"
@@ -221,11 +226,22 @@ class Child:
             )
         return code
 
+    def give_up(self, now_s: float) -> StartedProcess | None:
+        """Return this spare's process, which is no longer this child's; None if none runs.
+
+        Args:
+            now_s: the supervisor's time in seconds.
+        """
+        if self.has_ended(now_s):
+            return None
+        process, self._process = self._process, None
+        return process
+
     def terminate(self) -> None:
         """Send SIGTERM to the process, if one runs. Does not wait for its end."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+                self._process.popen.terminate()
 
     def has_ended(self, now_s: float) -> bool:
         """Return whether no process runs any more; unlike `reap`, schedule no restart.
@@ -252,85 +268,50 @@ class Child:
         if self._process is not None and not self._is_killed:
             self._is_killed = True
             self._console.log_line(f"{self.role.name} {why}: killing it", "warning")
-            self._kill_group()
+            self._process.kill_group()
 
     def kill(self) -> None:
         """Kill the process and its own children, and wait up to `KILL_DEADLINE_S` for its end."""
         if self._process is None:
             return
-        self._kill_group()
+        self._process.kill_group()
         # A process inside a system call that never returns cannot be reaped.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILL_DEADLINE_S)
+            self._process.popen.wait(KILL_DEADLINE_S)
         self.last_code = -signal.SIGKILL
         self._release_process()
-
-    def _kill_group(self) -> None:
-        assert self._process is not None
-        # The child leads its own process group, so no other process is killed.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _poll_exit(self, now_s: float) -> int | None:
         """Return the exit code of an ended process, else None. Records stops and continues."""
         assert self._process is not None
-        if self._process.returncode is not None:
-            return int(self._process.returncode)
+        if self._process.popen.returncode is not None:
+            return int(self._process.popen.returncode)
         # Only this call reports stops to the parent; Popen asks for exits only.
         options = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
         try:
             pid, status = os.waitpid(self._process.pid, options)
         except ChildProcessError:
             # If SIGCHLD is ignored in this process, the kernel keeps no exit codes.
-            self._process.returncode = limits.EXIT_SOFTWARE
+            self._process.popen.returncode = limits.EXIT_SOFTWARE
             return limits.EXIT_SOFTWARE
         if pid == 0:
             return None
         if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
             self._stopped_at_s = now_s if os.WIFSTOPPED(status) else None
             return None
-        self._process.returncode = os.waitstatus_to_exitcode(status)
-        return int(self._process.returncode)
+        self._process.popen.returncode = os.waitstatus_to_exitcode(status)
+        return int(self._process.popen.returncode)
 
-    def _spawn(self) -> "subprocess.Popen[str]":
-        """Start a process that holds the read end of a new lifeline. Raises OSError."""
-        read_end, write_end = os.pipe()
-        try:
-            process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                encoding="utf-8",
-                errors="replace",
-                # Only the read end is inherited: a child that held a sibling's write end would
-                # keep the sibling alive.
-                pass_fds=(read_end,),
-                env={**self._environment, lifeline.VARIABLE: str(read_end)},
-                # In its own session the child does not receive Ctrl-C from the terminal.
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(write_end)
-            raise
-        finally:
-            os.close(read_end)
-        self._lifeline = write_end
+    def _take_spare(self, now_s: float) -> StartedProcess | None:
+        """Return the spare's process as this role's own; None without one that runs."""
+        if self.spare is None or (process := self.spare.give_up(now_s)) is None:
+            return None
+        process.name = self.role.name
+        process.give_turn()
+        self._console.log_line(f"{self.role.name} continues in its spare process {process.pid}")
         return process
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        with contextlib.suppress(ValueError, OSError):
-            # Output without line ends is shown in pieces.
-            while line := process.stdout.readline(LINE_CHARS_MAX):
-                self._console.forward_line(self.role.name, line.rstrip())
-
     def _release_process(self) -> None:
-        """Read the last lines of the ended process and close its descriptors."""
         assert self._process is not None
-        assert self._process.stdout is not None
-        if self._reader is not None:
-            self._reader.join(timeout=1.0)
-        self._process.stdout.close()
-        os.close(self._lifeline)
+        self._process.release()
         self._process = None

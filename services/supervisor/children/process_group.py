@@ -9,7 +9,7 @@ from msgspec import structs
 
 import services
 from services.supervisor.children import effective_config
-from services.supervisor.children.child import Child, Role
+from services.supervisor.children.child import RANK, Child, Role
 from services.supervisor.children.effective_config import RunFiles
 from services.supervisor.console.console import Console
 from shared.configuration.host_share import HostShare
@@ -31,6 +31,11 @@ class ProcessGroup:
     def all(self) -> list[Child]:
         """All children in start order: scheduler, store, ranks, gateway."""
         return [*_some(self.scheduler), *self.stores, *self.ranks, *_some(self.gateway)]
+
+    @property
+    def spares(self) -> list[Child]:
+        """The spare processes of the ranks; [] if ranks have none."""
+        return [rank.spare for rank in self.ranks if rank.spare is not None]
 
 
 def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGroup:
@@ -61,7 +66,10 @@ def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGro
     created: dict[str, list[Child]] = {"scheduler": [], "store": [], "rank": [], "gateway": []}
     for role in roles(share):
         variables = environment if role.name == "gateway" else without_keys
-        child = Child(role, files, variables, console)
+        spare = None
+        if role.name.startswith(RANK) and share.config.rank_worker.spare == "started":
+            spare = Child(spare_of(role), files, variables, console)
+        child = Child(role, files, variables, console, spare)
         created[role.name.partition(" ")[0]].append(child)
     return ProcessGroup(
         scheduler=next(iter(created["scheduler"]), None),
@@ -80,6 +88,11 @@ def roles(share: HostShare) -> list[Role]:
         *(Role(f"rank {rank}", ("rank-worker", "--rank", str(rank))) for rank in host_roles.ranks),
         *([Role("gateway", ("gateway",))] if host_roles.gateway else []),
     ]
+
+
+def spare_of(role: Role) -> Role:
+    """Return the role of the spare process of a rank, which waits for the place of `role`."""
+    return Role(f"spare of {role.name}", (*role.arguments, "--spare"))
 
 
 def _some(child: Child | None) -> list[Child]:

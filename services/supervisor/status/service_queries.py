@@ -112,6 +112,10 @@ class StatusWatch:
                     latest = status
         return latest
 
+    def wake(self) -> None:
+        """Make a waiting `poll` return; may be called from any thread and from signal handlers."""
+        self._link.wake()
+
     @property
     def refusal(self) -> str:
         """Why the last handshake with the scheduler failed; "" if none has."""

@@ -10,17 +10,23 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.process_table import waits_as_spare
 from tests.support.waiting import wait_until
 
 
 def child_roles(parent: int) -> dict[str, int]:
-    """Return the pid of each Lockstep role that is a child of `parent`, by role name."""
+    """Return the pid of each Lockstep role that is a child of `parent`, by role name.
+
+    Spares of ranks have no role yet.
+    """
     found = {}
     for process, words in _commands():
         with contextlib.suppress(psutil.NoSuchProcess):
             if "services.commands.main" not in words or process.ppid() != parent:
                 continue
             role, *arguments = words[words.index("services.commands.main") + 1 :]
+            if waits_as_spare(process.pid, words):
+                continue
             if role == "rank-worker":
                 found[f"rank {arguments[arguments.index('--rank') + 1]}"] = process.pid
             else:

@@ -31,10 +31,16 @@ SLEEPER = (
     "import time; print('up', flush=True); time.sleep(60)"
 )
 
+WAITER = (
+    "from shared.os import lifeline; lifeline.exit_with_parent(); "
+    "print('up', flush=True); lifeline.wait_for_turn(); print('turn', flush=True); "
+    "import time; time.sleep(60)"
+)
 
-def _start(read_end: int) -> "subprocess.Popen[str]":
+
+def _start(read_end: int, program: str = SLEEPER) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPER],
+        [sys.executable, "-c", program],
         cwd=ROOT,
         pass_fds=(read_end,),
         env={**os.environ, lifeline.VARIABLE: str(read_end)},
@@ -56,6 +62,30 @@ def test_child_process_ends_when_its_lifeline_pipe_closes() -> None:
         os.close(write_end)
 
         assert process.wait(timeout=20) == limits.EXIT_LIFELINE
+
+
+def test_child_process_goes_on_at_its_turn_and_still_ends_with_its_lifeline() -> None:
+    """A waiting child continues when its parent gives it its turn, and is watched as before."""
+    read_end, write_end = os.pipe()
+    with _start(read_end, WAITER) as process:
+        assert process.stdout is not None
+
+        lifeline.give_turn(write_end)
+        assert process.stdout.readline() == "turn\n"
+
+        os.close(write_end)
+        assert process.wait(timeout=20) == limits.EXIT_LIFELINE
+
+
+def test_waiting_child_process_ends_without_turn_when_its_lifeline_closes() -> None:
+    """A child whose parent dies before its turn ends without going on."""
+    read_end, write_end = os.pipe()
+    with _start(read_end, WAITER) as process:
+        os.close(write_end)
+
+        assert process.wait(timeout=20) == limits.EXIT_LIFELINE
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
 
 
 def test_child_process_that_holds_gil_ends_when_parent_dies() -> None:

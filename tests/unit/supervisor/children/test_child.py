@@ -14,13 +14,13 @@ import pytest
 from services.supervisor.children.child import (
     FIRST_DELAY_S,
     HEALTHY_AFTER_S,
-    LINE_CHARS_MAX,
     LONGEST_DELAY_S,
     Backoff,
     Child,
     Role,
 )
 from services.supervisor.children.effective_config import RunFiles
+from services.supervisor.children.started_process import LINE_CHARS_MAX
 from services.supervisor.console.console import Console
 from shared import limits
 from shared.configuration.loading import API_KEYS_VARIABLE, config_from_tree
@@ -43,6 +43,8 @@ def child(tmp_path: Path, output: io.StringIO) -> Iterator[Child]:
     child = Child(Role("scheduler", ("scheduler",)), files, environment, Console(output))
     yield child
     child.kill()
+    if child.spare is not None:
+        child.spare.kill()
 
 
 def _pid(child: Child) -> int | None:
@@ -260,3 +262,61 @@ def test_restart_delay_is_unchanged_when_rank_ended_on_request() -> None:
     assert waits_s == [2 * FIRST_DELAY_S] * 5
     assert backoff.after(ran_for_s=1.0) == 2 * FIRST_DELAY_S
     assert backoff.after(ran_for_s=1.0) == 4 * FIRST_DELAY_S
+
+
+def test_spare_process_takes_place_of_killed_child_at_once(
+    child: Child, tmp_path: Path, output: io.StringIO
+) -> None:
+    """The first restart has no delay, the process is that of the spare, and the spare is free to
+    start another one."""
+    child.spare = _spare(tmp_path, output)
+    child.start_if_due(0.0)
+    child.spare.start_if_due(0.0)
+    waiting = child.spare.pid
+    _kill(child)
+    wait_until(lambda: child.reap(1.0) is not None, DEADLINE_S)
+
+    child.start_if_due(1.0)
+
+    assert child.pid == waiting
+    assert child.spare.pid is None
+    assert f"continues in its spare process {waiting}" in output.getvalue()
+
+
+def test_spare_waits_for_restart_delay_after_repeated_faults(
+    child: Child, tmp_path: Path, output: io.StringIO
+) -> None:
+    """A process that ends again without having worked is not replaced before its delay is over."""
+    child.spare = _spare(tmp_path, output)
+    for _ in range(2):
+        child.start_if_due(1.0)
+        child.spare.start_if_due(1.0)
+        _kill(child)
+        wait_until(lambda: child.reap(1.0) is not None, DEADLINE_S)
+
+    child.start_if_due(1.0)
+    assert child.pid is None
+
+    child.start_if_due(1.0 + LONGEST_DELAY_S)
+    assert child.pid is not None
+
+
+def test_child_starts_new_process_if_its_spare_has_ended(
+    child: Child, tmp_path: Path, output: io.StringIO
+) -> None:
+    """An ended spare process gets no place."""
+    child.spare = _spare(tmp_path, output)
+    child.spare.start_if_due(0.0)
+    ended = child.spare.pid
+    _kill(child.spare)
+    wait_until(lambda: child.spare is not None and child.spare.has_ended(0.0), DEADLINE_S)
+
+    child.start_if_due(0.0)
+
+    assert child.pid not in (None, ended)
+
+
+def _spare(folder: Path, output: io.StringIO) -> Child:
+    files = RunFiles(config_from_tree({"paths": {"run_dir": str(folder)}}), folder)
+    role = Role("spare of rank 0", ("rank-worker", "--rank", "0", "--spare"))
+    return Child(role, files, dict(os.environ), Console(output))
