@@ -3,7 +3,7 @@
 A bound that an operator may change is a setting (`shared.configuration.settings`) instead.
 """
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised when a message changes its meaning or its fields. Peers with another version are refused,
 and both versions are logged."""
 
