@@ -36,6 +36,7 @@ _ALLOWED = {
     "services/gateway/structured/trial": {"multiprocessing"},
     # The bench sends HTTP requests to servers that it has started.
     "services/commands/bench/measuring/processes.py": {"http.client"},
+    "services/commands/bench/serving/recovery.py": {"http.client"},
     # Imports a command when it is called; the module names are constants of `services/commands`.
     "services/commands/cli/click_support.py": {"importlib.import_module", "import_module"},
     # `lockstep up` asks its own gateway for its readiness.

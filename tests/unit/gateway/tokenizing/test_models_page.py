@@ -105,7 +105,7 @@ def test_row_of_models_page_says_whose_template_and_which_tests_it_has(
     tests = {"tiny model"}
     if model_type in {family.model_type for family in families_of_agents()}:
         tests.add("agents")
-    ring = models_page.FILE.parents[2] / "tests" / "multirank" / "test_splits.py"
+    ring = models_page.FILE.parents[2] / "tests" / "multirank" / "splits" / "test_splits.py"
     if f'"{model_type}"' in ring.read_text(encoding="utf-8"):
         tests.add("ring")
     assert _named(row["tested with"]) == tests
