@@ -59,6 +59,8 @@ class RunningLockstep(CapturedProcess):
                 *("--port", str(self.port), "--ranks", str(ranks), *arguments),
             ],
             {
+                # Spares take seconds of processor time in each of many stacks.
+                "LOCKSTEP_RANK_WORKER_SPARE": "off",
                 **os.environ,
                 "LOCKSTEP_PATHS_RUN_DIR": str(run_dir),
                 "LOCKSTEP_CACHE_DIRECTORY": str(run_dir / "blocks"),

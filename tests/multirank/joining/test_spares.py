@@ -29,6 +29,11 @@ END_DEADLINE_S = 10.0
 pytestmark = pytest.mark.proof
 
 
+@pytest.fixture(autouse=True)
+def _with_spares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_RANK_WORKER_SPARE", "started")
+
+
 def _wait_for_spares(running: RunningLockstep, count: int) -> dict[str, int]:
     wait_until(lambda: len(running.spares()) == count, SPARES_S, poll_s=0.1)
     return running.spares()
