@@ -83,7 +83,9 @@ def draw_tokens(
         others: arrays with items of four bytes to exchange with the candidates.
     """
     part = _score(logits, raw, rows, positions, vocabulary)
-    best = part.take(mx.argmax(_without_unlikely(part, rows), axis=-1, keepdims=True))
+    # A part may have no likely token at all: then its candidate must lose against all others.
+    likely = part._replace(scores=_without_unlikely(part, rows))
+    best = likely.take(mx.argmax(likely.scores, axis=-1, keepdims=True))
     few = RowSelection.where([row.has_few_candidates for row in rows])
     found = [best, *([_likeliest(part.of(few), vocabulary)] if len(few) else [])]
     if vocabulary.is_whole:

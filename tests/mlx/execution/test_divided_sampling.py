@@ -237,6 +237,14 @@ def test_random_settings_and_logits_with_ties_give_the_same_tokens(
         world.check((values * (8.0 / levels)).astype(np.float32), [step + 9] * len(samplings))
 
 
+def test_part_without_likely_tokens_offers_none_that_wins() -> None:
+    """A penalty below 0 makes tokens 5 to 8, of the first rank, the only ones that min_p keeps."""
+    sampling = Sampling(seed=210, temperature=0.7, min_p=0.5, frequency_penalty=-0.5)
+    for ranks in RANKS:
+        (token,) = _World(64, ranks, [sampling]).check(np.zeros((1, 64), np.float32), [9])
+        assert token in range(5, 9)
+
+
 def test_parts_cover_the_vocabulary_and_begin_at_multiples_where_possible() -> None:
     """Every token has exactly one rank, and no rank is without tokens."""
     for size, ranks in itertools.product((7, 10, 211, 4_096, 151_936, 262_208), (2, 3, 4)):
