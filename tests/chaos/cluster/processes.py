@@ -34,6 +34,15 @@ def child_roles(parent: int) -> dict[str, int]:
     return found
 
 
+def spare_pids(folder: Path) -> list[int]:
+    """Return the pids of spares of ranks that name a folder in their command."""
+    return [
+        process.pid
+        for process, words in _commands()
+        if any(str(folder) in word for word in words) and waits_as_spare(process.pid, words)
+    ]
+
+
 def pids_naming(folder: Path) -> list[int]:
     """Return all processes with this folder in their command: those of one stack, also orphans."""
     return [

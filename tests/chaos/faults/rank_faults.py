@@ -33,6 +33,7 @@ def _kill_idle(context: FaultContext) -> None:
 def _kill_while_loading(context: FaultContext) -> None:
     """Kill another rank while a world without open streams loads."""
     context.load.drain()
+    context.stack.end_spares()
     first = context.stack.signal(context.target_rank, signal.SIGKILL)
     wait_until_loading(context)
     time.sleep(context.rng.uniform(0.0, 0.6 * context.stack.load_s))

@@ -104,6 +104,7 @@ def _kill_supervisor(context: FaultContext) -> None:
 def _kill_supervisor_while_joining(context: FaultContext) -> None:
     """Kill the supervisor while a rank waits for a peer that will not join."""
     last = f"rank {context.world_size - 1}"
+    context.stack.end_spares()
     context.stack.signal(last, signal.SIGKILL)
     wait_until_loading(context)
     began_s = time.monotonic()
