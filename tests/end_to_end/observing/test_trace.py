@@ -135,6 +135,7 @@ def test_trace_has_every_kind_of_event_and_arrow(running: RunningLockstep, tmp_p
     assert request["args"]["traceparent"] == _TRACE
 
 
+@pytest.mark.alone
 def test_writes_of_trace_come_when_a_client_receives_them(
     running: RunningLockstep, tmp_path: Path
 ) -> None:
