@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
 
 import mlx.core as mx
 
+from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
 from services.rank_worker.model.fast_path.forms import StackForm, UnknownForm, read_form
@@ -18,7 +18,6 @@ from shared.log import Log
 
 _log = Log("rank_worker.fast_path")
 
-DeviceKind = Literal["cpu", "metal", "cuda"]
 _KERNEL_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 

@@ -5,6 +5,7 @@ up over the layers, and a layer that computes anything else is found.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -154,8 +155,7 @@ def _difference(expected: mx.array, found: mx.array, rounded: mx.array) -> float
     differs, size, rounding = values
     if differs <= tolerance * size + tolerance / 8 * rounding:
         return 0.0
-    # Also for numbers that are not finite.
-    return differs / size if size else 1.0
+    return differs / size if size and math.isfinite(differs / size) else 1.0
 
 
 def _cache(parts: Sequence[BlockPart]) -> RowLayer:
