@@ -1,6 +1,7 @@
 """Gateway processes for tests, with a scripted scheduler and a plain HTTP client."""
 
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -8,13 +9,13 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shared.messages import StatusReported
 from tests.gateway.scripted_scheduler import ScriptedScheduler
+from tests.support.forked_process import ForkedProcess, ForkServer
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -32,9 +33,17 @@ FORGET_FULL_QUEUE = "import services.gateway.http.admission as q; q.FULL_MEMORY_
 """Prelude: the gateway does not remember that the scheduler's queue was full."""
 
 
+@functools.cache
+def _fork_server() -> ForkServer:
+    # The gateway sets both variables before it imports its tokenizer, which reads them then.
+    quiet = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    modules = ["services.gateway.main", "transformers.models.auto.tokenization_auto"]
+    return ForkServer(modules, {**os.environ, **quiet, "PYTHONPATH": str(_ROOT)})
+
+
 def launch(
     settings: dict[str, Any], environment: dict[str, str] | None = None, prelude: str = ""
-) -> subprocess.Popen[bytes]:
+) -> ForkedProcess:
     """Start a gateway process.
 
     Args:
@@ -42,11 +51,10 @@ def launch(
         environment: environment variables in addition to those of this process.
         prelude: Python code that runs first, for example to shorten a timeout.
     """
-    return subprocess.Popen(
-        [sys.executable, "-c", f"{prelude}\n{_CODE}", json.dumps(settings)],
-        cwd=_ROOT,
-        env={**os.environ, "PYTHONPATH": str(_ROOT), **(environment or {})},
-        stderr=subprocess.PIPE,
+    return _fork_server().start(
+        f"{prelude}\n{_CODE}",
+        [json.dumps(settings)],
+        {**os.environ, "PYTHONPATH": str(_ROOT), **(environment or {})},
     )
 
 
@@ -66,9 +74,7 @@ def start_error(settings: dict[str, Any]) -> str:
 class RunningGateway:
     """A gateway process, its scheduler, and an HTTP client."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], port: int, scheduler: ScriptedScheduler
-    ) -> None:
+    def __init__(self, process: ForkedProcess, port: int, scheduler: ScriptedScheduler) -> None:
         self.process = process
         self.port = port
         self.scheduler = scheduler
@@ -131,8 +137,7 @@ class RunningGateway:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            if process.stderr is not None:
-                process.stderr.close()
+            process.stderr.close()
 
     def wait_ready(self) -> None:
         """Wait until /readyz has status 200. Raises AssertionError when the process ends."""
@@ -145,7 +150,6 @@ class RunningGateway:
 
     def _is_ready(self) -> bool:
         if self.process.poll() is not None:
-            assert self.process.stderr is not None
             raise AssertionError(self.process.stderr.read().decode())
         with contextlib.suppress(OSError):
             return self.get("/readyz")[0] == 200
@@ -170,7 +174,6 @@ class RunningGateway:
     def stop(self) -> str:
         """End the process and return its log."""
         self.process.terminate()
-        assert self.process.stderr is not None
         logged = self.process.stderr.read().decode()
         assert self.process.wait(10) == 0
         return logged

@@ -14,7 +14,7 @@ from shared.configuration.settings import Config, SchedulerConfig
 from shared.measurements.step_losses import find_losses, mean_exchanges, mean_seconds
 from shared.measurements.trace import build_trace
 from shared.messages import MeasuredStep, PartTotal, RankStatus, StatusReported
-from shared.messages.telemetry.step_profile import NO_LAYER, unpack_spans
+from shared.messages.telemetry.step_profile import NO_LAYER, Part, unpack_spans
 from shared.model.location import demo_folder
 from tests.multirank.worlds.cluster import Client, cluster
 from tests.multirank.worlds.saved_model import save_model
@@ -90,7 +90,7 @@ def test_durations_and_busy_time_agree_with_stopwatch(client: Client) -> None:
         return all((name, "end") in seen_s for name in names)
 
     for name in names:
-        client.submit(name, [5, 6, 7], max_tokens=120)
+        client.submit(name, [5, 6, 7], max_tokens=60)
     client.poll_until(look, 60.0, lambda: seen_s)
     after = client.query_status()
 
@@ -124,9 +124,9 @@ def test_measured_steps_on_two_ranks_have_same_tokens_and_known_collectives(
 ) -> None:
     """The text does not change while steps are measured, and the bytes that ranks exchange are
     those of the model's shape."""
-    client.submit("before", [9, 8, 7], max_tokens=400)
+    client.submit("before", [9, 8, 7], max_tokens=100)
     client.wait_for_ends(["before"], 60.0)
-    client.submit("measured", [9, 8, 7], max_tokens=400)
+    client.submit("measured", [9, 8, 7], max_tokens=100)
     client.poll_until(lambda: len(client.tokens["measured"]) > 5, 20.0, "no tokens")
     steps = _measure(client)
     client.wait_for_ends(["measured"], 60.0)
@@ -152,7 +152,7 @@ def test_measured_steps_on_two_ranks_have_same_tokens_and_known_collectives(
     [("attention", 2.0, {"attention"}), ("collective", 1.0, {"attention", "the MLP"})],
 )
 def test_rank_with_planted_delay_is_named_with_its_part(
-    kind: str, delay_ms: float, parts: set[str]
+    kind: str, delay_ms: float, parts: set[Part]
 ) -> None:
     """The largest loss is the wait for the rank that is late, and the sentence says where.
 
@@ -173,10 +173,9 @@ def test_rank_with_planted_delay_is_named_with_its_part(
         # The largest reason comes first.
         assert reasons.partition(" take")[0] in parts
     layers = json.loads((demo_folder() / "config.json").read_text())["num_hidden_layers"]
-    planted_s = len(parts) * layers * delay_ms / 1e3
-    # Ranks may be later than planned, but not earlier.
-    assert loss.seconds > 0.7 * planted_s
-    assert mean_seconds(steps)[1]["attention"] > planted_s / len(parts)
+    # A busy machine delays both ranks, so how much later one is than the other is not certain.
+    for part in parts:
+        assert mean_seconds(steps)[1][part] > layers * delay_ms / 1e3
     # Steps are measured without an order too, and others have waited for the late rank.
     assert second.awaited_s > 1.5 * first.awaited_s
 

