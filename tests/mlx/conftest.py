@@ -18,16 +18,21 @@ QUICK_FAMILIES = {"qwen3", "deepseek_v3", "gemma3", "qwen3_next"}
 
 `make proofs` runs the tests of all families.
 """
+PROOF_IDS = {"far", "two layers", "penalized"}
+"""Further drafters and sampling settings that only `make proofs` tries, by id of the parameter."""
+PROOF_ROWS = {2, 8}
+"""Numbers of rows with drafts that only `make proofs` tries."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of all other families as proofs."""
+    """Mark the tests of all other families, drafters, settings and numbers of rows as proofs."""
     for item in items:
         call = getattr(item, "callspec", None)
-        family = (
-            call.params.get("family") if call and "tests/mlx/" in item.path.as_posix() else None
-        )
-        if isinstance(family, str) and family not in QUICK_FAMILIES:
+        if call is None or "tests/mlx/" not in item.path.as_posix():
+            continue
+        family, rows = call.params.get("family"), call.params.get("rows")
+        is_other_family = isinstance(family, str) and family not in QUICK_FAMILIES
+        if is_other_family or rows in PROOF_ROWS or not PROOF_IDS.isdisjoint(call.id.split("-")):
             item.add_marker(pytest.mark.proof)
 
 
