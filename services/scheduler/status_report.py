@@ -65,7 +65,7 @@ class StatusReporter:
             context_tokens_max=tokens_limit,
             steps=in_flight.finished_step_id,
             drafts=batch.speculation.counters.statistics(),
-            durations=self.telemetry.durations.report(),
+            durations=self.telemetry.report_durations(),
             counters=self.requests.counters | self.telemetry.head | _counters(world, batch),
             gauges=_queue_gauges(self.waiting, self.requests.turns)
             | self.telemetry.experts.gauges()

@@ -1,6 +1,6 @@
 """History of the last steps. Owns what each had to do and what each rank measured in it. Pure."""
 
-from collections import OrderedDict
+from collections import deque
 
 from msgspec import Struct
 
@@ -30,6 +30,8 @@ class StepRecord(Struct):
     """When each rank's receipt arrived."""
     finished_at_s: float | None = None
     """The receipts of all ranks agreed; None: not yet, or the epoch ended before."""
+    busy_ms: float = 0.0
+    """Milliseconds in which the primary rank's device computed, from its receipt."""
     times: dict[int, PackedTimes] = {}
     """By rank: its times by the scheduler's clock. They come up to a second after the receipt."""
 
@@ -45,48 +47,48 @@ def kind_of(planned: PlannedStep) -> StepKind:
 
 
 class StepHistory:
-    """The last steps of all epochs, oldest first, bounded in number."""
+    """The last steps of all epochs, oldest first, bounded in number.
+
+    The steps of an epoch have consecutive numbers.
+    """
 
     def __init__(self) -> None:
         self.offsets = ClockOffsets()
         """Clocks of the present epoch's ranks."""
         self._epoch = 0
-        self._records: OrderedDict[tuple[int, int], StepRecord] = OrderedDict()
-        """By epoch and step id."""
+        self._records: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
 
     def add(self, planned: PlannedStep, now_s: float) -> StepRecord:
         """Add a step whose plan is being sent at `now_s`; return its record."""
-        plan = planned.plan
+        plan, work = planned.plan, planned.work
         if plan.epoch != self._epoch:
             # Other processes, which may run on other hosts.
             self._epoch, self.offsets = plan.epoch, ClockOffsets()
         drafts = 0
         if planned.has_drafts:
             drafts = sum(max(0, one) for one in plan.draft_counts) + sum(map(len, plan.drafts))
-        record = self._records[plan.epoch, plan.step_id] = StepRecord(
-            epoch=plan.epoch,
-            step_id=plan.step_id,
-            kind=kind_of(planned),
-            prefill_tokens=planned.work.chunk_tokens,
-            decodes=planned.work.decodes,
-            drafts=drafts,
-            sent_at_s=now_s,
+        record = StepRecord(
+            plan.epoch,
+            plan.step_id,
+            kind_of(planned),
+            work.chunk_tokens,
+            work.decodes,
+            drafts,
+            now_s,
         )
-        if len(self._records) > STEPS_KEPT:
-            self._records.popitem(last=False)
+        self._records.append(record)
         return record
 
-    def receive(self, epoch: int, step_id: int, rank: int, now_s: float) -> None:
-        """Note when a rank's receipt has arrived."""
-        if (record := self._records.get((epoch, step_id))) is not None:
-            record.received_at_s[rank] = now_s
-
-    def finish(self, epoch: int, step_id: int, now_s: float) -> StepRecord | None:
-        """Note that all receipts of a step agree; return its record, None if it is too old."""
-        record = self._records.get((epoch, step_id))
-        if record is not None:
-            record.finished_at_s = now_s
-        return record
+    def find(self, epoch: int, step_id: int) -> StepRecord | None:
+        """Return the record of a step; None: it is too old, or unknown."""
+        if not self._records:
+            return None
+        # Steps of other epochs than the present one are not asked for.
+        place = len(self._records) - 1 - (self._records[-1].step_id - step_id)
+        if not 0 <= place < len(self._records):
+            return None
+        record = self._records[place]
+        return record if (record.epoch, record.step_id) == (epoch, step_id) else None
 
     def measure(self, rank: int, message: StepsMeasured) -> list[StepRecord]:
         """Add what a rank of the present epoch has measured.
@@ -97,7 +99,7 @@ class StepHistory:
         # Hundreds of steps a second arrive together, so each is looked at once and not unpacked.
         found = []
         for place, microseconds in enumerate(microseconds_of(message.times)):
-            record = self._records.get((message.epoch, message.first_step_id + place))
+            record = self.find(message.epoch, message.first_step_id + place)
             if record is not None:
                 found.append((record, place, microseconds))
         origin_s = message.origin_s
@@ -124,10 +126,10 @@ class StepHistory:
     def since(self, after: tuple[int, int]) -> list[StepRecord]:
         """Return the steps after this one (epoch, step id), oldest first."""
         newer: list[StepRecord] = []
-        for key in reversed(self._records):
-            if key <= after:
+        for record in reversed(self._records):
+            if (record.epoch, record.step_id) <= after:
                 break
-            newer.append(self._records[key])
+            newer.append(record)
         return newer[::-1]
 
     def report(self, since_s: float, world_size: int) -> list[RecordedStep]:
@@ -138,7 +140,7 @@ class StepHistory:
                 returned.
             world_size: number of ranks.
         """
-        found = [one for one in self._records.values() if one.sent_at_s > since_s]
+        found = [one for one in self._records if one.sent_at_s > since_s]
         return [_recorded(one, world_size) for one in found[-limits.RECORDED_STEPS_MAX :]]
 
     def complete_since(self, after: tuple[int, int], world_size: int) -> list[RecordedStep]:

@@ -33,7 +33,8 @@ def _report(world: InMemoryWorld, peer: PeerId, steps: range, **fields: Any) -> 
     offset_s, late_s = OFFSETS_S[rank], LATE_S * rank
     times = []
     for step_id in steps:
-        record = world.core._telemetry.history._records[1, step_id]
+        record = world.core._telemetry.history.find(1, step_id)
+        assert record is not None
         came_s = record.sent_at_s + 1e-4
         record.received_at_s[rank] = came_s + 0.007 + late_s + 1e-4
         ended = (0.006 + late_s, 0.007 + late_s)
@@ -141,7 +142,8 @@ def test_history_of_many_steps_keeps_the_last_ones(monkeypatch: pytest.MonkeyPat
     assert ids == list(range(ids[-1] - 9, ids[-1] + 1))
     assert [one.step_id for one in history.since((1, ids[-1] - 2))] == ids[-2:]
     peer = next(iter(world.ranks))
-    record = history._records[1, ids[-1]]
+    record = history.find(1, ids[-1])
+    assert record is not None
     report = StepsMeasured(
         epoch=1,
         rank=0,
