@@ -24,7 +24,7 @@ FIRST_MODEL_SEED = 90
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", range(cases(12, 120)))
+@pytest.mark.parametrize("seed", range(cases(12, 60)))
 def test_requests_get_their_own_tokens_under_random_traffic_and_lost_ranks(
     make_world: MakeWorld, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.run import simulate
 from tests.support.effort import cases
 
-CHUNKS = cases(1, 30)
+CHUNKS = cases(1, 12)
 """The worst of the planted bugs needs 166 seeds (`test_mutations`); `make simulate` runs 10,000."""
 SEEDS_PER_CHUNK = 100
 
@@ -62,7 +62,7 @@ def test_no_token_of_step_with_corrupted_receipt_is_released() -> None:
 @pytest.mark.deep
 def test_simulation_repeats_run_event_by_event_for_equal_seed() -> None:
     """The same seed does the same at the same times in any process, so failures can be repeated."""
-    seeds = range(cases(10, 40))
+    seeds = range(cases(10, 20))
     code = (
         "from tests.simulation.run import simulate\n"
         f"print([simulate(seed).digest for seed in {seeds!r}])\n"
