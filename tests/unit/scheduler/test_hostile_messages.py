@@ -307,7 +307,7 @@ _ACTIONS = (
 _ACTIONS += ["lost", "gateway", "time", "time"]
 
 
-@settings(max_examples=cases(20, 100), suppress_health_check=list(HealthCheck))
+@settings(max_examples=cases(20, 50), suppress_health_check=list(HealthCheck))
 @given(data=st.data(), ends=st.integers(0, 9))
 def test_core_raises_nothing_and_keeps_invariants_under_any_messages(
     data: st.DataObject, ends: int

@@ -297,7 +297,7 @@ def _values(value: object) -> tuple[int, int]:
     return values, numbers
 
 
-@settings(max_examples=cases(100, 1_000))
+@settings(max_examples=cases(100, 300))
 @given(value=_json)
 def test_counted_parts_are_never_fewer_than_those_of_the_text(value: object) -> None:
     """Brackets and commas in strings do not count, and at most short lists count twice."""
@@ -308,7 +308,7 @@ def test_counted_parts_are_never_fewer_than_those_of_the_text(value: object) -> 
     assert values - 1 <= parts <= 2 * values
 
 
-@settings(max_examples=cases(100, 1_000))
+@settings(max_examples=cases(100, 300))
 @given(value=_json, size=st.integers(1, 40))
 def test_text_counted_in_pieces_has_as_many_parts(value: object, size: int) -> None:
     """A piece may end in a string or after a backslash; only a number at its end may be missed."""

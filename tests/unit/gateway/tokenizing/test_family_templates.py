@@ -129,7 +129,7 @@ def _with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     return list(copied)
 
 
-@settings(max_examples=cases(100, 1_000))
+@settings(max_examples=cases(100, 300))
 @given(
     messages=_conversations(),
     tools=st.sampled_from([None, [_TOOL], [_TOOL, _TOOL]]),

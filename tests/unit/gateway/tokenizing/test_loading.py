@@ -92,7 +92,7 @@ def _kimi_special() -> dict[str, int]:
     }
 
 
-@settings(max_examples=cases(400, 4_000))
+@settings(max_examples=cases(400, 1_500))
 @given(text=_texts)
 def test_kimi_tokenizer_gives_ids_of_tiktoken_library_for_any_text(
     kimi: Tokenizer, text: str
@@ -162,7 +162,7 @@ def test_damaged_or_unknown_tiktoken_file_is_refused_in_one_sentence(
         _load(tmp_path)
 
 
-@settings(max_examples=cases(400, 4_000))
+@settings(max_examples=cases(400, 1_500))
 @given(text=_texts)
 def test_tekken_tokenizer_gives_ids_of_tiktoken_library_for_any_text(
     tekken: Tokenizer, text: str

@@ -90,7 +90,7 @@ def test_invalid_state_is_dropped_and_parent_kept(state: str) -> None:
     assert found.state == ""
 
 
-@settings(max_examples=cases(200, 5_000))
+@settings(max_examples=cases(200, 1_000))
 @given(st.text(max_size=80), st.lists(st.text(max_size=60), max_size=3))
 def test_any_text_gives_valid_context_or_none(header: str, states: list[str]) -> None:
     """Nothing is raised, and every context can be sent on."""
@@ -99,7 +99,7 @@ def test_any_text_gives_valid_context_or_none(header: str, states: list[str]) ->
         assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]", found.header)
 
 
-@settings(max_examples=cases(100, 2_000))
+@settings(max_examples=cases(100, 500))
 @given(
     st.text(_HEX, min_size=2, max_size=2),
     st.text(_HEX, min_size=32, max_size=32),

@@ -42,7 +42,7 @@ class _Link:
         """Do nothing."""
 
 
-@settings(max_examples=cases(50, 1_000))
+@settings(max_examples=cases(50, 300))
 @given(
     st.lists(st.one_of(instances(QueryHttpRequests), instances(TraceReported)), max_size=6),
     st.booleans(),
