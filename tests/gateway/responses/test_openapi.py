@@ -41,7 +41,7 @@ from tests.support.waiting import wait_until
 
 _CHAT = "/v1/chat/completions"
 _TEXT = "/v1/completions"
-_CASES = cases(10, 120)
+_CASES = cases(10, 50)
 _CHECKS = [
     not_a_server_error,
     content_type_conformance,
