@@ -36,6 +36,7 @@ from services.scheduler.status_report import StatusReporter
 from services.scheduler.step_pipeline import StepPipeline
 from services.scheduler.telemetry.queries import Query, TelemetryQueries
 from services.scheduler.telemetry.telemetry import Telemetry
+from services.scheduler.world.members import explain_failure
 from services.scheduler.world.world import World, WorldState
 from services.scheduler.world.world_change import WorldChange, WorldFacts
 from shared import limits
@@ -240,6 +241,7 @@ class SchedulerCore:
         match message:
             case StepFinished():
                 if problem := self._pipeline.receive(peer, message, now_s):
+                    self._world.passed_canary.forget()
                     self._end_epoch("receipts", problem, now_s)
             case RankHello():
                 if replaced := self._world.handle_hello(peer, message, now_s):
@@ -253,7 +255,7 @@ class SchedulerCore:
             case Heartbeat():
                 pass
             case RankFailed() if self._world.knows(peer):
-                cause = self._world.explain_failure(peer, message)
+                cause = explain_failure(self._world.rank_of(peer), message)
                 if self._world.handle_failed(peer, message, now_s):
                     self._end_epoch("rank_failed", cause, now_s, is_symptom=message.cause == "peer")
             case _:

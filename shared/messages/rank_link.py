@@ -40,6 +40,8 @@ class RankHello(Message, frozen=True, kw_only=True):
     none."""
     device: ShortText
     mlx_version: ShortText
+    build: ShortText = ""
+    """Version and digest of Lockstep's code that the process runs; "": unknown."""
     memory_bytes: Count
     """Device memory that the rank may use."""
     fast_synch: Literal["unproven", "proven"] = "unproven"
@@ -67,6 +69,8 @@ class JoinWorld(Message, frozen=True, kw_only=True):
     """Steps after which a rank reads its counts of assignments to experts; 0: it counts none."""
     canary: bool = True
     """Run the canary before RankReady: known sums and a long prompt, with digests."""
+    canary_prompt: bool = True
+    """The canary has its long prompt; not where it has passed within the hour."""
     canary_prompt_s: Seconds = 0.0
     """Longest predicted time of a canary prompt; 0: depends on the device."""
     environment: dict[str, str]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.end_to_end.running_lockstep import RunningLockstep
 
-_REQUESTS = int(os.environ.get("LOCKSTEP_TEST_REQUESTS", "1000"))
+_REQUESTS = int(os.environ.get("LOCKSTEP_TEST_REQUESTS", "600"))
 _RANKS = 2
 _WARM_UP_REQUESTS = _REQUESTS // 3
 """Requests after which caches of bounded size are full."""

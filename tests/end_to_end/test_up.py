@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from shared import limits
+from shared.measurements.canary_names import PROMPT_PREFIX, SUM_PREFIX
 from tests.end_to_end.running_lockstep import RunningLockstep, StreamReader, running_lockstep
 from tests.support.captured_process import ROOT
 from tests.support.process_table import wait_until_ended
@@ -134,6 +135,12 @@ def test_stream_completes_and_next_answer_is_unchanged_after_rank_is_killed(
     assert after.keys() == before.keys()
     assert after["rank-worker 1"] != before["rank-worker 1"]
     assert after["gateway"] == before["gateway"]
+    flags = ["--json", "--config", str(pair.config_file)]
+    for rank in json.loads(_run_lockstep("status", *flags).stdout)["ranks"]:
+        # Sums are checked again; the long prompt is not, since it has passed within the hour.
+        names = [one["name"] for one in rank["canary"]]
+        assert any(name.startswith(SUM_PREFIX) for name in names)
+        assert not any(name.startswith(PROMPT_PREFIX) for name in names)
 
 
 @pytest.mark.proof

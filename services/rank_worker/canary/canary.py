@@ -78,6 +78,8 @@ class Canary:
     ) -> None:
         """Run a long prompt through the model and add a finding with the digest of its result.
 
+        Not done if the order to join says that it has passed lately.
+
         The scheduler compares the digests of all ranks, which must be equal.
 
         Args:
@@ -90,7 +92,7 @@ class Canary:
         Raises:
             CanaryFailed: the model's logits are not finite.
         """
-        if not self.is_on:
+        if not self.is_on or not self._order.canary_prompt:
             return
         default_s = long_prompt.CPU_BUDGET_S if on_cpu else long_prompt.BUDGET_S
         budget_s = self._order.canary_prompt_s or default_s

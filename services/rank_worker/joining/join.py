@@ -12,6 +12,7 @@ import psutil
 
 from services.rank_worker.device import gpu_choice
 from services.rank_worker.device.description import Device
+from services.rank_worker.joining import code_version
 from shared.configuration.settings import Config
 from shared.errors import ConfigError, WorldLost
 from shared.log import Log
@@ -117,6 +118,7 @@ def hello(rank: int, data_address: str, device: Device) -> RankHello:
         launched=launched is not None,
         device=f"{device.kind} {device.name}".strip(),
         mlx_version=fast_synch.mlx_version(),
+        build=code_version.build_id(),
         memory_bytes=device.memory_bytes,
         fast_synch=fast_synch.proof_state(fast_synch.proof_file(), build) if build else "unproven",
     )

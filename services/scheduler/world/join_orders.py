@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from services.scheduler.world.environment import rank_environment
 from services.scheduler.world.members import RankProcess
+from services.scheduler.world.passed_canary import PassedCanary
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.identifiers import Epoch
@@ -14,20 +15,24 @@ from shared.messages.rank_link import Backend
 class JoinOrders:
     """Makes the JoinWorld messages that give rank processes their rank and environment."""
 
-    def __init__(self, config: Config, jaccl_devices: str, hostfile: str) -> None:
+    def __init__(
+        self, config: Config, jaccl_devices: str, hostfile: str, passed_canary: PassedCanary
+    ) -> None:
         """Remember the configuration.
 
         Args:
             config: the whole configuration.
             jaccl_devices: content of the device matrix; "" with another backend.
             hostfile: content of MLX's hostfile; "": ranks report their addresses.
+            passed_canary: the ranks whose canary needs no prompt.
         """
         self._config = config
         self._jaccl_devices = jaccl_devices
         self._hostfile = hostfile
+        self._passed_canary = passed_canary
 
     def make(
-        self, epoch: Epoch, backend: Backend, chosen: Sequence[RankProcess]
+        self, epoch: Epoch, backend: Backend, chosen: Sequence[RankProcess], now_s: float
     ) -> list[JoinWorld]:
         """Return the JoinWorld message for each process, in rank order.
 
@@ -35,6 +40,7 @@ class JoinOrders:
             epoch: the epoch that begins.
             backend: backend of its collectives.
             chosen: the processes, by rank.
+            now_s: the monotonic time in seconds.
 
         Raises:
             ConfigError: when these processes cannot connect with the backend.
@@ -42,6 +48,7 @@ class JoinOrders:
         config, size = self._config, len(chosen)
         wanted = config.world.receipt_logits
         alike = len({(m.hello.device, m.hello.mlx_version) for m in chosen}) == 1
+        has_passed = self._passed_canary.covers(backend, [one.hello for one in chosen], now_s)
         orders = []
         for rank, member in enumerate(chosen):
             environment: dict[str, str] = {}
@@ -59,6 +66,7 @@ class JoinOrders:
                 vocabulary=config.vocabulary_split,
                 experts_every_steps=config.scheduler.experts_every_steps,
                 canary=config.world.canary,
+                canary_prompt=not has_passed,
                 canary_prompt_s=config.world.canary_prompt_s,
                 environment=environment,
                 files=files,

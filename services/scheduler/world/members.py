@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from shared.identifiers import PeerId
-from shared.messages import RankHello, RankReady, RankStatus
+from shared.messages import RankFailed, RankHello, RankReady, RankStatus
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,3 +87,13 @@ def is_same_process(new: RankHello, old: RankHello) -> bool:
     hello has no rank, even if it had one over its earlier connection.
     """
     return new == old
+
+
+def explain_failure(rank: int | None, message: RankFailed) -> str:
+    """Return a sentence about a report of failure.
+
+    Args:
+        rank: of the process that has failed; None: it has no rank now.
+        message: its report.
+    """
+    return f"{'A rank' if rank is None else f'Rank {rank}'} failed: {message.detail}"

@@ -15,6 +15,7 @@ from services.scheduler.world.dismissed_ranks import DismissedRanks
 from services.scheduler.world.join_orders import JoinOrders
 from services.scheduler.world.late_ranks import explain_lateness, explain_place
 from services.scheduler.world.members import RankProcess, assign_ranks, is_same_process, replaces
+from services.scheduler.world.passed_canary import PassedCanary
 from services.scheduler.world.recovery import FailedEpoch, FailureKind, Recovery, failure_kind_of
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
@@ -62,7 +63,8 @@ class World:
         self.recovery = Recovery(config, actions)
         self.dismissed = DismissedRanks()
         self._config = config
-        self._orders = JoinOrders(config, jaccl_devices, hostfile)
+        self.passed_canary = PassedCanary(config.sharding)
+        self._orders = JoinOrders(config, jaccl_devices, hostfile, self.passed_canary)
         self._actions = actions
         self._members: dict[PeerId, RankProcess] = {}
         self._started_at_s = 0.0
@@ -95,11 +97,6 @@ class World:
         member = self._members.get(peer)
         place = explain_place(member, self.recovery.backend) if member else ""
         return f"Rank {self.rank_of(peer)} is lost{place} ({cause})."
-
-    def explain_failure(self, peer: PeerId, message: RankFailed) -> str:
-        """Return a sentence about a report of failure."""
-        rank = self.rank_of(peer)
-        return f"{'A rank' if rank is None else f'Rank {rank}'} failed: {message.detail}"
 
     def host_of(self, peer: PeerId) -> str:
         """Return the host name that a rank process has reported; "" for an unknown peer."""
@@ -177,6 +174,9 @@ class World:
                 return difference
             self.state = WorldState.READY
             self.was_ready = True
+            self.passed_canary.note(
+                self.recovery.backend, [one.hello for one in self._ranked()], self._now_s
+            )
             self.recovery.note_ready()
             # Remembers the size, which is needed between epochs too.
             self.vocab_size()
@@ -264,6 +264,7 @@ class World:
                 known = (self._failure_kind, self._ring_obstacle, is_symptom)
                 failed = FailedEpoch(self.epoch, cause, was_ready, *known)
                 self.recovery.epoch_failed(failed, now_s)
+                self.passed_canary.forget()
         self.dismiss_ranks(cause, now_s)
         self._failure_kind = ""
         if self.recovery.failure:
@@ -353,11 +354,9 @@ class World:
 
     def statuses(self) -> list[RankStatus]:
         """Return the status of every rank of the world, including missing ones."""
-        by_rank = {member.rank: member for member in self._ranked()}
-        return [
-            by_rank[rank].status() if rank in by_rank else RankStatus(rank=rank, state="missing")
-            for rank in range(self.size)
-        ]
+        known = {member.rank: member.status() for member in self._ranked()}
+        ranks = range(self.size)
+        return [known.get(rank) or RankStatus(rank=rank, state="missing") for rank in ranks]
 
     def _ranked(self) -> list[RankProcess]:
         ranked = [member for member in self._members.values() if member.rank is not None]
@@ -370,7 +369,7 @@ class World:
             return None
         epoch = Epoch(self.epoch + 1)
         try:
-            orders = self._orders.make(epoch, self.recovery.backend, chosen)
+            orders = self._orders.make(epoch, self.recovery.backend, chosen, now_s)
         except ConfigError as error:
             self.recovery.abandon_start("configuration", str(error))
             self.state = WorldState.FAILED

@@ -6,11 +6,20 @@ import msgspec
 import pytest
 
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import Action, RankMessageReceived, SendToRanks
+from services.scheduler.events import (
+    Action,
+    RankLost,
+    RankMessageReceived,
+    SendToRanks,
+    TimePassed,
+)
 from services.scheduler.world.canary_comparison import explain_difference, explain_mismatch
+from services.scheduler.world.passed_canary import VALID_S, PassedCanary
+from services.scheduler.world.world import WorldState
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import CanaryFinding, JoinWorld, LeaveWorld, RankFailed, RankReady
+from shared.messages.rank_link import Sharding
 from tests.unit.scheduler.support.rank_messages import READY, rank_hello
 
 SUM, PROMPT = "sum of 4 KiB of float32", "prompt of 4,500 tokens"
@@ -275,3 +284,62 @@ def test_dismissal_has_cause_canary_only_for_failed_canary(cause: str, is_canary
 
     assert order.detail.endswith("Rank 1 failed: A failure.")
     assert (order.cause == "canary") == is_canary
+
+
+def _wants_prompt(core: SchedulerCore, number: int, now_s: float, **changes: object) -> bool:
+    """Let a rank be ready and be lost; return whether its order has a prompt in the canary."""
+    peer = PeerId(f"rank-{number}".encode())
+    hello = rank_hello(0, number, **{"build": "1 abc", **changes})
+    actions = core.handle(RankMessageReceived(peer, hello), now_s)
+    (order,) = [
+        one.message
+        for one in actions
+        if isinstance(one, SendToRanks) and isinstance(one.message, JoinWorld)
+    ]
+    core.handle(TimePassed(), now_s)
+    digests = ("a", "b") if order.canary_prompt else ("a",)
+    core.handle(RankMessageReceived(peer, rank_ready(0, *digests)), now_s)
+    assert core._world.state is WorldState.READY
+    core.handle(RankLost(peer, "its connection is gone"), now_s)
+    return order.canary_prompt
+
+
+def test_prompt_of_canary_runs_once_an_hour_for_equal_machines_and_code() -> None:
+    """A rank that takes the place of a killed one serves sooner; what is new is tested whole."""
+    core = SchedulerCore(config_from_tree({"world": {"size": 1}}))
+    assert _wants_prompt(core, 1, 100.0)
+    assert not _wants_prompt(core, 2, 200.0)
+    # A canary without a prompt does not extend the hour.
+    assert not _wants_prompt(core, 3, 100.0 + VALID_S - 1.0)
+    assert _wants_prompt(core, 4, 100.0 + VALID_S)
+    for number, changes in enumerate(
+        [{"host": "other"}, {"device": "other"}, {"mlx_version": "2"}, {"build": "1 def"},
+         {"build": ""}, {"build": ""}]
+    ):  # fmt: skip
+        assert _wants_prompt(core, 10 + number, 5_000.0, **changes), changes
+
+
+def test_prompt_of_canary_runs_again_after_ranks_that_differed_or_an_epoch_without_tokens() -> None:
+    """Results are in doubt then, so nothing that passed before counts."""
+    core = SchedulerCore(config_from_tree({"world": {"size": 1}}))
+    assert _wants_prompt(core, 1, 100.0)
+    core._world.passed_canary.forget()
+    assert _wants_prompt(core, 2, 100.0)
+    # A rank that is lost before it has loaded counts as a failed start.
+    peer = PeerId(b"rank-3")
+    core.handle(RankMessageReceived(peer, rank_hello(0, 3, build="1 abc")), 100.0)
+    core.handle(RankLost(peer, "its connection is gone"), 100.0)
+    assert _wants_prompt(core, 4, 100.0)
+
+
+@pytest.mark.parametrize(("sharding", "runs_again"), [("tensor", False), ("pipeline", True)])
+def test_other_memory_counts_where_shares_of_the_model_follow_from_it(
+    sharding: Sharding, runs_again: bool
+) -> None:
+    """Free memory of a host changes all the time, but a tensor split is always equal."""
+    passed = PassedCanary(sharding)
+    ranks = [rank_hello(rank, rank, build="1 abc", memory_bytes=10) for rank in range(2)]
+    passed.note("ring", ranks, 100.0)
+    ranks[1] = rank_hello(1, 7, build="1 abc", memory_bytes=11)
+    assert passed.covers("ring", ranks, 101.0) is not runs_again
+    assert not passed.covers("jaccl", ranks, 101.0)
