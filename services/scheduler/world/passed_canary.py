@@ -25,7 +25,7 @@ class PassedCanary:
         # Shares of layers and experts follow from the ranks' memory.
         self._depends_on_memory = sharding in ("expert", "pipeline")
         self._world: object = None
-        """What has passed, as `_describe`."""
+        """Backend and machines that have passed."""
         self._passed_at_s = 0.0
 
     def note(self, backend: Backend, ranks: Sequence[RankHello], now_s: float) -> None:
