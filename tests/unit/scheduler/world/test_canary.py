@@ -305,7 +305,7 @@ def _wants_prompt(core: SchedulerCore, number: int, now_s: float, **changes: obj
 
 
 def test_prompt_of_canary_runs_once_an_hour_for_equal_machines_and_code() -> None:
-    """A rank that takes the place of a killed one serves sooner; new machines and new code are tested whole."""
+    """A rank that takes the place of a killed one serves sooner; new machines or code do not."""
     core = SchedulerCore(config_from_tree({"world": {"size": 1}}))
     assert _wants_prompt(core, 1, 100.0)
     assert not _wants_prompt(core, 2, 200.0)
