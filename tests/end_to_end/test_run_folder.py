@@ -52,7 +52,7 @@ def test_stream_completes_when_rank_is_killed_after_run_folder_was_cleaned(
     os.kill(running.children()["rank-worker 0"], signal.SIGKILL)
 
     assert reader.text() == expected
-    assert path.exists()
+    wait_until(path.exists, RESTORE_DEADLINE_S)
     assert "stopping everything" not in running.text
 
 

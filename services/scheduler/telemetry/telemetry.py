@@ -33,9 +33,9 @@ from shared.messages.rank_link import Sharding
 
 HEAD_COUNTERS = HeadExchanges.__struct_fields__
 """Names of the counts of a divided head."""
-_FACTS_MAX = 1_000
-"""Facts after which they are added up. Together they take a fifth of the time of one by one, since
-the processor then has the code and the sums at hand."""
+_RECEIPTS_MAX = 1_000
+"""Receipts after which their times are added up, if no status has asked before. Together they take
+less time than one by one, since the processor then has the code and the sums at hand."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -114,7 +114,7 @@ class Telemetry:
         record.finished_at_s, record.busy_ms = now_s, receipt.busy_ms
         if not planned.plan.profile:
             self._finished.append(record)
-        if len(self._finished) >= _FACTS_MAX:
+        if len(self._busy_and_idle_ms) >= _RECEIPTS_MAX:
             self._add_up()
 
     def add_report(self, rank: int, message: StepsMeasured, world_size: int) -> None:

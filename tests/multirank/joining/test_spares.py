@@ -98,10 +98,10 @@ def test_spare_with_earlier_settings_is_ended_and_not_used(
         running.wait_for_line("ready again")
 
 
-def test_rank_without_spare_starts_again(tmp_path: Path) -> None:
+def test_rank_without_spare_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `rank_worker.spare` off no spare starts, and a killed rank gets a new process."""
-    settings = '[rank_worker]\nspare = "off"\n'
-    with running_lockstep(tmp_path, settings=settings) as running:
+    monkeypatch.setenv("LOCKSTEP_RANK_WORKER_SPARE", "off")
+    with running_lockstep(tmp_path) as running:
         before = running.children()["rank-worker 0"]
 
         os.kill(before, signal.SIGKILL)
