@@ -107,12 +107,12 @@ def test_verify_with_restart_and_shutdown_passes_on_two_ranks(
         checks: dict[str, Any] = {one["check"]: one for one in json.loads(output)["checks"]}
         assert len(checks[judging.CANARY]["notes"]) == 2
         assert "us a sum" in checks[judging.CANARY]["notes"][1]
-        # Other durations prove that the canary ran again and that the report is not the old one.
         # Its long prompt has passed within the hour, so there is one finding less.
         before, anew = (
             checks[name]["detail"].split(" ", 1) for name in (judging.CANARY, judging.CANARY_ANEW)
         )
         assert (int(anew[0]), anew[1]) == (int(before[0]) - 1, before[1])
+        # Other durations prove that the canary ran again and that the report is not the old one.
         assert checks[judging.CANARY_ANEW]["notes"] != checks[judging.CANARY]["notes"]
         assert "all 2 ranks" in checks[judging.STORED]["detail"]
         assert "2 equal receipts" in checks[judging.RANKS]["detail"]

@@ -20,7 +20,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared_gateway(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
-    """A gateway process for all tests that need no settings of their own: its start takes long."""
+    """A gateway process for all tests that need no settings of their own."""
     settings: dict[str, Any] = {"keepalive_s": 0.3}
     run_dir = tmp_path_factory.mktemp("run")
     started = RunningGateway.start(model_folder, run_dir, prelude=FORGET_FULL_QUEUE, **settings)

@@ -1,7 +1,7 @@
 """The last canary that has passed. Owns for which ranks its long prompt need not run again. Pure.
 
-The prompt takes most of the time from loaded weights to the first token, and finds faults of links,
-devices and libraries. Those have not changed when a process takes the place of one that was killed.
+The prompt delays each recovery, and finds faults of links, devices and libraries. Those have not
+changed when a process takes the place of one that was killed.
 """
 
 from collections.abc import Sequence
