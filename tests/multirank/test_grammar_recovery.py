@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
-from tests.multirank.test_grammars import LIST, SLOW_SCHEMA
+from tests.multirank.test_grammars import LIST, slow_schema
 from tests.support.captured_process import READY_DEADLINE_S
 from tests.support.waiting import wait_until
 
@@ -57,11 +57,12 @@ def test_request_goes_on_when_a_rank_is_killed_while_it_compiles_the_grammar(
     pair: RunningLockstep,
 ) -> None:
     """The grammar is compiled again in the next epoch, and the answer matches it."""
-    schema = {"type": "json_schema", "json_schema": {"name": "large", "schema": SLOW_SCHEMA}}
+    # The gateway learns once a second what runs.
+    large = {"name": "large", "schema": slow_schema(6_000)}
     body = {
         "model": "lockstep-demo",
         "messages": [{"role": "user", "content": "Answer in JSON."}],
-        "response_format": schema,
+        "response_format": {"type": "json_schema", "json_schema": large},
         "temperature": 0,
         "max_tokens": 16,
     }

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 from collections.abc import Mapping
 
 import pytest
@@ -54,15 +55,18 @@ SPECULATION: dict[str, Mapping[str, str]] = {
         "SPECULATION_DRAFT_MODEL": str(demo_folder().parent / "demo-eagle"),
     },
 }
-SLOW_SCHEMA = {
-    "type": "object",
-    "properties": {f"property_{number}": {"type": "string"} for number in range(1_500)},
-    "required": ["property_0"],
-    "additionalProperties": False,
-}
-"""Takes about a second to compile."""
 _PROMPT = "Write a list of words, a list of words, and a list of words as JSON: "
 _COUNT = "<|im_start|>user\nCount from 1 to 30.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def slow_schema(properties: int) -> dict[str, Any]:
+    """Return a schema with optional properties; 1,500 of them take about a second to compile."""
+    return {
+        "type": "object",
+        "properties": {f"property_{number}": {"type": "string"} for number in range(properties)},
+        "required": ["property_0"],
+        "additionalProperties": False,
+    }
 
 
 def _generate(client: Client) -> dict[str, list[int]]:
@@ -135,7 +139,7 @@ def test_constrained_text_is_the_same_on_1_and_2_ranks_with_any_drafts(
 
 def test_slow_grammar_delays_its_own_request_and_not_the_stream_beside_it() -> None:
     """Ranks compile in threads, and the plan that samples waits until all of them have."""
-    grammar = Grammar(text=json.dumps({"grammars": [{"json_schema": SLOW_SCHEMA}]}), end_ids=[END])
+    grammar = Grammar(text=json.dumps({"grammars": [{"json_schema": slow_schema(1_500)}]}), end_ids=[END])
     with cluster(2) as client:
         client.submit("plain", [5, 6, 7], max_tokens=6_000)
         client.poll_until(lambda: len(client.tokens["plain"]) > 20, 20.0, "no tokens")
