@@ -128,6 +128,19 @@ class Collectives:
             )
 
 
+def sum_in_group(array: mx.array, group: mx.distributed.Group) -> mx.array:
+    """Sum activations over the ranks of a group, as part of the graph of a forward.
+
+    Args:
+        array: any shape and dtype. Shape, dtype and place in the graph must be equal on all ranks.
+        group: of a module that mlx-lm has divided.
+
+    Returns:
+        The sum, with the shape and dtype of `array`.
+    """
+    return mx.distributed.all_sum(array, group=group)
+
+
 @contextlib.contextmanager
 def observed(observe: Callable[..., Any]) -> Iterator[None]:
     """Pass every collective that is called within the block through a function.

@@ -1,6 +1,6 @@
-"""The rank of `lockstep bench step`: loads a model like a rank worker and times decode steps.
+"""A rank of `lockstep bench step`: loads its share like a rank worker and times decode steps.
 
-    python -m services.commands.bench.fake_ranks.step_rank MODEL
+    python -m services.commands.bench.fake_ranks.step_rank MODEL BACKEND
 
 The settings are those of the environment (LOCKSTEP_SECTION_KEY). The first JSON line on standard
 output describes the rank. Each JSON line on standard input is an order,
@@ -13,7 +13,7 @@ and is answered by the metrics of such steps, or by {"refused": sentence}.
 import gc
 import os
 import sys
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -33,33 +33,40 @@ from services.rank_worker.execution.warmup import warm_up
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.opening import fast_path_settings
 from services.rank_worker.model.loading.loader import LoadedModel
+from services.rank_worker.peers.collectives import Collectives
 from services.rank_worker.worker import KV_MEMORY_SHARE
 from shared.clock import SystemClock
 from shared.configuration.loading import load_config
 from shared.configuration.settings import Config
 from shared.errors import UsageError
+from shared.messages.rank_link import Backend, Sharding
 from shared.os import lifeline
 
 
-def main(path: str) -> None:
-    """Load the model, describe this rank and answer orders.
+def main(path: str, backend: Backend) -> None:
+    """Load this rank's share of the model, describe this rank and answer orders.
 
     Args:
         path: the model's folder.
+        backend: of the collectives; "off" for one rank.
     """
     lifeline.exit_with_parent()
     config = load_config(environment=os.environ)
     device = hardware.describe_device()
-    cores.pin(config.rank_worker.pin_cores, on_cpu=device.kind == "cpu", place=0, count=1)
+    place, count = int(os.environ["MLX_RANK"]), int(os.environ["RANKS"])
+    cores.pin(config.rank_worker.pin_cores, on_cpu=device.kind == "cpu", place=place, count=count)
     hardware.wire_memory(device)
     model = msgspec.structs.replace(config.model, path=path)
-    loaded = standalone_rank.load(standalone_rank.join("off"), model, "none")
-    executor = _build_executor(config, device, loaded)
+    world = standalone_rank.join(backend)
+    loaded = standalone_rank.load(world, model, _sharding(world))
+    executor = _build_executor(config, device, loaded, world, backend)
     warm_up(executor, loaded.context_tokens_max)
 
     def kv_budget_bytes() -> int:
         free_bytes = hardware.free_bytes(device, 1, config.rank_worker.memory_share)
-        return config.rank_worker.kv_bytes_max or int(KV_MEMORY_SHARE * free_bytes)
+        own = config.rank_worker.kv_bytes_max or int(KV_MEMORY_SHARE * free_bytes)
+        # All ranks must refuse the same rows.
+        return min(row[0] for row in world.gather([own >> 20])) << 20
 
     rows = RowFiller(executor, config.scheduler, loaded.context_tokens_max, kv_budget_bytes)
     whole_model: Any = loaded.model
@@ -85,25 +92,34 @@ def main(path: str) -> None:
     answer_orders(answer)
 
 
-def _build_executor(config: Config, device: Device, loaded: LoadedModel) -> Executor:
-    """Return the executor that a rank worker builds for a world of one rank."""
+def _sharding(world: Collectives) -> Sharding:
+    return "none" if world.group is None else "tensor"
+
+
+def _build_executor(
+    config: Config, device: Device, loaded: LoadedModel, world: Collectives, backend: Backend
+) -> Executor:
+    """Return the executor that a rank worker builds."""
     every_steps = config.scheduler.experts_every_steps
-    counter = ExpertCounter(loaded.model, 0, "none", every_steps) if every_steps else None
+    counter = None
+    if every_steps:
+        counter = ExpertCounter(loaded.model, world.rank, _sharding(world), every_steps)
     return Executor(
         loaded.model,
-        rank=0,
-        world_size=1,
+        rank=world.rank,
+        world_size=world.world_size,
         synchronization=config.world.synchronization,
         receipt_logits=False,
-        sum_ids=None,
-        forward_cost_tokens=forward_cost_of("off", on_cpu=device.kind == "cpu"),
+        sum_ids=world.sum_ids if world.group is not None else None,
+        forward_cost_tokens=forward_cost_of(backend, on_cpu=device.kind == "cpu"),
         kv_bits=config.rank_worker.kv_bits,
-        profile=execution_profile(device, "off", hardware.free_bytes(device, 1)),
+        profile=execution_profile(device, backend, hardware.free_bytes(device, 1)),
         traits=loaded.traits,
         expert_counter=counter if counter is not None and counter.has_layers else None,
-        fast_path=fast_path_settings(config.rank_worker, device.kind),
+        fast_path=fast_path_settings(config.rank_worker, device.kind, world.all_agree),
+        vocabulary=loaded.vocabulary,
     )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], cast(Backend, sys.argv[2]))

@@ -15,6 +15,9 @@ next one; of such steps the one of median length counts:
 - alone_ms: the whole step: build_ms and device_ms.
 - step_ms: the mean time between the ends of two steps while one is built ahead, as requests see it.
 
+With several ranks the model is divided by tensors, and the figures are those of rank 0: its share
+of the weights, and its host. Ranks wait for each other in every step.
+
 A step must read the weights, of routed experts those that its tokens chose, and the KV of all rows,
 and write the KV of one token per row: weights_mib and kv_mib, moved_mib together. limit_ms is the
 time that this takes at device_gb_per_s, the speed at which the device changes a large array, which
@@ -24,12 +27,16 @@ is measured each time. step_per_limit is step_ms divided by limit_ms.
 import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 
-from services.commands.bench.fake_ranks.rank_processes import RankProcesses, rank_environments
+from services.commands.bench.fake_ranks.rank_processes import (
+    RankProcesses,
+    default_backend,
+    rank_environments,
+)
 from services.commands.bench.flags import BenchmarkOption, compare_option, numbers_option
 from services.commands.bench.flags import number_option as number
 from services.commands.bench.measuring.noise import Measured, measure_case
@@ -69,6 +76,8 @@ class DecodeStepPlan(BenchmarkPlan, frozen=True, kw_only=True):
     """Numbers of rows that decode together."""
     context: list[int]
     """Lengths of the longest row in tokens."""
+    ranks: list[int]
+    """Numbers of ranks that share the model; each is a contender."""
     steps: int
     """Timed decode steps per repeat, alone and ahead each."""
     kv_bits: str | None
@@ -82,6 +91,7 @@ class DecodeStepPlan(BenchmarkPlan, frozen=True, kw_only=True):
 OPTIONS: list[click.Parameter] = [
     numbers_option("--batches", "Numbers of rows that decode", "1,4,16,64", quick="1,4"),
     numbers_option("--context", "Lengths of the longest row in tokens", "1024", quick="256"),
+    numbers_option("--ranks", "Numbers of ranks that share the model", "1"),
     number("--steps", "Timed steps per repeat", 32, quick=8),
     BenchmarkOption(
         "--kv-bits", "Value of rank_worker.kv_bits", type=click.Choice(["0", "4", "8"])
@@ -105,16 +115,17 @@ def measure(plan: DecodeStepPlan, report: Report) -> None:
     """
     common = plan.settings | ({_KV_BITS: plan.kv_bits} if plan.kv_bits is not None else {})
     contenders = {LOCKSTEP: common, **{name: common | own for name, own in plan.compare.items()}}
-    for settings in contenders.values():
+    worlds = _name_worlds(contenders, plan.ranks)
+    for _, settings in worlds.values():
         load_config(environment={**os.environ, **settings})
     for batch in plan.batches:
         for context in plan.context:
             uneven_lengths(batch, context)
     with contextlib.ExitStack() as started:
         ranks = {}
-        for index, (name, settings) in enumerate(contenders.items()):
+        for index, (name, (size, settings)) in enumerate(worlds.items()):
             print_progress(f"{name}: loading {plan.model.name}")
-            rank = _start_rank(plan, f"step-{index}", settings)
+            rank = _start_ranks(plan, f"step-{index}", size, settings)
             ranks[name] = started.enter_context(contextlib.closing(rank))
         about = ranks[LOCKSTEP].descriptions[0]
         report.settings |= {
@@ -164,11 +175,31 @@ def _measure_all(ranks: Mapping[str, RankProcesses], order: Mapping[str, int]) -
     return {name: rank.request(order)[0] for name, rank in ranks.items()}
 
 
-def _start_rank(plan: DecodeStepPlan, name: str, settings: Mapping[str, str]) -> RankProcesses:
-    """Start the process of one contender and wait until its model is loaded."""
-    (environment,) = rank_environments(plan.log_folder, "off", 1)
-    variables = {**os.environ, **settings, **environment}
-    gpu_choice.show_one_gpu(variables, gpu_choice.count_gpus())
-    cuda_caches.enlarge_caches(variables)
-    command = bench_program("fake_ranks.step_rank", str(plan.model))
-    return RankProcesses(name, command, [variables], plan.log_folder)
+def _name_worlds(
+    contenders: Mapping[str, Mapping[str, str]], sizes: Sequence[int]
+) -> dict[str, tuple[int, Mapping[str, str]]]:
+    """Return the number of ranks and the settings of each contender, by name.
+
+    The first number of ranks does not appear in the names.
+    """
+    worlds: dict[str, tuple[int, Mapping[str, str]]] = {}
+    for size in sizes:
+        for name, settings in contenders.items():
+            suffix = "" if size == sizes[0] else f", {size} rank{'' if size == 1 else 's'}"
+            worlds[f"{name}{suffix}"] = (size, settings)
+    return worlds
+
+
+def _start_ranks(
+    plan: DecodeStepPlan, name: str, size: int, settings: Mapping[str, str]
+) -> RankProcesses:
+    """Start the processes of one contender and wait until they have loaded the model."""
+    backend = "off" if size == 1 else default_backend()
+    own = rank_environments(plan.log_folder, backend, size, one_gpu_each=backend == "nccl")
+    environments = [{**os.environ, **settings, **variables} for variables in own]
+    for variables in environments:
+        if backend == "off":
+            gpu_choice.show_one_gpu(variables, gpu_choice.count_gpus())
+        cuda_caches.enlarge_caches(variables)
+    command = bench_program("fake_ranks.step_rank", str(plan.model), backend)
+    return RankProcesses(name, command, environments, plan.log_folder)

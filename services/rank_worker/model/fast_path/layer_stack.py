@@ -16,13 +16,19 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path.forms import LayerForm, StackForm
+from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.kernels import (
     AttentionWeights,
     Kernels,
     RowPlaces,
     tile_count,
 )
-from services.rank_worker.model.fast_path.merged_linear import MergedLinear, can_merge
+from services.rank_worker.model.fast_path.merged_linear import (
+    MergedLinear,
+    SummedLinear,
+    can_merge,
+    can_sum,
+)
 from services.rank_worker.model.fast_path.rotation import Rotation
 from services.rank_worker.model.forward import Observe
 
@@ -55,12 +61,14 @@ class DecoderLayer:
         self.form = form
         self._kernels = kernels
         attention, shape = form.attention, form.shape
-        self._qkv = MergedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._output = _single(attention.o_proj)
+        few_rows = kernels.few_rows if kernels is not None else None
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self._qkv = MergedLinear(projections, few_rows)
+        self._output = _single(attention.o_proj, few_rows)
         self._gate_up: MergedLinear | None = None
         if form.has_gated_mlp:
-            self._gate_up = MergedLinear([form.mlp.gate_proj, form.mlp.up_proj])
-            self._down = _single(form.mlp.down_proj)
+            self._gate_up = MergedLinear([form.mlp.gate_proj, form.mlp.up_proj], few_rows)
+            self._down = _single(form.mlp.down_proj, few_rows)
         epsilons = [0.0, 0.0]
         norms = [mx.zeros((1,), dtype=form.input_norm.weight.dtype)] * 2
         if shape.normalizes:
@@ -72,6 +80,18 @@ class DecoderLayer:
         self._head_norm = self._merge_head_norms() if shape.normalizes else None
         self._prepares_together = on_cpu and epsilons[0] == epsilons[1]
         mx.eval(self._weights.constants, self._head_norm)
+
+    def compile_products(self) -> None:
+        """Have the kernels of all products compiled, so that no step waits for it."""
+        self._qkv.compile()
+        singles = [self._output]
+        if self._gate_up is not None:
+            self._gate_up.compile(gated=True)
+            singles.append(self._down)
+        for one in singles:
+            part = one.part if isinstance(one, SummedLinear) else one
+            if isinstance(part, MergedLinear):
+                part.compile()
 
     def _merge_head_norms(self) -> mx.array:
         """Return the norms' weights of all heads of queries and keys, [heads, 1, head_dim]."""
@@ -155,11 +175,13 @@ class DecoderLayer:
     def transform(self, normalized: mx.array) -> mx.array:
         """Compute the layer's MLP: [B * L, dim] -> [B * L, dim]."""
         assert self._gate_up is not None
-        gate_up = self._gate_up(normalized)
-        if self._kernels is not None:
-            product = self._kernels.silu_product(gate_up)
-        else:
-            product = swiglu(*mx.split(gate_up, 2, axis=-1))
+        product = self._gate_up.gate(normalized)
+        if product is None:
+            gate_up = self._gate_up(normalized)
+            if self._kernels is not None:
+                product = self._kernels.silu_product(gate_up)
+            else:
+                product = swiglu(*mx.split(gate_up, 2, axis=-1))
         change: mx.array = self._down(product)
         return change
 
@@ -182,6 +204,8 @@ class LayerStack:
             self._layers.append(DecoderLayer(one, kernels, on_cpu=on_cpu))
             # The merged weights replace those that the modules have held.
             mx.clear_cache()
+        # All layers have matrices of the same shapes.
+        self._layers[0].compile_products()
         self._following = [*(one.input_norm for one in form.layers[1:]), form.norm]
         norms = [*(one.mlp_norm for one in form.layers), *self._following]
         self._epsilons = {id(norm): mx.array([norm.eps], dtype=mx.float32) for norm in norms}
@@ -327,6 +351,8 @@ class LayerStack:
         return hidden, norm(hidden)
 
 
-def _single(module: Any) -> Any:
-    """Return a matrix whose product is one operation; the module itself if it also sums ranks."""
-    return MergedLinear([module]) if can_merge([module]) else module
+def _single(module: Any, few_rows: FewRows | None) -> Any:
+    """Return a matrix whose product is one operation, and a sum if it is divided by its inputs."""
+    if can_sum(module):
+        return SummedLinear(module, few_rows)
+    return MergedLinear([module], few_rows) if can_merge([module]) else module

@@ -11,12 +11,16 @@ import mlx.core as mx
 from mlx import nn
 from mlx.nn.layers import distributed  # noqa: TID251  (types of divided matrices only)
 
+from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
+from services.rank_worker.peers.collectives import sum_in_group
+
 _KINDS = (
     nn.Linear,
     nn.QuantizedLinear,
     distributed.AllToShardedLinear,
     distributed.QuantizedAllToShardedLinear,
 )
+_SUMMED_KINDS = (distributed.ShardedToAllLinear, distributed.QuantizedShardedToAllLinear)
 _ARRAYS = ("weight", "scales", "biases", "bias")
 _QUANTIZATION = ("group_size", "bits", "mode")
 
@@ -39,12 +43,13 @@ def can_merge(modules: Sequence[Any]) -> bool:
 class MergedLinear:
     """The matrices of several modules as one: `x` -> the modules' outputs beside each other."""
 
-    def __init__(self, modules: Sequence[Any]) -> None:
+    def __init__(self, modules: Sequence[Any], few_rows: FewRows | None = None) -> None:
         """Merge the weights and replace those of the modules by views. Waits for the device.
 
         Args:
             modules: modules for which `can_merge` holds, with their weights in memory. For a moment
                 the weights of these modules are held twice.
+            few_rows: multiplies few rows, where it can; None: MLX multiplies all.
         """
         first = modules[0]
         self._arrays: dict[str, mx.array] = {}
@@ -53,10 +58,14 @@ class MergedLinear:
         self._quantization = {
             name: getattr(first, name) for name in _QUANTIZATION if hasattr(first, name)
         }
+        self._few_rows: FewRows | None = None
         if not self._quantization:
+            weight = self._arrays["weight"]
+            if few_rows is not None and few_rows.can_multiply(weight):
+                self._few_rows = few_rows
             # A view, once: otherwise each step would have a node for it.
-            self._arrays["weight"] = self._arrays["weight"].T
-            mx.eval(self._arrays["weight"])
+            self._transposed = weight.T
+            mx.eval(self._transposed)
 
     @property
     def nbytes(self) -> int:
@@ -73,10 +82,13 @@ class MergedLinear:
             [..., outputs of all modules].
         """
         arrays = self._arrays
+        if self._takes(x):
+            assert self._few_rows is not None
+            return self._few_rows.multiply(x, arrays["weight"], arrays.get("bias"))
         if not self._quantization:
             if "bias" in arrays:
-                return mx.addmm(arrays["bias"], x, arrays["weight"])
-            return x @ arrays["weight"]
+                return mx.addmm(arrays["bias"], x, self._transposed)
+            return x @ self._transposed
         product = mx.quantized_matmul(
             x,
             arrays["weight"],
@@ -87,10 +99,73 @@ class MergedLinear:
         )
         return product + arrays["bias"] if "bias" in arrays else product
 
+    def gate(self, x: mx.array) -> mx.array | None:
+        """Compute silu(gate) * other in one operation, if a kernel does for so many rows.
+
+        Args:
+            x: [rows, inputs]. The first half of the outputs are gates of the second half.
+
+        Returns:
+            [rows, outputs / 2]; None: there is no kernel for it.
+        """
+        if not self._takes(x):
+            return None
+        assert self._few_rows is not None
+        arrays = self._arrays
+        return self._few_rows.multiply(x, arrays["weight"], arrays.get("bias"), gated=True)
+
+    def compile(self, *, gated: bool = False) -> None:
+        """Have the kernel compiled for all numbers of rows that it takes. Waits for the device.
+
+        Args:
+            gated: the kernel of `gate`.
+        """
+        if self._few_rows is None:
+            return
+        weight = self._arrays["weight"]
+        for rows in (1, ROWS_MAX):
+            x = mx.zeros((rows, weight.shape[1]), dtype=weight.dtype)
+            mx.eval(self.gate(x) if gated else self(x))
+
+    def _takes(self, x: mx.array) -> bool:
+        return self._few_rows is not None and x.ndim == 2 and x.shape[0] <= ROWS_MAX
+
+
+def can_sum(module: Any) -> bool:
+    """Tell whether a module is a matrix divided by its inputs, whose parts' products are summed."""
+    return type(module) in _SUMMED_KINDS and "bias" not in module
+
+
+class SummedLinear:
+    """A matrix divided over ranks by its inputs."""
+
+    def __init__(self, module: Any, few_rows: FewRows | None) -> None:
+        """Take this rank's part.
+
+        Args:
+            module: one for which `can_sum` holds, with its weights in memory.
+            few_rows: as for `MergedLinear`.
+        """
+        self.part = MergedLinear([module], few_rows)
+        """The product with this rank's part."""
+        self._group = module.group
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Multiply, and sum over all ranks.
+
+        Args:
+            x: [..., this rank's inputs].
+
+        Returns:
+            [..., outputs].
+        """
+        return sum_in_group(self.part(x), self._group)
+
 
 def _merge(modules: Sequence[Any], name: str) -> mx.array:
     """Join an array of all modules, and give each a view of its part."""
     if len(modules) == 1:
+        modules[0][name] = mx.contiguous(modules[0][name])
         array: mx.array = modules[0][name]
         return array
     merged = mx.concatenate([one[name] for one in modules])

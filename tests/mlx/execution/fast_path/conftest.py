@@ -18,6 +18,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def kernels_on_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Have Metal kernels run on the CPU."""
+    """Have kernels run on the CPU."""
     KernelOnCpu.folder = tmp_path_factory.getbasetemp()
     monkeypatch.setattr(mx.fast, "metal_kernel", KernelOnCpu)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", KernelOnCpu)

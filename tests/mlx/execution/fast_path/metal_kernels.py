@@ -1,4 +1,7 @@
-"""Runs the text of Metal kernels on a CPU, compiled as C++ with `metal_on_cpu.h`.
+"""Runs the text of kernels on a CPU, compiled as C++ with `metal_on_cpu.h`.
+
+A kernel that only CUDA has gets Metal's words for what the languages call differently, and C++ for
+what only CUDA can do.
 
 It proves the arithmetic and the barriers of a kernel. Threads run in turn, so it cannot prove that
 a race does no harm.
@@ -14,17 +17,23 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
+
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 _SHIM = Path(__file__).with_name("metal_on_cpu.h")
 
 
 class KernelOnCpu:
-    """A kernel with the interface that `mx.fast.metal_kernel` returns."""
+    """A kernel as `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` return it."""
 
     folder: Path
     """Where kernels are compiled; set by the fixture."""
 
     def __init__(self, **made: Any) -> None:
+        source: str = made["source"]
+        if source.startswith(CUDA.prologue):
+            source = METAL.prologue + source.removeprefix(CUDA.prologue)
+            made |= {"header": METAL.header, "source": source}
         self._made = made
 
     def __call__(

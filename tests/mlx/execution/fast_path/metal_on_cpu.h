@@ -94,3 +94,35 @@ inline float simd_shuffle_xor(float value, ushort mask) {
   group::wait_for_warp();
   return other;
 }
+
+// Tensor cores of CUDA, for numbers of 4 bytes: 16 outputs times 8 rows, 32 inputs.
+struct Eight {
+  float numbers[8];
+};
+#define EIGHT Eight
+#define ZEROS Eight{}
+#define MIN(one, other) ((one) < (other) ? (one) : (other))
+#define READ(pointer) (*reinterpret_cast<const Eight*>(pointer))
+#define READ_ONCE(pointer) READ(pointer)
+#define MULTIPLY_TILES(totals, low, high, given) multiply_tiles(totals, low, high, given)
+namespace group {
+Eight lows[1024], highs[1024], givens[1024];
+}
+inline void multiply_tiles(float* totals, Eight low, Eight high, Eight given) {
+  const int own = group::current, first = own / 32 * 32;
+  group::lows[own] = low;
+  group::highs[own] = high;
+  group::givens[own] = given;
+  group::wait_for_warp();
+  for (int index = 0; index < 4; ++index) {
+    const Eight* weights = index < 2 ? group::lows : group::highs;
+    const int output = first + own % 32 / 4 * 4, row = first + (own % 4 * 2 + index % 2) * 4;
+    for (int part = 0; part < 4; ++part) {
+      for (int number = 0; number < 8; ++number) {
+        totals[index] +=
+            weights[output + part].numbers[number] * group::givens[row + part].numbers[number];
+      }
+    }
+  }
+  group::wait_for_warp();
+}

@@ -7,8 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 
+from services.rank_worker.model.fast_path.kernels import few_rows
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
+from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
 
 NVCC = shutil.which("nvcc")
@@ -49,6 +52,35 @@ def test_wrong_kernel_keeps_mlx_lms_code(monkeypatch: pytest.MonkeyPatch) -> Non
     assert opened.state.startswith("mlx-lm's layers: layer 0 differs by")
 
 
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize(
+    ("row_count", "outputs", "inputs", "gated", "has_bias"),
+    [
+        (1, 16, 32, False, False),
+        (5, 48, 96, False, True),
+        (9, 72, 352, False, False),
+        (16, 80, 160, True, False),
+        (3, 40, 544, True, True),
+        (35, 24, 64, False, False),
+    ],
+)
+def test_product_of_few_rows_is_that_of_mlx_and_does_not_depend_on_other_rows(
+    row_count: int, outputs: int, inputs: int, gated: bool, has_bias: bool
+) -> None:
+    """Also where outputs and rows do not fill a group, and warps have unequal shares."""
+    mx.random.seed(row_count)
+    rows, weight = mx.random.normal((row_count, inputs)), mx.random.normal((outputs, inputs))
+    bias = mx.random.normal((outputs,)) if has_bias else None
+    product = rows @ weight.T + (0 if bias is None else bias)
+    if gated:
+        gate, other = mx.split(product, 2, axis=-1)
+        product = nn.silu(gate) * other
+    found = FewRows().multiply(rows, weight, bias, gated=gated)
+    assert mx.allclose(found, product, rtol=1e-4, atol=1e-4).item()
+    alone = FewRows().multiply(rows[-1:], weight, bias, gated=gated)
+    assert mx.array_equal(alone[0], found[-1]).item()
+
+
 _BFLOAT16 = "__nv_bfloat16"
 _TYPES = {"lengths": "int", "slots": "int", "rotations": "float", "constants": "float"}
 _TYPES |= {"tile_sums": "float"}
@@ -59,8 +91,9 @@ _CONSTANTS = {
         | {"ROTATED": 128}
     ),
     "add_tiles": {"HEAD_DIM": 128, "QUERY_HEADS": 32, "THREADS": 128, "TILE": 256},
-    "add_norm": {"DIM": 2560, "THREADS": 256},
+    "add_norm": {"DIM": 2560, "THREADS": 320, "VECTOR_SIZE": 8},
     "silu_product": {"WIDTH": 9728, "THREADS": 256},
+    "few_rows": {"ROW_TILES": 2, "WARPS": 8, "GATED": 1, "HAS_BIAS": 0},
 }
 _ARGUMENTS = {
     "decode_attention": (
@@ -70,7 +103,9 @@ _ARGUMENTS = {
     "add_tiles": ("tile_sums lengths", "attended"),
     "add_norm": ("input change weight constants", "added normalized"),
     "silu_product": ("gate_up", "product"),
+    "few_rows": ("rows weight bias", "product"),
 }
+_HEADERS = {"few_rows": few_rows.HEADER}
 
 
 @pytest.mark.proof
@@ -94,7 +129,8 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
     )
     source = tmp_path / f"{name}.cu"
     source.write_text(
-        f"#include <cuda_bf16.h>\n#include <cstdint>\n{CUDA.header}\n"
+        "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cstdint>\n"
+        f"{_HEADERS.get(name, CUDA.header)}\n"
         f"__global__ void {name}({', '.join(arguments)}) {{\n"
         f"using T = {_BFLOAT16};\n{constants}{body}\n}}\n"
     )

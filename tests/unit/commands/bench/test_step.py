@@ -45,7 +45,7 @@ def test_bench_step_refuses_wrong_command_line_before_any_process_starts(
 ) -> None:
     """Settings are checked as a rank worker checks them."""
     started: list[object] = []
-    monkeypatch.setattr(step, "_start_rank", lambda *args: started.append(args))
+    monkeypatch.setattr(step, "_start_ranks", lambda *args: started.append(args))
     with pytest.raises(error):
         step.measure(_plan(tmp_path, *argv), Report(benchmark="step", machine={}))
     assert not started

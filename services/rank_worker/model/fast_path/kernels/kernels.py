@@ -12,6 +12,10 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL, read_source
+from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from shared.log import Log
+
+_log = Log("rank_worker.fast_path")
 
 TILE_TOKENS = 256
 """Tokens that one group of threads sums up. A row's result depends on it, and on nothing else of
@@ -25,6 +29,7 @@ _WIDE_HEAD_DIM = 128
 _LANES = 8
 """Threads that share a key; equal to LANES of the source."""
 _ROW_THREADS = 256
+_ROW_THREADS_MAX = 512
 _VECTOR_BYTES = 16
 
 
@@ -82,6 +87,8 @@ class Kernels:
         names = ["input", "change", "weight", "constants"]
         self._add_norm = self._kernel("add_norm", names, ["added", "normalized"])
         self._silu_product = self._kernel("silu_product", ["gate_up"], ["product"])
+        self.few_rows = FewRows() if device == "cuda" else None
+        """Products of few rows; None: MLX's are used."""
 
     def _kernel(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
         return self._make(
@@ -123,6 +130,9 @@ class Kernels:
             mx.eval(self.add_norm(hidden, hidden, weight, epsilon), self.silu_product(hidden))
         except (RuntimeError, ValueError) as error:
             return f"a kernel does not run ({str(error).splitlines()[0]})"
+        if self.few_rows is not None and (fault := self.few_rows.find_fault(dtype)):
+            _log.info("mlx_products", detail=fault)
+            self.few_rows = None
         return ""
 
     def attend(
@@ -201,11 +211,16 @@ class Kernels:
             (sum, normalized sum), both like `hidden`.
         """
         dim = hidden.shape[-1]
+        vector = _vector_size(dim, hidden.dtype.size)
+        threads = min(-(-dim // (vector * 32)) * 32, _ROW_THREADS_MAX)
         added, normalized = self._add_norm(
             inputs=[hidden, change, weight, epsilon],
-            template=[("T", hidden.dtype), ("DIM", dim), ("THREADS", _ROW_THREADS)],
-            grid=(_ROW_THREADS, hidden.size // dim, 1),
-            threadgroup=(_ROW_THREADS, 1, 1),
+            template=[
+                *(("T", hidden.dtype), ("DIM", dim)),
+                *(("VECTOR_SIZE", vector), ("THREADS", threads)),
+            ],
+            grid=(threads, hidden.size // dim, 1),
+            threadgroup=(threads, 1, 1),
             output_shapes=[hidden.shape, hidden.shape],
             output_dtypes=[hidden.dtype, hidden.dtype],
         )
@@ -255,7 +270,7 @@ def _attention_template(shape: AttentionShape, dtype: mx.Dtype) -> list[tuple[st
         ("HEADS_PER_KEY", shape.query_heads // shape.kv_heads),
         ("QUERY_HEADS", shape.query_heads),
         ("KV_HEADS", shape.kv_heads),
-        ("VECTOR_SIZE", vector_size(shape.head_dim, dtype.size)),
+        ("VECTOR_SIZE", _vector_size(shape.head_dim // _LANES, dtype.size)),
         ("THREADS", ATTENTION_THREADS),
         ("TILE", TILE_TOKENS),
         ("NORMALIZES", shape.normalizes),
@@ -264,14 +279,14 @@ def _attention_template(shape: AttentionShape, dtype: mx.Dtype) -> list[tuple[st
     ]
 
 
-def vector_size(head_dim: int, number_bytes: int) -> int:
-    """Return how many numbers a thread reads at once: a divisor of its share of a head.
+def _vector_size(count: int, number_bytes: int) -> int:
+    """Return how many numbers a thread reads at once: a divisor of `count`.
 
     Args:
-        head_dim: numbers per head; a multiple of 8.
+        count: numbers side by side.
         number_bytes: bytes of a number.
     """
-    share, size = head_dim // _LANES, _VECTOR_BYTES // number_bytes
-    while share % size:
+    size = _VECTOR_BYTES // number_bytes
+    while count % size:
         size //= 2
     return size

@@ -1,0 +1,142 @@
+"""Products of few rows with a matrix, on CUDA. Owns the choice of a group's threads.
+
+MLX calls a library for such products, whose kernels it captures from a stream into a graph: that
+takes the host 20 microseconds each, as long as the device needs to read a small matrix. This kernel
+is encoded in 5 and reads matrices as fast. With more rows the library's kernels are faster.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
+
+ROWS_MAX = 16
+"""Rows of a product for which the kernel is used."""
+_OUTPUTS = 16
+"""Outputs of a group of threads."""
+_TILE_ROWS = 8
+_CHUNK = 32
+"""Inputs of which a warp reads at a time; they must divide those of a matrix."""
+_GROUPS_ENOUGH = 264
+"""Groups that keep all processors of a GPU busy; with fewer, each gets more warps."""
+_DTYPES = (mx.bfloat16, mx.float16)
+
+HEADER = (
+    CUDA.header
+    + """
+#define EIGHT uint4
+#define ZEROS make_uint4(0, 0, 0, 0)
+#define MIN(one, other) ((one) < (other) ? (one) : (other))
+#define READ(pointer) __ldg(reinterpret_cast<const uint4*>(pointer))
+#define READ_ONCE(pointer) lockstep_read_once(pointer)
+#define MULTIPLY_TILES(totals, low, high, given) lockstep_multiply(totals, low, high, given, T())
+static __device__ __forceinline__ uint4 lockstep_read_once(const void* pointer) {
+  uint4 read;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(read.x), "=r"(read.y), "=r"(read.z), "=r"(read.w) : "l"(pointer));
+  return read;
+}
+#define LOCKSTEP_MULTIPLY(type, name)                                                            \\
+  static __device__ __forceinline__ void lockstep_multiply(                                      \\
+      float* totals, uint4 low, uint4 high, uint4 given, type) {                                 \\
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 "                  \\
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                  \\
+        : "+f"(totals[0]), "+f"(totals[1]), "+f"(totals[2]), "+f"(totals[3])                     \\
+        : "r"(low.x), "r"(high.x), "r"(low.y), "r"(high.y), "r"(given.x), "r"(given.y));         \\
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 "                  \\
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                  \\
+        : "+f"(totals[0]), "+f"(totals[1]), "+f"(totals[2]), "+f"(totals[3])                     \\
+        : "r"(low.z), "r"(high.z), "r"(low.w), "r"(high.w), "r"(given.z), "r"(given.w));         \\
+  }
+LOCKSTEP_MULTIPLY(__nv_bfloat16, "bf16")
+LOCKSTEP_MULTIPLY(__half, "f16")
+"""
+)
+"""Definitions before the kernel's function."""
+
+
+class FewRows:
+    """Starts the kernel. Compiled kernels are kept by MLX."""
+
+    def __init__(self) -> None:
+        """Prepare; nothing is compiled yet."""
+        make: Any = mx.fast.cuda_kernel
+        self._kernel = make(
+            name="lockstep_few_rows",
+            input_names=["rows", "weight", "bias"],
+            output_names=["product"],
+            source=CUDA.prologue + read_source("few_rows"),
+            header=HEADER,
+        )
+
+    def find_fault(self, dtype: mx.Dtype) -> str:
+        """Compile and run the kernel once; return why it cannot serve, "" if it can.
+
+        Args:
+            dtype: of the model.
+        """
+        if dtype not in _DTYPES:
+            return f"no product of few rows for {dtype}"
+        matrix = mx.zeros((_OUTPUTS, _CHUNK), dtype=dtype)
+        try:
+            mx.eval(self.multiply(matrix[:1], matrix, None))
+        except (RuntimeError, ValueError) as error:
+            return f"the product of few rows does not run ({str(error).splitlines()[0]})"
+        return ""
+
+    def can_multiply(self, weight: mx.array) -> bool:
+        """Tell whether the kernel multiplies with a matrix.
+
+        Args:
+            weight: [outputs, inputs].
+        """
+        return weight.dtype in _DTYPES and weight.shape[1] % _CHUNK == 0
+
+    def multiply(
+        self, rows: mx.array, weight: mx.array, bias: mx.array | None, *, gated: bool = False
+    ) -> mx.array:
+        """Compute rows * weight^T + bias.
+
+        A row's result does not depend on the other rows, nor on their number.
+
+        Args:
+            rows: [any number, inputs] in the dtype of `weight`.
+            weight: [outputs, inputs] for which `can_multiply` holds.
+            bias: [outputs] in this dtype, or None.
+            gated: the first half of the outputs are gates of the second half; the result is
+                silu(gate) * other.
+
+        Returns:
+            [rows, outputs], or [rows, outputs / 2] if gated.
+        """
+        row_count = rows.shape[0]
+        width = weight.shape[0] // 2 if gated else weight.shape[0]
+        groups = -(-width // _OUTPUTS)
+        warps = _warps(groups, gated=gated)
+        row_tiles = 1
+        while row_tiles * _TILE_ROWS < min(row_count, 4 * _TILE_ROWS):
+            row_tiles *= 2
+        product: mx.array
+        (product,) = self._kernel(
+            inputs=[rows, weight, weight if bias is None else bias],
+            template=[
+                ("T", weight.dtype),
+                ("ROW_TILES", row_tiles),
+                ("WARPS", warps),
+                ("GATED", gated),
+                ("HAS_BIAS", bias is not None),
+            ],
+            grid=(groups * warps * 32, -(-row_count // (row_tiles * _TILE_ROWS)), 1),
+            threadgroup=(warps * 32, 1, 1),
+            output_shapes=[(row_count, width)],
+            output_dtypes=[weight.dtype],
+        )
+        return product
+
+
+def _warps(groups: int, *, gated: bool) -> int:
+    """Return the warps of each group: more where groups are few, fewer where each reads twice."""
+    if gated:
+        return 4
+    return 16 if groups < _GROUPS_ENOUGH else 8
