@@ -19,7 +19,7 @@ from services.rank_worker.model.loading.source import find_source  # noqa: E402
 from services.rank_worker.peers import collectives  # noqa: E402
 from services.rank_worker.peers.collectives import Collectives  # noqa: E402
 from shared.configuration.settings import ModelConfig  # noqa: E402
-from shared.messages.rank_link import Backend, Sharding  # noqa: E402
+from shared.messages.rank_link import Backend, Sharding, VocabularySplit  # noqa: E402
 from shared.model.sharding.shares import Split  # noqa: E402
 
 
@@ -38,15 +38,21 @@ def join(backend: Backend) -> Collectives:
     return world
 
 
-def load(world: Collectives, model: ModelConfig, sharding: Sharding) -> LoadedModel:
+def load(
+    world: Collectives,
+    model: ModelConfig,
+    sharding: Sharding,
+    vocabulary: VocabularySplit = "off",
+) -> LoadedModel:
     """Load this rank's share of a model with the rank worker's own loader.
 
     Args:
         world: the world that the ranks have joined.
         model: the model's folder and data type.
         sharding: how the ranks share the model.
+        vocabulary: which matrices with a row per token they divide.
     """
     source = find_source(model, world.world_size, sharding)
-    split = Split(sharding, world.rank, world.world_size)
+    split = Split(sharding, world.rank, world.world_size, vocabulary=vocabulary)
     opened = open_model(model, source, split, world, lambda *_: None)
     return opened.read(lambda *_: None)

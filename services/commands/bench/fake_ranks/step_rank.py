@@ -58,7 +58,7 @@ def main(path: str, backend: Backend) -> None:
     hardware.wire_memory(device)
     model = msgspec.structs.replace(config.model, path=path)
     world = standalone_rank.join(backend)
-    loaded = standalone_rank.load(world, model, _sharding(world))
+    loaded = standalone_rank.load(world, model, _sharding(world), config.world.split_vocabulary)
     executor = _build_executor(config, device, loaded, world, backend)
     warm_up(executor, loaded.context_tokens_max)
 

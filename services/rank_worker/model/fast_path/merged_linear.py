@@ -100,7 +100,7 @@ class MergedLinear:
         return product + arrays["bias"] if "bias" in arrays else product
 
     def gate(self, x: mx.array) -> mx.array | None:
-        """Compute silu(gate) * other in one operation, if a kernel does for so many rows.
+        """Compute silu(gate) * other in one operation, where a kernel takes that number of rows.
 
         Args:
             x: [rows, inputs]. The first half of the outputs are gates of the second half.
