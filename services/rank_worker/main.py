@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 
-from services.rank_worker.device import blas, cuda_caches, description, gpu_choice
+from services.rank_worker.device import blas, cuda_variables, description, gpu_choice
 from services.rank_worker.device.description import Device
 from services.rank_worker.joining import code_version, join
 from services.rank_worker.model import lazy_mlx_lm
@@ -101,8 +101,8 @@ def _prepare_for_mlx(config: Config) -> str:
     blas_library = blas.preload() if config.rank_worker.blas == "auto" else ""
     if config.backend == "off":
         gpu_choice.show_one_gpu(os.environ, gpu_choice.count_gpus())
-    cuda_caches.enlarge_caches(os.environ)
-    cuda_caches.keep_compiled_kernels(os.environ)
+    cuda_variables.enlarge_caches(os.environ)
+    cuda_variables.keep_compiled_kernels(os.environ)
     return blas_library
 
 
@@ -143,6 +143,8 @@ def _run_epoch(config: Config, rank: int, clock: Clock, blas_library: str) -> in
                 environment.callback(port.release)
                 port.allow_binding()
             environment.enter_context(join.world_environment(order, config.run_dir))
+            if order.backend == "nccl":
+                cuda_variables.encode_without_graphs(os.environ)
             # MLX is imported only now: it starts CUDA, which reads the visible GPUs only once.
             if not config.model.trust_remote_code:
                 # Skips the parts of mlx-lm that only a model's own Python file may need.

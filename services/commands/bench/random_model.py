@@ -59,8 +59,8 @@ PRESETS = {
     "0.6b": Preset(1_024, 28, 16, 8, 128, 3_072, _LARGE_VOCAB, "bfloat16"),
     "4b": Preset(2_560, 36, 32, 8, 128, 9_728, _LARGE_VOCAB, "bfloat16"),
     "8b": Preset(4_096, 36, 32, 8, 128, 12_288, _LARGE_VOCAB, "bfloat16"),
-    # An eighth of the layers of Qwen3-32B: 9.7 GB.
-    "32b-eighth": Preset(5_120, 8, 64, 8, 128, 25_600, _LARGE_VOCAB, "bfloat16"),
+    # Half the layers of Qwen3-32B: 33 GB.
+    "32b-half": Preset(5_120, 32, 64, 8, 128, 25_600, _LARGE_VOCAB, "bfloat16"),
     # Little but its head and a tokenizer of full size, for masks over many tokens.
     "tiny-150k": Preset(256, 8, 8, 4, 32, 768, _LARGE_VOCAB, fills_vocab=True),
     "tiny-moe": Preset(256, 4, 8, 4, 32, 128, experts=16, experts_per_token=4),

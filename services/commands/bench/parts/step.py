@@ -44,7 +44,7 @@ from services.commands.bench.measuring.plan import BenchmarkPlan
 from services.commands.bench.measuring.processes import bench_program, print_progress
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.measuring.row_lengths import uneven_lengths
-from services.rank_worker.device import cuda_caches, gpu_choice
+from services.rank_worker.device import cuda_variables, gpu_choice
 from shared.configuration.loading import load_config
 from shared.errors import UnavailableError
 
@@ -200,6 +200,8 @@ def _start_ranks(
     for variables in environments:
         if backend == "off":
             gpu_choice.show_one_gpu(variables, gpu_choice.count_gpus())
-        cuda_caches.enlarge_caches(variables)
+        if backend == "nccl":
+            cuda_variables.encode_without_graphs(variables)
+        cuda_variables.enlarge_caches(variables)
     command = bench_program("fake_ranks.step_rank", str(plan.model), backend)
     return RankProcesses(name, command, environments, plan.log_folder)

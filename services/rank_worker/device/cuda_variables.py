@@ -1,4 +1,4 @@
-"""Sizes of the caches of MLX's CUDA backend, set before MLX is imported. No MLX.
+"""Variables of MLX's CUDA backend, set before MLX is imported. No MLX.
 
 MLX caches CUDA graphs and attention kernels by array shape. It counts cache misses over the life of
 the process, and at twice the cache's size it raises an error in the middle of a step (mlx issue
@@ -44,3 +44,15 @@ def keep_compiled_kernels(environment: MutableMapping[str, str]) -> None:
     with contextlib.suppress(ConfigError):
         folder = user_folders.cache_folder(_KERNELS_VARIABLE) / "kernels"
         environment.setdefault(_KERNELS_VARIABLE, str(folder))
+
+
+def encode_without_graphs(environment: MutableMapping[str, str]) -> None:
+    """Have MLX start operations one by one, for a world that uses NCCL, unless it is set already.
+
+    MLX collects operations in CUDA graphs. It captures a collective from a stream for that, which
+    takes the host three times as long as starting it, and a step has two per layer.
+
+    Args:
+        environment: variables of this process; changed in place.
+    """
+    environment.setdefault("MLX_USE_CUDA_GRAPHS", "0")

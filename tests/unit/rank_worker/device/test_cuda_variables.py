@@ -1,16 +1,16 @@
-"""Limits of caches in MLX's CUDA backend, raised for long-running ranks."""
+"""Variables of MLX's CUDA backend: limits of caches, kernels on disk, graphs."""
 
 from pathlib import Path
 
 import pytest
 
-from services.rank_worker.device import cuda_caches
+from services.rank_worker.device import cuda_variables
 
 
 def test_cuda_cache_sizes_are_raised_and_thrashing_check_disabled() -> None:
     """The check that ends a process after many cache misses is off, and the caches are larger."""
     environment = {"HOME": "/"}
-    cuda_caches.enlarge_caches(environment)
+    cuda_variables.enlarge_caches(environment)
 
     assert environment.pop("MLX_ENABLE_CACHE_THRASHING_CHECK") == "0"
     assert int(environment.pop("MLX_CUDA_GRAPH_CACHE_SIZE")) > 400
@@ -20,9 +20,9 @@ def test_cuda_cache_sizes_are_raised_and_thrashing_check_disabled() -> None:
 
 def test_cuda_cache_variables_set_by_operator_stay_unchanged() -> None:
     """Variables that the operator has set are not changed."""
-    chosen = dict.fromkeys(cuda_caches.VARIABLES, "7")
+    chosen = dict.fromkeys(cuda_variables.VARIABLES, "7")
     environment = dict(chosen)
-    cuda_caches.enlarge_caches(environment)
+    cuda_variables.enlarge_caches(environment)
 
     assert environment == chosen
 
@@ -34,9 +34,19 @@ def test_compiled_kernels_are_kept_in_cache_folder_of_user(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     environment: dict[str, str] = {}
-    cuda_caches.keep_compiled_kernels(environment)
+    cuda_variables.keep_compiled_kernels(environment)
     (folder,) = environment.values()
     assert Path(folder).is_relative_to(tmp_path)
     chosen = dict.fromkeys(environment, "/elsewhere")
-    cuda_caches.keep_compiled_kernels(chosen)
+    cuda_variables.keep_compiled_kernels(chosen)
     assert set(chosen.values()) == {"/elsewhere"}
+
+
+def test_operations_are_started_without_graphs_unless_the_operator_wants_them() -> None:
+    """MLX's variable is set, and one that is set already stays."""
+    environment: dict[str, str] = {}
+    cuda_variables.encode_without_graphs(environment)
+    assert environment == {"MLX_USE_CUDA_GRAPHS": "0"}
+    chosen = {"MLX_USE_CUDA_GRAPHS": "1"}
+    cuda_variables.encode_without_graphs(chosen)
+    assert chosen == {"MLX_USE_CUDA_GRAPHS": "1"}
