@@ -273,6 +273,7 @@ class Worker:
             "speculation.draft_model": drafter.fingerprint if drafter is not None else "none",
             "rank_worker.kv_bits": str(self.config.rank_worker.kv_bits),
             "rank_worker.fast_path": self.config.rank_worker.fast_path,
+            "rank_worker.batch_invariant": str(self.config.rank_worker.batch_invariant),
             "grammars (version of llguidance, tokenizer.json)": grammars.fingerprint,
         }
         rows = world.gather(agreement.encode_row(facts))
@@ -303,7 +304,12 @@ class Worker:
             sum_ids=world.sum_ids if order.world_size > 1 else None,
             forward_cost_tokens=forward_cost_of(order.backend, on_cpu=self._on_cpu),
             kv_bits=config.rank_worker.kv_bits,
-            profile=execution_profile(self.device, order.backend, self._free_bytes()),
+            profile=execution_profile(
+                self.device,
+                order.backend,
+                self._free_bytes(),
+                batch_invariant=config.rank_worker.batch_invariant,
+            ),
             take_restored=tier.take,
             drafter=drafter,
             traits=loaded.traits,

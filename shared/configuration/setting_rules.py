@@ -16,7 +16,7 @@ def check_consistency(config: Config) -> None:
     """Check that settings do not contradict each other, and that those they need are given.
 
     Several ranks need a backend, jaccl needs devices and a coordinator, pipelining must be enabled,
-    and two drafting methods need a draft model.
+    two drafting methods need a draft model, and batch invariance excludes some settings.
 
     Raises:
         ConfigError: when a rule is broken; names the settings and the remedy.
@@ -57,6 +57,24 @@ def check_consistency(config: Config) -> None:
             f"speculation.method is {speculation.method}: it needs speculation.draft_model "
             "(--draft-model), a folder or a Hugging Face id."
         )
+    if config.rank_worker.batch_invariant and (obstacle := _invariance_obstacle(config)):
+        raise ConfigError(
+            f"rank_worker.batch_invariant is true, but {obstacle}, so numbers would depend on "
+            "other requests: change one of the two."
+        )
+
+
+def _invariance_obstacle(config: Config) -> str:
+    """Return what makes results depend on other requests, as a clause; "" if nothing does."""
+    if config.speculation.method != "off":
+        # The number of drafts depends on the load, and a verified token is computed otherwise.
+        return f"speculation.method is {config.speculation.method}, not off"
+    if config.rank_worker.fast_path == "off":
+        return "rank_worker.fast_path is off"
+    if config.world.size > 2:
+        # In a ring of three, which rank comes first in a sum depends on the place in the array.
+        return f"world.size is {config.world.size}, more than 2"
+    return ""
 
 
 def check_pipeline(backend: str, sharding: str) -> None:

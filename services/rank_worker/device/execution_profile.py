@@ -24,7 +24,9 @@ class ExecutionProfile:
     """Limit for freed buffers that MLX keeps for reuse, in bytes."""
 
 
-def execution_profile(device: Device, backend: Backend, free_bytes: int) -> ExecutionProfile:
+def execution_profile(
+    device: Device, backend: Backend, free_bytes: int, *, batch_invariant: bool = False
+) -> ExecutionProfile:
     """Return how plans are executed on a device.
 
     Args:
@@ -32,14 +34,16 @@ def execution_profile(device: Device, backend: Backend, free_bytes: int) -> Exec
         backend: the world's backend for collectives; prefills are padded only if all devices are
             alike.
         free_bytes: free memory of the device after loading, which limits the freed buffers.
+        batch_invariant: prompts must not share a forward.
     """
     if device.kind == "cpu":
-        return ExecutionProfile()
+        return ExecutionProfile(groups_prefill=not batch_invariant)
     # Other backends allow different devices in one world. If only some ranks padded, the sizes of
     # their collectives would differ.
     is_uniform = backend in ("off", "nccl")
     return ExecutionProfile(
         has_queue=True,
+        groups_prefill=not batch_invariant,
         pads_prefill=device.kind == "cuda" and is_uniform,
         freed_bytes_max=int(FREED_SHARE * free_bytes),
     )

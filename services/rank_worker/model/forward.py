@@ -74,7 +74,7 @@ class Forward:
         Raises:
             ConfigError: when this shard's head cannot be computed so, but the whole model's can.
         """
-        self._model = model
+        self.model = model
         self._logits: Callable[..., mx.array] = model
         self._select: SelectPositions | None = None
         """Reduces the hidden states that the head receives; None: the head receives all."""
@@ -324,8 +324,8 @@ class Forward:
         tokens = mx.zeros((1, 3), dtype=mx.int32)
         self.keeps_hidden = True
         try:
-            narrow = self._selected(tokens, make_prompt_cache(self._model), _last).shape
-            full = self._logits(tokens, cache=make_prompt_cache(self._model)).shape
+            narrow = self._selected(tokens, make_prompt_cache(self.model), _last).shape
+            full = self._logits(tokens, cache=make_prompt_cache(self.model)).shape
         except (TypeError, ValueError, AttributeError, IndexError):
             narrow = full = ()
         hidden, self.hidden, self.keeps_hidden = self.hidden, None, False

@@ -1,7 +1,15 @@
-"""Grid of chunk ends. A pure function: cuts prompts where other prompts were cut before."""
+"""Grids of chunk ends. Pure functions: cut prompts where other prompts were cut before."""
 
 _CELLS_PER_CHUNK = 2
 """A chunk has at least this many cells, so rounding takes less than a third off an aligned one."""
+
+FIXED_CELL = 256
+"""Tokens of a cell of the fixed grid: long enough for a device, short enough beside decodes."""
+
+
+def fixed_length(position: int) -> int:
+    """Return the tokens of a prompt from a position to the next end of a cell of the fixed grid."""
+    return FIXED_CELL - position % FIXED_CELL
 
 
 def round_down(tokens: int, position: int = 0) -> int:

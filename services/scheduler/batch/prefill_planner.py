@@ -19,7 +19,7 @@ from services.scheduler.requests.sequence import Sequence, SequenceState
 from services.scheduler.requests.tenant_turns import TenantTurns
 from services.scheduler.requests.waiting_queue import WaitingQueue
 from shared import limits
-from shared.configuration.settings import SchedulerConfig
+from shared.configuration.settings import Config
 from shared.messages import AdmittedSequence, PrefillChunk
 
 _SCANNED_MAX = 64
@@ -34,7 +34,7 @@ class PrefillPlanner:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        config: Config,
         rows: Rows,
         running: RunningSequences,
         waiting: WaitingQueue,
@@ -43,7 +43,8 @@ class PrefillPlanner:
         turns: TenantTurns,
         grammars: GrammarWaits,
     ) -> None:
-        self._config = config
+        self._config = config.scheduler
+        self._fixed_grid = config.rank_worker.batch_invariant
         self._rows = rows
         self._running = running
         self._waiting = waiting
@@ -110,7 +111,7 @@ class PrefillPlanner:
             self._config.step_tokens_max,
             self._timing.chunk_tokens(decoding=delays_others, position=position),
         )
-        budget = PromptBudget(tokens_max, position, self._timing)
+        budget = PromptBudget(tokens_max, position, self._timing, fixed_grid=self._fixed_grid)
         admits = not plan.preempted
         for sequence in self._turns.in_turn(candidates):
             rest, position = _unplanned_tokens(sequence), sequence.planned_tokens

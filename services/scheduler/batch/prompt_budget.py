@@ -20,16 +20,24 @@ class PromptBudget:
     fixed cost, so small chunks (scraps, up to an eighth of the step's tokens) are avoided: a
     remainder of that size is added to the chunk before it, and a beginning of that size waits for
     the next step. A prompt that does not end in the step is cut on the grid of `chunk_grid`.
+
+    With a fixed grid a prompt is cut at multiples of its cell only, so that its chunks do not
+    depend on other prompts. A cell that exceeds the budget left waits for the next step, or is a
+    step of its own.
     """
 
-    def __init__(self, tokens: int, position: int, timing: StepTiming) -> None:
+    def __init__(
+        self, tokens: int, position: int, timing: StepTiming, *, fixed_grid: bool = False
+    ) -> None:
         """Begin a step.
 
         Args:
             tokens: budget of the step.
             position: position of the first chunk in its prompt.
             timing: measured step times.
+            fixed_grid: whether the grid is fixed.
         """
+        self._fixed_grid, self._is_whole = fixed_grid, True
         self._left = tokens
         self._scrap = min(tokens, limits.FORWARD_TOKENS_MAX) // _SCRAP_PART
         self._timing = timing
@@ -46,6 +54,8 @@ class PromptBudget:
             True if the budget left is at most an eighth of a step's and cannot finish the prompt.
         """
         left = self._fitting(position)
+        if self._fixed_grid:
+            return not self._is_whole and left < min(rest, chunk_grid.fixed_length(position))
         return left <= self._scrap and rest > left + self._scrap
 
     def tokens_max(self, position: int) -> int:
@@ -54,6 +64,8 @@ class PromptBudget:
         Args:
             position: tokens of the prompt before the chunk; deeper tokens cost more of the budget.
         """
+        if self._fixed_grid:
+            return chunk_grid.fixed_length(position)
         return min(self._fitting(position), limits.FORWARD_TOKENS_MAX) + self._scrap
 
     def take(self, rest: int, position: int, length_max: int) -> int:
@@ -65,7 +77,10 @@ class PromptBudget:
             length_max: most tokens of the chunk, such as up to the next checkpoint.
         """
         length = rest
-        if rest > self.tokens_max(position):
+        self._is_whole = False
+        if self._fixed_grid:
+            length = min(rest, chunk_grid.fixed_length(position))
+        elif rest > self.tokens_max(position):
             longest = max(1, min(self._fitting(position), limits.FORWARD_TOKENS_MAX))
             length = chunk_grid.round_down(longest, position)
             # Later prompts get no tokens while a long prompt is not finished.

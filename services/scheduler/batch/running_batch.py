@@ -1,6 +1,7 @@
 """Running batch. Owns planning decodes, growing rows, preemption and assembling step plans."""
 
 from services.scheduler.batch import preemption
+from services.scheduler.batch.chunk_grid import FIXED_CELL
 from services.scheduler.batch.grammar_waits import GrammarWaits
 from services.scheduler.batch.plan_builder import (
     NO_DRAFTS,
@@ -37,7 +38,10 @@ class RunningBatch:
         scheduler = config.scheduler
         self.rows = Rows(scheduler.running_sequences_max, scheduler.kv_row_growth_tokens)
         self.timing = StepTiming(scheduler.decode_stall_ms)
-        self.cache = BlockCache(config.cache, self.rows, self.timing.prefill_token_ms)
+        # Equal results need equal prefill chunks, also behind a reused prefix.
+        grid_tokens = FIXED_CELL if config.rank_worker.batch_invariant else 1
+        token_ms = self.timing.prefill_token_ms
+        self.cache = BlockCache(config.cache, self.rows, token_ms, grid_tokens=grid_tokens)
         self._config = scheduler
         self._deadlines = StepDeadlines(self.timing, scheduler)
         self.preemptions = 0
@@ -48,7 +52,7 @@ class RunningBatch:
         self.speculation = SpeculationPlanner(config, self.timing.prefill_token_ms)
         self.grammars = GrammarWaits()
         self._prefill = PrefillPlanner(
-            scheduler,
+            config,
             self.rows,
             self._running,
             waiting,

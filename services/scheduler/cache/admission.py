@@ -188,6 +188,7 @@ class Admission:
             blocks.chain,
             blocks.tokens,
             needs_checkpoints=self._state.block_format.needs_checkpoints,
+            grid_tokens=self._state.grid_tokens,
         )
 
     def _find_awaited(self, blocks: SequenceBlocks, match: Match) -> bytes | None:

@@ -78,13 +78,16 @@ class CacheState:
     blocks are evicted.
     """
 
-    def __init__(self, rows: Rows, *, is_enabled: bool = True) -> None:
+    def __init__(self, rows: Rows, *, is_enabled: bool = True, grid_tokens: int = 1) -> None:
         """Start without ranks: no block is resident.
 
         Args:
             rows: the KV rows that share the memory budget.
             is_enabled: report all counters from the start.
+            grid_tokens: rows reuse a multiple of this number of tokens, and blocks hold whole
+                multiples of a prompt only.
         """
+        self.grid_tokens = grid_tokens
         self.index = BlockIndex()
         self.pins = BlockPins()
         self.orders = PlannedBlockOrders()

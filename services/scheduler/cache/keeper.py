@@ -9,7 +9,7 @@ from services.scheduler.cache.cache_state import CacheState
 from services.scheduler.cache.index.block_index import Entry, Node
 from services.scheduler.cache.index.hashes import block_hash
 from services.scheduler.cache.index.prefix_match import nearest_before, nearest_from
-from services.scheduler.cache.index.sequence_blocks import SequenceBlocks
+from services.scheduler.cache.index.sequence_blocks import UNREACHABLE_TOKENS, SequenceBlocks
 from services.scheduler.cache.spiller import Spiller
 from shared.messages import KeptBlock, KeptCheckpoint
 from shared.messages.token_ids import pack
@@ -36,6 +36,9 @@ class Keeper:
         """
         block_format = self._state.block_format
         blocks.chain.extend()
+        grid = self._state.grid_tokens
+        kept_max = blocks.prompt_tokens // grid * grid if grid > 1 else UNREACHABLE_TOKENS
+        computed = min(computed, kept_max)
         whole_blocks = computed // block_format.block_tokens
         path = self._keep_whole(blocks, whole_blocks, ends=ends)
         last = path[-1] if path else self._state.index.root(blocks.chain.root)
@@ -49,7 +52,8 @@ class Keeper:
             self._spiller.offer(checkpoint)
         self._state.index.touch(last)
         self._state.pins.release(("plan", blocks.sequence_id))
-        blocks.next_boundary = (whole_blocks + 1) * block_format.block_tokens
+        following = (whole_blocks + 1) * block_format.block_tokens
+        blocks.next_boundary = following if following <= kept_max else UNREACHABLE_TOKENS
 
     def _keep_whole(self, blocks: SequenceBlocks, whole_blocks: int, *, ends: bool) -> list[Node]:
         """Keep whole blocks; return the leading ones that are resident then."""

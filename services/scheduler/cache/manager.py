@@ -22,7 +22,14 @@ from shared.errors import InvariantBroken
 class BlockCache:
     """The prefix cache as planner and core use it: its parts, and calls that concern several."""
 
-    def __init__(self, config: CacheConfig, rows: Rows, token_ms: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        rows: Rows,
+        token_ms: Callable[[int], float],
+        *,
+        grid_tokens: int = 1,
+    ) -> None:
         """Start without ranks: no block is resident.
 
         Args:
@@ -30,9 +37,10 @@ class BlockCache:
             rows: the KV rows that share the memory budget.
             token_ms: returns the predicted milliseconds to compute the token at a position of a
                 prompt; 0: unknown.
+            grid_tokens: see `CacheState`.
         """
         self._ttl_s = config.ttl_s
-        self.state = CacheState(rows, is_enabled=config.enabled)
+        self.state = CacheState(rows, is_enabled=config.enabled, grid_tokens=grid_tokens)
         self.spiller = Spiller(config, self.state)
         self.restorer = Restorer(config, self.state, self.spiller, token_ms)
         self.admission = Admission(self.state, self.restorer)

@@ -113,7 +113,12 @@ def _build_executor(
         sum_ids=world.sum_ids if world.group is not None else None,
         forward_cost_tokens=forward_cost_of(backend, on_cpu=device.kind == "cpu"),
         kv_bits=config.rank_worker.kv_bits,
-        profile=execution_profile(device, backend, hardware.free_bytes(device, 1)),
+        profile=execution_profile(
+            device,
+            backend,
+            hardware.free_bytes(device, 1),
+            batch_invariant=config.rank_worker.batch_invariant,
+        ),
         traits=loaded.traits,
         expert_counter=counter if counter is not None and counter.has_layers else None,
         fast_path=fast_path_settings(config.rank_worker, device.kind, world.all_agree),

@@ -26,6 +26,11 @@ class UniformView:
     offset_after: int
     """Column, and position, after the last new token."""
 
+    @property
+    def ends(self) -> list[int]:
+        """Tokens of each row after this forward."""
+        return [self.offset_after] * (self.last - self.first)
+
     def write(self, target: mx.array, new: mx.array) -> mx.array:
         """Write new keys or values into a layer's array at the rows and columns of this view.
 
@@ -88,6 +93,8 @@ class RaggedView:
         self._rows = written[-1] + 1
         self._columns = max(lengths[row] for row in written) + count
         self._masks: dict[int | None, mx.array] = {}
+        self.ends = [min(one + count, self._columns) for one in lengths[: self._rows]]
+        """Tokens of each fetched row after this forward."""
         starts = mx.array(list(lengths), dtype=mx.int32)
         self.offset = starts[: self._rows]
         self.offset_after = self.offset + count

@@ -12,6 +12,7 @@ from mlx import nn
 from mlx.nn.layers import distributed  # noqa: TID251  (types of divided matrices only)
 
 from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
+from services.rank_worker.model.fast_path.row_tiles import multiply_in_tiles
 from services.rank_worker.peers.collectives import sum_in_group
 
 _KINDS = (
@@ -72,19 +73,23 @@ class MergedLinear:
         """Bytes of the weights."""
         return sum(array.nbytes for array in self._arrays.values())
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
         """Multiply.
 
         Args:
             x: [..., inputs].
+            apart: a row's product must not depend on the other rows, nor on their number.
 
         Returns:
             [..., outputs of all modules].
         """
-        arrays = self._arrays
-        if self._takes(x):
+        if self._takes(x, apart=apart):
             assert self._few_rows is not None
-            return self._few_rows.multiply(x, arrays["weight"], arrays.get("bias"))
+            return self._few_rows.multiply(x, self._arrays["weight"], self._arrays.get("bias"))
+        return multiply_in_tiles(self._multiply, x) if apart else self._multiply(x)
+
+    def _multiply(self, x: mx.array) -> mx.array:
+        arrays = self._arrays
         if not self._quantization:
             if "bias" in arrays:
                 return mx.addmm(arrays["bias"], x, self._transposed)
@@ -99,16 +104,17 @@ class MergedLinear:
         )
         return product + arrays["bias"] if "bias" in arrays else product
 
-    def gate(self, x: mx.array) -> mx.array | None:
+    def gate(self, x: mx.array, *, apart: bool = False) -> mx.array | None:
         """Compute silu(gate) * other in one operation, where a kernel takes that number of rows.
 
         Args:
             x: [rows, inputs]. The first half of the outputs are gates of the second half.
+            apart: as for a product.
 
         Returns:
             [rows, outputs / 2]; None: there is no kernel for it.
         """
-        if not self._takes(x):
+        if not self._takes(x, apart=apart):
             return None
         assert self._few_rows is not None
         arrays = self._arrays
@@ -127,8 +133,8 @@ class MergedLinear:
             x = mx.zeros((rows, weight.shape[1]), dtype=weight.dtype)
             mx.eval(self.gate(x) if gated else self(x))
 
-    def _takes(self, x: mx.array) -> bool:
-        return self._few_rows is not None and x.ndim == 2 and x.shape[0] <= ROWS_MAX
+    def _takes(self, x: mx.array, *, apart: bool) -> bool:
+        return self._few_rows is not None and x.ndim == 2 and (apart or x.shape[0] <= ROWS_MAX)
 
 
 def can_sum(module: Any) -> bool:
@@ -150,16 +156,17 @@ class SummedLinear:
         """The product with this rank's part."""
         self._group = module.group
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
         """Multiply, and sum over all ranks.
 
         Args:
             x: [..., this rank's inputs].
+            apart: as for `MergedLinear`.
 
         Returns:
             [..., outputs].
         """
-        return sum_in_group(self.part(x), self._group)
+        return sum_in_group(self.part(x, apart=apart), self._group)
 
 
 def _merge(modules: Sequence[Any], name: str) -> mx.array:

@@ -11,9 +11,12 @@ from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
 from services.rank_worker.model.fast_path.forms import StackForm, UnknownForm, read_form
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.layer_stack import LayerStack
-from services.rank_worker.model.fast_path.proof import find_difference
+from services.rank_worker.model.fast_path.proof import depends_on_other_rows, find_difference
+from services.rank_worker.model.fast_path.row_tiles import tile_head
 from services.rank_worker.model.forward import Forward
+from services.rank_worker.model.sharding.head_split import find_head
 from shared.configuration.rank_settings import RankWorkerConfig
+from shared.errors import ConfigError
 from shared.log import Log
 
 _log = Log("rank_worker.fast_path")
@@ -28,6 +31,8 @@ class FastPathSettings:
     device: DeviceKind = "cpu"
     all_agree: Callable[[bool], bool] = bool
     """Tells whether a statement holds on all ranks; a collective, as all ranks compute alike."""
+    batch_invariant: bool = False
+    """What a decode computes for a row must not depend on the other rows."""
 
 
 def fast_path_settings(
@@ -40,7 +45,9 @@ def fast_path_settings(
         device: kind of its device.
         all_agree: see `FastPathSettings`.
     """
-    return FastPathSettings(device, all_agree) if config.fast_path == "auto" else None
+    if config.fast_path == "off":
+        return None
+    return FastPathSettings(device, all_agree, config.batch_invariant)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,10 +78,17 @@ def open_fast_path(
         settings: of this rank; None: the fast path is switched off.
         kv_bits: bits per number of stored KV; 0: the model's own dtype.
 
+    Raises:
+        ConfigError: a decode must compute the same for a row beside any other rows, and here it
+            would not.
     """
     found = FastPath(None, "mlx-lm's layers")
     if settings is not None:
         found = _open(forward, shape, settings, kv_bits)
+        if settings.batch_invariant and (obstacle := _find_dependence(found, forward, shape)):
+            raise ConfigError(
+                f"rank_worker.batch_invariant is true, but {obstacle}: set it to false."
+            )
     if forward.inner is not None:
         forward.use_layers(found.stack)
     store.writes_in_place = found.stack is not None and found.stack.has_kernels
@@ -91,13 +105,30 @@ def _open(
     assert form is not None
     assert forward.inner is not None
     kernels, fault = _open_kernels(form, settings, kv_bits)
-    stack = LayerStack(form, kernels, on_cpu=settings.device == "cpu")
+    invariant = settings.batch_invariant
+    on_cpu = settings.device == "cpu"
+    stack = LayerStack(form, kernels, on_cpu=on_cpu, batch_invariant=invariant)
     difference = find_difference(stack, forward.inner, forward.plain, shape.layers())
     if not settings.all_agree(difference is None):
         return FastPath(None, f"mlx-lm's layers: {difference or 'a difference on another rank'}")
     if kernels is not None:
         return FastPath(stack, "fast path with kernels")
     return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
+
+
+def _find_dependence(found: FastPath, forward: Forward, shape: ModelShape) -> str:
+    """Make the head independent of other rows; return what else depends on them, as a clause."""
+    stack, head = found.stack, find_head(forward.model, shape.vocab_size)
+    if stack is None:
+        return f"this model is computed by {found.state}"
+    if not stack.has_plain_matrices:
+        return "this model's layers have experts, adapters or divided biases"
+    if head is None:
+        return "this model's head is not found"
+    tile_head(head)
+    if depends_on_other_rows(stack, shape.layers()):
+        return "on this device the matrix library's sums depend on other rows"
+    return ""
 
 
 def _open_kernels(

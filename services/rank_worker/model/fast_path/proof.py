@@ -17,6 +17,7 @@ from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView
 from services.rank_worker.model.fast_path.kernels.kernels import TILE_TOKENS
 from services.rank_worker.model.fast_path.layer_stack import LayerStack
+from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
 
 _LENGTHS, _LENGTHS_OF_KERNELS = (0, 5, 37), (0, 37, TILE_TOKENS + 88)
 """Tokens in the rows before the compared decode: an empty row and others, for kernels one of two
@@ -54,6 +55,49 @@ def find_difference(
         if differs:
             return f"layer {number} differs by {differs:.1%}"
     return None
+
+
+def depends_on_other_rows(stack: LayerStack, parts: list[list[BlockPart]]) -> bool:
+    """Tell whether a layer's results for a row have other bits beside other rows than alone.
+
+    Args:
+        stack: the fast path; the matrices of all layers have the same shapes.
+        parts: shapes of each layer's keys and values.
+    """
+    lengths = [5, *(one % 40 for one in range(TILE_ROWS + 1)), TILE_TOKENS + 88]
+    count, room, rows = len(lengths), max(lengths) + 1, []
+    dtype = parts[0][0].dtype
+    hidden = mx.random.normal((count, 1, stack.dim), key=mx.random.key(1)).astype(dtype)
+    for one in parts[0]:
+        shape = (count, one.heads, room, one.dim)
+        rows.append(mx.random.normal(shape, key=mx.random.key(one.heads)).astype(one.dtype))
+    mx.eval(hidden, rows)
+    together = stack.run_layer(0, hidden, _filled(parts[0], rows, lengths, stack))
+    mx.eval(together)
+    for row in (0, count // 2, count - 1):
+        own = [mx.contiguous(array[row : row + 1]) for array in rows]
+        cache = _filled(parts[0], own, lengths[row : row + 1], stack)
+        alone = stack.run_layer(0, hidden[row : row + 1], cache)
+        if not mx.array_equal(alone[0], together[row]).item():
+            return True
+    return False
+
+
+def _filled(
+    parts: Sequence[BlockPart],
+    arrays: Sequence[mx.array],
+    lengths: Sequence[int],
+    stack: LayerStack,
+) -> RowLayer:
+    """Return a layer's rows with copies of these keys and values."""
+    cache = RowLayer(parts)
+    cache.arrays = [mx.array(one) for one in arrays]
+    mx.eval(cache.arrays)
+    if stack.has_kernels:
+        _set_view(cache, InPlaceView(range(len(lengths)), lengths))
+    else:
+        _set_view(cache, RaggedView(lengths, range(len(lengths)), 1, max(lengths) + 1))
+    return cache
 
 
 def _compare_ends(

@@ -106,6 +106,18 @@ def split_head(
     return None
 
 
+def find_head(model: nn.Module, size: int) -> nn.Module | None:
+    """Return the matrix that computes a model's logits; None if it is not found.
+
+    Args:
+        model: the model, or one rank's part of it.
+        size: number of logits that it computes per token.
+    """
+    heads, embeddings = _matrices(model, size)
+    path = next(iter(heads + embeddings), None)
+    return None if path is None else dict(model.named_modules())[path]
+
+
 def _divides_logits(model: nn.Module, head: nn.Module, vocabulary: VocabularyPart) -> bool:
     """Tell whether a model computes the logits of some tokens if a matrix has only their rows."""
     before = dict(head)

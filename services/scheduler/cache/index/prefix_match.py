@@ -32,7 +32,12 @@ class Match:
 
 
 def find_match(
-    index: BlockIndex, chain: Chain, tokens: Sequence[int], *, needs_checkpoints: bool
+    index: BlockIndex,
+    chain: Chain,
+    tokens: Sequence[int],
+    *,
+    needs_checkpoints: bool,
+    grid_tokens: int = 1,
 ) -> Match:
     """Find the longest prefix of a sequence that resident blocks hold; the last token is left out.
 
@@ -41,6 +46,7 @@ def find_match(
         chain: hashes of the sequence's whole blocks.
         tokens: the whole sequence.
         needs_checkpoints: rows can reuse blocks only up to a checkpoint.
+        grid_tokens: without checkpoints the prefix is a multiple of this number of tokens.
 
     Returns:
         That prefix with its blocks, and how far known blocks, resident or not, have the same
@@ -63,6 +69,7 @@ def find_match(
     if best is not None:
         path.append(best)
     found = min(last.end + part, len(tokens) - 1)
+    found -= found % grid_tokens
     while path and path[-1].start >= found:
         path.pop()
     return Match(path, found if path else 0, None, whole, shared, diverged_at)

@@ -83,3 +83,16 @@ def test_step_takes_first_prompt_however_expensive_its_tokens_are(tokens: int) -
 
     assert not budget.would_cut_scrap(FAR, 100_000)
     assert budget.take(FAR, 100_000, FAR) > 0
+
+
+def test_fixed_grid_cuts_every_prompt_at_same_places_whatever_the_budget() -> None:
+    """A first chunk exceeds a small budget; a later one waits for the next step instead."""
+    for tokens in (40, 300, 5_000):
+        budget = PromptBudget(tokens, 0, StepTiming(150.0), fixed_grid=True)
+        assert not budget.would_cut_scrap(600, 0)
+        assert budget.tokens_max(0) == 256
+        assert budget.take(600, 0, FAR) == 256
+        assert budget.would_cut_scrap(344, 256) == (tokens < 512)
+    budget = PromptBudget(5_000, 256, StepTiming(150.0), fixed_grid=True)
+    assert [budget.take(344, 256, FAR), budget.take(88, 512, FAR)] == [256, 88]
+    assert budget.take(900, 100, FAR) == 156

@@ -16,6 +16,7 @@ JACCL = {
 }
 
 
+INVARIANT = {"rank_worker": {"batch_invariant": True}}
 PIPELINE = {"sharding": "pipeline", "enable_pipeline": True}
 
 
@@ -36,6 +37,12 @@ PIPELINE = {"sharding": "pipeline", "enable_pipeline": True}
         ({"world": {**JACCL, "jaccl_coordinator": "0.0.0.0:9000"}}, "that all ranks reach"),
         ({"speculation": {"method": "draft_model"}}, "draft_model.*--draft-model"),
         ({"speculation": {"method": "eagle"}}, "eagle.*--draft-model"),
+        ({**INVARIANT, "speculation": {"method": "ngram"}}, "speculation.method is ngram, not off"),
+        ({**INVARIANT, "world": {"size": 3}}, "world.size is 3, more than 2"),
+        (
+            {"rank_worker": {"batch_invariant": True, "fast_path": "off"}},
+            "rank_worker.fast_path is off",
+        ),
     ],
 )
 def test_contradicting_settings_are_refused_with_remedy(
@@ -57,6 +64,7 @@ def test_contradicting_settings_are_refused_with_remedy(
         {"world": {"size": 2, "sharding": "expert"}},
         {"speculation": {"method": "eagle", "draft_model": "a/b"}},
         {"speculation": {"method": "ngram"}},
+        {**INVARIANT, "world": {"size": 2}},
         {},
     ],
 )

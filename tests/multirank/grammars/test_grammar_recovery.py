@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.end_to_end.running_lockstep import RunningLockstep, running_lockstep
-from tests.multirank.test_grammars import LIST, slow_schema
+from tests.multirank.grammars.test_grammars import LIST, slow_schema
 from tests.support.captured_process import READY_DEADLINE_S
 from tests.support.waiting import wait_until
 
