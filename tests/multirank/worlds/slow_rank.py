@@ -21,7 +21,7 @@ def delay(kind: str, seconds: float) -> None:
     """Delay each call of a method."""
     from mlx.nn.layers import distributed
 
-    from services.rank_worker.model.fast_path.layer_stack import DecoderLayer
+    from services.rank_worker.model.fast_path.decoder_layer import DecoderLayer
 
     slow: Any = distributed.ShardedToAllLinear
     name = "__call__"
