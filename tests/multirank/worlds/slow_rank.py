@@ -19,11 +19,10 @@ KINDS = ("attention", "collective")
 
 def delay(kind: str, seconds: float) -> None:
     """Delay each call of a method."""
-    from mlx.nn.layers import distributed
-
     from services.rank_worker.model.fast_path.decoder_layer import DecoderLayer
+    from services.rank_worker.model.fast_path.merged_linear import SummedLinear
 
-    slow: Any = distributed.ShardedToAllLinear
+    slow: Any = SummedLinear
     name = "__call__"
     if kind == "attention":
         slow, name = DecoderLayer, "attend"
