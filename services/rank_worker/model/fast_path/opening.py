@@ -85,10 +85,8 @@ def open_fast_path(
     found = FastPath(None, "mlx-lm's layers")
     if settings is not None:
         found = _open(forward, shape, settings, kv_bits)
-        if settings.batch_invariant and (obstacle := _find_dependence(found, forward, shape)):
-            raise ConfigError(
-                f"rank_worker.batch_invariant is true, but {obstacle}: set it to false."
-            )
+        if settings.batch_invariant:
+            _make_invariant(found, forward, shape)
     if forward.inner is not None:
         forward.use_layers(found.stack)
     store.writes_in_place = found.stack is not None and found.stack.has_kernels
@@ -116,19 +114,26 @@ def _open(
     return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
 
 
-def _find_dependence(found: FastPath, forward: Forward, shape: ModelShape) -> str:
-    """Make the head independent of other rows; return what else depends on them, as a clause."""
+def _make_invariant(found: FastPath, forward: Forward, shape: ModelShape) -> None:
+    """Make the head independent of other rows, as the layers are already.
+
+    Raises:
+        ConfigError: something depends on other rows.
+    """
     stack, head = found.stack, find_head(forward.model, shape.vocab_size)
+    obstacle = ""
     if stack is None:
-        return f"this model is computed by {found.state}"
-    if not stack.has_plain_matrices:
-        return "this model's layers have experts, adapters or divided biases"
-    if head is None:
-        return "this model's head is not found"
+        obstacle = f"this model is computed by {found.state}"
+    elif not stack.has_plain_matrices:
+        obstacle = "this model's layers have experts, adapters or divided biases"
+    elif head is None:
+        obstacle = "this model's head is not found"
+    elif depends_on_other_rows(stack, shape.layers()):
+        obstacle = "on this device the matrix library's sums depend on other rows"
+    if obstacle:
+        raise ConfigError(f"rank_worker.batch_invariant is true, but {obstacle}: set it to false.")
+    assert head is not None
     tile_head(head)
-    if depends_on_other_rows(stack, shape.layers()):
-        return "on this device the matrix library's sums depend on other rows"
-    return ""
 
 
 def _open_kernels(
