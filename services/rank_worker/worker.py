@@ -364,6 +364,7 @@ class Worker:
             needs_checkpoints=store.needs_state,
             kv_layout=store.layout_text if self.config.cache.enabled else "",
             draft_method=drafter.method if drafter else self.config.speculation.method,
+            batch_invariant=self.config.rank_worker.batch_invariant,
             draft_bytes_per_token=executor.proposer.bytes_per_token,
             shard_bytes=loaded.shard_bytes,
             share=loaded.share,

@@ -273,7 +273,7 @@ class SchedulerCore:
         reports = self._world.reports()
         budget = self._world.kv_budget()
         try:
-            form = make_block_format(self._config.cache, reports, budget)
+            form = make_block_format(self._config, reports, budget)
             may_draft = check_roll_back(self._config.speculation, reports)
         except ConfigError as error:
             self._world.recovery.abandon_start("configuration", str(error))

@@ -76,9 +76,10 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Compute decoder layers of a known form in fewer operations. "auto": where the rank proves at
     its start that the results equal those of mlx-lm's own code. "off": always use that code."""
     batch_invariant: bool = False
-    """Give a request the same numbers, to the last bit, beside any other requests in its steps.
-    Decodes are slower. The model needs a fast path and dense layers; speculation must be off, and
-    the world may have 2 ranks."""
+    """Give a request the same numbers, to the last bit, beside any other requests and with any
+    content of the cache, unless it is preempted or goes on after a fault. Steps are slower. The
+    model needs a fast path and dense layers, speculation must be off, and there may be at most 2
+    ranks."""
     pin_cores: Literal["auto", "on", "off"] = "auto"
     """Give each rank its own CPU cores (Linux). "auto": on if several ranks run on this machine."""
     spare: Literal["off", "started"] = "started"

@@ -71,6 +71,9 @@ def _invariance_obstacle(config: Config) -> str:
         return f"speculation.method is {config.speculation.method}, not off"
     if config.rank_worker.fast_path == "off":
         return "rank_worker.fast_path is off"
+    if config.vocabulary_split != "off":
+        # Some settings of a request have the ranks gather all logits of a step.
+        return f"world.split_vocabulary is {config.world.split_vocabulary}"
     if config.world.size > 2:
         # In a ring of three, which rank comes first in a sum depends on the place in the array.
         return f"world.size is {config.world.size}, more than 2"

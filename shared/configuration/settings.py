@@ -373,6 +373,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def vocabulary_split(self) -> Literal["auto", "off", "head", "all"]:
         """What the ranks divide by token ids; "off" where the split leaves every rank the head."""
+        if self.rank_worker.batch_invariant and self.world.split_vocabulary == "auto":
+            # Some settings of a request have the ranks gather all logits of a step.
+            return "off"
         return self.world.split_vocabulary if self.sharding in ("tensor", "expert") else "off"
 
     @property

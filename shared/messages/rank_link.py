@@ -125,6 +125,9 @@ class RankReady(Message, frozen=True, kw_only=True):
     blocks cannot be kept."""
     draft_method: Literal["off", "ngram", "draft_model", "eagle"] = "off"
     """The drafting method that this rank is set up for. Must equal the scheduler's."""
+    batch_invariant: bool = False
+    """Its decodes of a sequence do not depend on other sequences. Must equal the scheduler's
+    setting."""
     draft_bytes_per_token: Count = 0
     """Additional bytes per token of a row for the draft model or head; 0 without one. Not part of
     blocks."""

@@ -53,6 +53,11 @@ def test_log_probabilities_are_same_numbers_alone_and_beside_12_requests(
     with running_lockstep(tmp_path, ranks, settings=SETTINGS) as running:
         first = _beside(running, 12)
         assert [_beside(running, count) for count in (0, 3)] == [first, first]
+        # A prompt does not wait for blocks that an equal one will never have kept.
+        open_stream = running.stream("/v1/completions", {**REQUEST, "max_tokens": 3_000})
+        next(open_stream)
+        assert _beside(running, 0) == first
+        assert sum(1 for _ in open_stream) > 1_000
         used = running.post("/v1/completions", REQUEST)["usage"]
         assert used["prompt_tokens_details"]["cached_tokens"] % 256 == 0
         assert used["prompt_tokens_details"]["cached_tokens"] > 0

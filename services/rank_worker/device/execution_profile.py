@@ -34,7 +34,7 @@ def execution_profile(
         backend: the world's backend for collectives; prefills are padded only if all devices are
             alike.
         free_bytes: free memory of the device after loading, which limits the freed buffers.
-        batch_invariant: prompts must not share a forward.
+        batch_invariant: prompts must not share a forward, nor depend on the room of rows.
     """
     if device.kind == "cpu":
         return ExecutionProfile(groups_prefill=not batch_invariant)
@@ -44,6 +44,7 @@ def execution_profile(
     return ExecutionProfile(
         has_queue=True,
         groups_prefill=not batch_invariant,
-        pads_prefill=device.kind == "cuda" and is_uniform,
+        # The room for padding depends on the other rows.
+        pads_prefill=device.kind == "cuda" and is_uniform and not batch_invariant,
         freed_bytes_max=int(FREED_SHARE * free_bytes),
     )

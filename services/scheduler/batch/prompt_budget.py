@@ -22,8 +22,8 @@ class PromptBudget:
     the next step. A prompt that does not end in the step is cut on the grid of `chunk_grid`.
 
     With a fixed grid a prompt is cut at multiples of its cell only, so that its chunks do not
-    depend on other prompts. A cell that exceeds the budget left waits for the next step, or is a
-    step of its own.
+    depend on other prompts. A cell that exceeds the budget left waits for the next step; the first
+    one of a step may exceed the whole budget.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PromptBudget:
             timing: measured step times.
             fixed_grid: whether the grid is fixed.
         """
-        self._fixed_grid, self._is_whole = fixed_grid, True
+        self._fixed_grid, self._is_untouched = fixed_grid, True
         self._left = tokens
         self._scrap = min(tokens, limits.FORWARD_TOKENS_MAX) // _SCRAP_PART
         self._timing = timing
@@ -55,7 +55,7 @@ class PromptBudget:
         """
         left = self._fitting(position)
         if self._fixed_grid:
-            return not self._is_whole and left < min(rest, chunk_grid.fixed_length(position))
+            return not self._is_untouched and left < min(rest, chunk_grid.fixed_length(position))
         return left <= self._scrap and rest > left + self._scrap
 
     def tokens_max(self, position: int) -> int:
@@ -71,13 +71,15 @@ class PromptBudget:
     def take(self, rest: int, position: int, length_max: int) -> int:
         """Return the length of a prompt's next chunk in tokens, and take its cost off the budget.
 
+        On the fixed grid that is the rest of the cell, or of the prompt.
+
         Args:
             rest: number of tokens of the prompt that are not prefilled.
             position: number of tokens before them.
             length_max: most tokens of the chunk, such as up to the next checkpoint.
         """
         length = rest
-        self._is_whole = False
+        self._is_untouched = False
         if self._fixed_grid:
             length = min(rest, chunk_grid.fixed_length(position))
         elif rest > self.tokens_max(position):

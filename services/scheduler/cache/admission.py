@@ -212,7 +212,8 @@ class Admission:
         blocks.next_boundary = (blocks.settled_blocks + 1) * size
         if not block_format.needs_checkpoints:
             first = match.whole_blocks
-            wanted = [((first + n + 1) * size, name) for n, name in enumerate(hashes[first:])]
+            last = self._state.kept_tokens_max(blocks) // size
+            wanted = [((first + n + 1) * size, name) for n, name in enumerate(hashes[first:last])]
         else:
             if block_format.checkpoint_bytes <= block_format.bytes_max:
                 lengths = [

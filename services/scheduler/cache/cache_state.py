@@ -14,6 +14,7 @@ from services.scheduler.cache.index.eviction import (
     choose_forgotten,
     choose_victims,
 )
+from services.scheduler.cache.index.sequence_blocks import UNREACHABLE_TOKENS, SequenceBlocks
 from services.scheduler.cache.kv_rows import Rows
 from services.scheduler.cache.pins import BlockPins
 from shared.errors import InvariantBroken
@@ -84,8 +85,8 @@ class CacheState:
         Args:
             rows: the KV rows that share the memory budget.
             is_enabled: report all counters from the start.
-            grid_tokens: rows reuse a multiple of this number of tokens, and blocks hold whole
-                multiples of a prompt only.
+            grid_tokens: rows reuse a multiple of this number of tokens. With more than 1, blocks
+                hold tokens of prompts only, up to the last such multiple.
         """
         self.grid_tokens = grid_tokens
         self.index = BlockIndex()
@@ -104,6 +105,11 @@ class CacheState:
         self._namespace = ""
         self._rows = rows
         rows.others = self
+
+    def kept_tokens_max(self, blocks: SequenceBlocks) -> int:
+        """Return how many leading tokens of a sequence blocks may hold."""
+        grid = self.grid_tokens
+        return UNREACHABLE_TOKENS if grid == 1 else blocks.prompt_tokens // grid * grid
 
     # --- epochs ------------------------------------------------------------------------------
 

@@ -36,8 +36,7 @@ class Keeper:
         """
         block_format = self._state.block_format
         blocks.chain.extend()
-        grid = self._state.grid_tokens
-        kept_max = blocks.prompt_tokens // grid * grid if grid > 1 else UNREACHABLE_TOKENS
+        kept_max = self._state.kept_tokens_max(blocks)
         computed = min(computed, kept_max)
         whole_blocks = computed // block_format.block_tokens
         path = self._keep_whole(blocks, whole_blocks, ends=ends)

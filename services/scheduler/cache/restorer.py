@@ -255,7 +255,8 @@ class Restorer:
         block_format = self._state.block_format
         usable_tokens = len(blocks.tokens) - 1
         first, parent = match.whole_blocks, index.root(chain.root)
-        last = min(len(chain.hashes), -(-usable_tokens // block_format.block_tokens))
+        kept_blocks = self._state.kept_tokens_max(blocks) // block_format.block_tokens
+        last = min(len(chain.hashes), -(-usable_tokens // block_format.block_tokens), kept_blocks)
         if block_format.needs_checkpoints:
             first = match.tokens // block_format.block_tokens
             last = usable_tokens // block_format.block_tokens

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.commands.bench.measuring.processes import MeasuredProcess, free_port
+from services.rank_worker.device import cuda_variables
 
 
 class RankProcesses:
@@ -89,6 +90,8 @@ def rank_environments(
     if backend == "nccl":
         host, _, port = addresses[0].rpartition(":")
         common |= {"NCCL_HOST_IP": host, "NCCL_PORT": port, "MLX_WORLD_SIZE": str(size)}
+        if "MLX_USE_CUDA_GRAPHS" not in os.environ:
+            cuda_variables.encode_without_graphs(common)
     found = [{**common, "MLX_RANK": str(rank)} for rank in range(size)]
     if one_gpu_each:
         for rank, one in enumerate(found):

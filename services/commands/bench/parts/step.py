@@ -133,6 +133,7 @@ def measure(plan: DecodeStepPlan, report: Report) -> None:
             "layers": about["layers"],
             "weights_mib": round(about["weights_mib"], 1),
             "device": about["device"],
+            "ranks": plan.ranks,
             "steps": plan.steps,
             "repeats": plan.repeats,
         }
@@ -200,8 +201,6 @@ def _start_ranks(
     for variables in environments:
         if backend == "off":
             gpu_choice.show_one_gpu(variables, gpu_choice.count_gpus())
-        if backend == "nccl":
-            cuda_variables.encode_without_graphs(variables)
         cuda_variables.enlarge_caches(variables)
     command = bench_program("fake_ranks.step_rank", str(plan.model), backend)
     return RankProcesses(name, command, environments, plan.log_folder)

@@ -81,17 +81,21 @@ class DecoderLayer:
         self._prepares_together = on_cpu and epsilons[0] == epsilons[1]
         mx.eval(self._weights.constants, self._head_norm)
 
-    def compile_products(self) -> None:
-        """Have the kernels of all products compiled, so that no step waits for it."""
-        self._qkv.compile()
+    def compile_products(self, *, apart: bool) -> None:
+        """Have the kernels of all products compiled, so that no step waits for it.
+
+        Args:
+            apart: as for `MergedLinear`.
+        """
+        self._qkv.compile(apart=apart)
         singles = [self._output]
         if self._gate_up is not None:
-            self._gate_up.compile(gated=True)
+            self._gate_up.compile(gated=True, apart=apart)
             singles.append(self._down)
         for one in singles:
             part = one.part if isinstance(one, SummedLinear) else one
             if isinstance(part, MergedLinear):
-                part.compile()
+                part.compile(apart=apart)
 
     @property
     def has_plain_matrices(self) -> bool:
@@ -131,9 +135,9 @@ class DecoderLayer:
         else:
             assert isinstance(cache, RowLayer)
             attended = self._attend_plainly(qkv, cache, tokens, table)
-        return self._finish(self._output, attended, tokens)
+        return self._project(self._output, attended, tokens)
 
-    def _finish(self, matrix: Any, x: mx.array, tokens: NewTokens) -> mx.array:
+    def _project(self, matrix: Any, x: mx.array, tokens: NewTokens) -> mx.array:
         product: mx.array = matrix(x, apart=True) if tokens.apart else matrix(x)
         return product
 
@@ -142,7 +146,7 @@ class DecoderLayer:
     ) -> mx.array:
         shape, form = self.form.shape, self.form
         heads = qkv.reshape(tokens.rows, tokens.count, -1, shape.head_dim).swapaxes(1, 2)
-        prepare = self._prepare_together if self._prepares_together else self._prepare_apart
+        prepare = self._prepare_together if self._prepares_together else self._prepare_singly
         queries, keys, values = prepare(heads, tokens, table)
         all_keys, all_values = cache.update_and_fetch(keys, values)
         attend = functools.partial(scaled_dot_product_attention, cache=cache, scale=form.scale)
@@ -153,7 +157,7 @@ class DecoderLayer:
             attended = attend(queries, all_keys, all_values, mask=tokens.mask)
         return attended.swapaxes(1, 2).reshape(tokens.rows * tokens.count, -1)
 
-    def _prepare_apart(
+    def _prepare_singly(
         self, heads: mx.array, tokens: NewTokens, _table: mx.array | None
     ) -> list[mx.array]:
         """Split queries, keys and values; normalize and rotate them as mlx-lm does.
@@ -196,7 +200,7 @@ class DecoderLayer:
                 product = self._kernels.silu_product(gate_up)
             else:
                 product = swiglu(*mx.split(gate_up, 2, axis=-1))
-        return self._finish(self._down, product, tokens)
+        return self._project(self._down, product, tokens)
 
 
 def _attend_apart(

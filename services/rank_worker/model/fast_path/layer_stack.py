@@ -44,8 +44,8 @@ class LayerStack:
             self._layers.append(DecoderLayer(one, kernels, on_cpu=on_cpu))
             # The merged weights replace those that the modules have held.
             mx.clear_cache()
-        # All layers have matrices of the same shapes.
-        self._layers[0].compile_products()
+        # Layers usually have matrices of the same shapes; others are compiled when they first run.
+        self._layers[0].compile_products(apart=batch_invariant)
         self._following = [*(one.input_norm for one in form.layers[1:]), form.norm]
         norms = [*(one.mlp_norm for one in form.layers), *self._following]
         self._epsilons = {id(norm): mx.array([norm.eps], dtype=mx.float32) for norm in norms}

@@ -120,18 +120,19 @@ class MergedLinear:
         arrays = self._arrays
         return self._few_rows.multiply(x, arrays["weight"], arrays.get("bias"), gated=True)
 
-    def compile(self, *, gated: bool = False) -> None:
+    def compile(self, *, gated: bool = False, apart: bool = False) -> None:
         """Have the kernel compiled for all numbers of rows that it takes. Waits for the device.
 
         Args:
             gated: the kernel of `gate`.
+            apart: as for a product.
         """
         if self._few_rows is None:
             return
         weight = self._arrays["weight"]
-        for rows in (1, ROWS_MAX):
+        for rows in (1, ROWS_MAX, *([ROWS_MAX + 1] if apart else [])):
             x = mx.zeros((rows, weight.shape[1]), dtype=weight.dtype)
-            mx.eval(self.gate(x) if gated else self(x))
+            mx.eval(self.gate(x, apart=apart) if gated else self(x, apart=apart))
 
     def _takes(self, x: mx.array, *, apart: bool) -> bool:
         return self._few_rows is not None and x.ndim == 2 and (apart or x.shape[0] <= ROWS_MAX)

@@ -106,6 +106,8 @@ def _open(
     invariant = settings.batch_invariant
     on_cpu = settings.device == "cpu"
     stack = LayerStack(form, kernels, on_cpu=on_cpu, batch_invariant=invariant)
+    if invariant and not stack.has_plain_matrices:
+        raise _refusal("this model's layers have experts, adapters or divided biases")
     difference = find_difference(stack, forward.inner, forward.plain, shape.layers())
     if not settings.all_agree(difference is None):
         return FastPath(None, f"mlx-lm's layers: {difference or 'a difference on another rank'}")
@@ -121,19 +123,17 @@ def _make_invariant(found: FastPath, forward: Forward, shape: ModelShape) -> Non
         ConfigError: something depends on other rows.
     """
     stack, head = found.stack, find_head(forward.model, shape.vocab_size)
-    obstacle = ""
     if stack is None:
-        obstacle = f"this model is computed by {found.state}"
-    elif not stack.has_plain_matrices:
-        obstacle = "this model's layers have experts, adapters or divided biases"
-    elif head is None:
-        obstacle = "this model's head is not found"
-    elif depends_on_other_rows(stack, shape.layers()):
-        obstacle = "on this device the matrix library's sums depend on other rows"
-    if obstacle:
-        raise ConfigError(f"rank_worker.batch_invariant is true, but {obstacle}: set it to false.")
-    assert head is not None
+        raise _refusal(f"this model is computed by {found.state}")
+    if head is None:
+        raise _refusal("this model's head is not found")
     tile_head(head)
+    if depends_on_other_rows(stack, forward.head, shape.layers()):
+        raise _refusal("on this device the matrix library's sums depend on other rows")
+
+
+def _refusal(obstacle: str) -> ConfigError:
+    return ConfigError(f"rank_worker.batch_invariant is true, but {obstacle}: set it to false.")
 
 
 def _open_kernels(

@@ -14,7 +14,7 @@ from mlx import nn
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
-from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView
+from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView, UniformView
 from services.rank_worker.model.fast_path.kernels.kernels import TILE_TOKENS
 from services.rank_worker.model.fast_path.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
@@ -57,14 +57,19 @@ def find_difference(
     return None
 
 
-def depends_on_other_rows(stack: LayerStack, parts: list[list[BlockPart]]) -> bool:
-    """Tell whether a layer's results for a row have other bits beside other rows than alone.
+def depends_on_other_rows(
+    stack: LayerStack, head: Callable[[mx.array], mx.array], parts: list[list[BlockPart]]
+) -> bool:
+    """Tell whether results for a row have other bits beside other rows than alone.
+
+    The first layer stands for all, as usually all have matrices of the same shapes.
 
     Args:
-        stack: the fast path; the matrices of all layers have the same shapes.
+        stack: the fast path.
+        head: the model's, [rows, 1, dim] -> [rows, 1, logits].
         parts: shapes of each layer's keys and values.
     """
-    lengths = [5, *(one % 40 for one in range(TILE_ROWS + 1)), TILE_TOKENS + 88]
+    lengths = [5, *range(2 * TILE_ROWS + 1), TILE_TOKENS + 88]
     count, room, rows = len(lengths), max(lengths) + 1, []
     dtype = parts[0][0].dtype
     hidden = mx.random.normal((count, 1, stack.dim), key=mx.random.key(1)).astype(dtype)
@@ -80,7 +85,8 @@ def depends_on_other_rows(stack: LayerStack, parts: list[list[BlockPart]]) -> bo
         alone = stack.run_layer(0, hidden[row : row + 1], cache)
         if not mx.array_equal(alone[0], together[row]).item():
             return True
-    return False
+    logits = head(hidden)
+    return not mx.array_equal(head(hidden[-1:])[0], logits[-1]).item()
 
 
 def _filled(
@@ -93,10 +99,12 @@ def _filled(
     cache = RowLayer(parts)
     cache.arrays = [mx.array(one) for one in arrays]
     mx.eval(cache.arrays)
+    cache.view = UniformView(0, 1, lengths[0], lengths[0] + 1)
     if stack.has_kernels:
-        _set_view(cache, InPlaceView(range(len(lengths)), lengths))
-    else:
-        _set_view(cache, RaggedView(lengths, range(len(lengths)), 1, max(lengths) + 1))
+        cache.view = InPlaceView(range(len(lengths)), lengths)
+    elif len(lengths) > 1:
+        cache.view = RaggedView(lengths, range(len(lengths)), 1, max(lengths) + 1)
+    cache.offset = cache.view.offset
     return cache
 
 

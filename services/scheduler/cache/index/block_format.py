@@ -7,7 +7,7 @@ from services.scheduler.cache.index.block_index import NODES_MAX
 from services.scheduler.cache.index.hashes import namespace_of
 from services.scheduler.cache.kv_rows import RowBudget
 from shared import limits
-from shared.configuration.settings import CacheConfig
+from shared.configuration.settings import CacheConfig, Config
 from shared.errors import ConfigError
 from shared.messages import RankReady
 from shared.messages.token_ids import TOKEN_BYTES
@@ -48,18 +48,26 @@ class BlockFormat:
 
 
 def make_block_format(
-    config: CacheConfig, reports: Sequence[RankReady], budget: RowBudget
+    settings: Config, reports: Sequence[RankReady], budget: RowBudget
 ) -> BlockFormat | None:
     """Return the block format of a world, or None when it keeps no blocks.
 
     Args:
-        config: the operator's cache settings.
+        settings: the scheduler's.
         reports: the reports of all ranks, in rank order.
         budget: KV memory and row sizes of the epoch, as from `smallest_budget`.
 
     Raises:
-        ConfigError: a block is longer than the model's context.
+        ConfigError: a block is longer than the model's context, or the ranks have another
+            `rank_worker.batch_invariant` than the scheduler.
     """
+    config, is_invariant = settings.cache, settings.rank_worker.batch_invariant
+    others = [one for one in reports if one.batch_invariant != is_invariant]
+    if others:
+        raise ConfigError(
+            f"rank_worker.batch_invariant is {str(is_invariant).lower()} for the scheduler, but "
+            f"not on rank {others[0].rank}: give the scheduler and all ranks the same setting."
+        )
     if not config.enabled or not all(report.kv_layout for report in reports):
         return None
     context = min(report.context_tokens_max for report in reports)
@@ -67,9 +75,13 @@ def make_block_format(
         raise ConfigError(_block_too_long(config.block_tokens, context))
     # Blocks hold no KV of a draft model, so worlds with different ones share blocks.
     model = reports[0].model_fingerprint.partition("+")[0]
+    layouts = [one.kv_layout for one in reports]
+    if is_invariant:
+        # Other blocks hold decoded tokens, and prompts that were cut elsewhere.
+        layouts.append("batch invariant")
     bytes_max = min(config.resident_bytes_max or budget.bytes_max // 2, budget.bytes_max)
     return BlockFormat(
-        namespace=namespace_of(model, [one.kv_layout for one in reports], config.block_tokens),
+        namespace=namespace_of(model, layouts, config.block_tokens),
         block_tokens=config.block_tokens,
         bytes_per_token=budget.bytes_per_token,
         checkpoint_bytes=budget.bytes_per_row,

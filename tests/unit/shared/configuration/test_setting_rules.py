@@ -40,6 +40,10 @@ PIPELINE = {"sharding": "pipeline", "enable_pipeline": True}
         ({**INVARIANT, "speculation": {"method": "ngram"}}, "speculation.method is ngram, not off"),
         ({**INVARIANT, "world": {"size": 3}}, "world.size is 3, more than 2"),
         (
+            {**INVARIANT, "world": {"size": 2, "split_vocabulary": "head"}},
+            "world.split_vocabulary is head",
+        ),
+        (
             {"rank_worker": {"batch_invariant": True, "fast_path": "off"}},
             "rank_worker.fast_path is off",
         ),

@@ -83,7 +83,7 @@ def read_source(name: str) -> str:
     MLX hashes the source each time that a kernel is started.
 
     Args:
-        name: `decode_attention`, `add_tiles`, `add_norm` or `silu_product`.
+        name: of a file of this folder, such as `add_norm`.
     """
     lines = (_FOLDER / f"{name}.kernel").read_text().splitlines()
     code = (line.partition("//")[0].strip() for line in lines)

@@ -12,7 +12,7 @@ import mlx.core as mx
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
 
 ROWS_MAX = 16
-"""Rows of a product for which the kernel is used."""
+"""Most rows of a product for which the kernel is faster."""
 _OUTPUTS = 16
 """Outputs of a group of threads."""
 _TILE_ROWS = 8
