@@ -70,7 +70,7 @@ class Collectives:
         Returns:
             The sum, with the shape and dtype of `array`.
         """
-        return array if self.group is None else mx.distributed.all_sum(array, group=self.group)
+        return array if self.group is None else sum_in_group(array, self.group)
 
     def gather_arrays(self, array: mx.array) -> mx.array:
         """Return the arrays of all ranks behind one another, as part of the graph of a step.

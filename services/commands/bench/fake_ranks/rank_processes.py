@@ -90,6 +90,7 @@ def rank_environments(
     if backend == "nccl":
         host, _, port = addresses[0].rpartition(":")
         common |= {"NCCL_HOST_IP": host, "NCCL_PORT": port, "MLX_WORLD_SIZE": str(size)}
+        # These variables replace those of this process, so its own choice is left out.
         if "MLX_USE_CUDA_GRAPHS" not in os.environ:
             cuda_variables.encode_without_graphs(common)
     found = [{**common, "MLX_RANK": str(rank)} for rank in range(size)]

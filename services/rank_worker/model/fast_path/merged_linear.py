@@ -105,10 +105,10 @@ class MergedLinear:
         return product + arrays["bias"] if "bias" in arrays else product
 
     def gate(self, x: mx.array, *, apart: bool = False) -> mx.array | None:
-        """Compute silu(gate) * other in one operation, where a kernel takes that number of rows.
+        """Compute silu(gate) * up in one operation, where a kernel takes that number of rows.
 
         Args:
-            x: [rows, inputs]. The first half of the outputs are gates of the second half.
+            x: [rows, inputs]. The outputs are gate, then up.
             apart: as for a product.
 
         Returns:

@@ -104,8 +104,7 @@ class FewRows:
             rows: [any number, inputs] in the dtype of `weight`.
             weight: [outputs, inputs] for which `can_multiply` holds.
             bias: [outputs] in this dtype, or None.
-            gated: the first half of the outputs are gates of the second half; the result is
-                silu(gate) * other.
+            gated: the outputs are gate, then up; the result is silu(gate) * up.
 
         Returns:
             [rows, outputs], or [rows, outputs / 2] if gated.

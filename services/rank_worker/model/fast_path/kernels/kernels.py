@@ -29,7 +29,9 @@ _WIDE_HEAD_DIM = 128
 _LANES = 8
 """Threads that share a key; equal to LANES of the source."""
 _ROW_THREADS = 256
+"""Threads of a group that computes an activation."""
 _ROW_THREADS_MAX = 512
+"""Most threads of a group that normalizes a row; each reads a vector at a time."""
 _VECTOR_BYTES = 16
 
 
@@ -103,6 +105,8 @@ class Kernels:
 
     def find_fault(self, shape: AttentionShape, weight: mx.array) -> str:
         """Compile and run all kernels once; return why they cannot serve, "" if they can.
+
+        Without a kernel for products of few rows the others still serve, and MLX multiplies.
 
         Args:
             shape: of an attention.
