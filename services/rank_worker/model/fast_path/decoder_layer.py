@@ -17,12 +17,9 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path.forms import LayerForm
+from services.rank_worker.model.fast_path.kernels.attention import AttentionWeights, RowPlaces
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
-from services.rank_worker.model.fast_path.kernels.kernels import (
-    AttentionWeights,
-    Kernels,
-    RowPlaces,
-)
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.merged_linear import (
     MergedLinear,
     SummedLinear,
@@ -129,7 +126,7 @@ class DecoderLayer:
         if tokens.places is not None:
             assert self._kernels is not None
             keys, values = cache.arrays if isinstance(cache, RowLayer) else cache
-            attended = self._kernels.attend(
+            attended = self._kernels.attention.attend(
                 self.form.shape, self._weights, qkv, keys, values, tokens.places, table
             )
         else:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
-from services.rank_worker.model.fast_path.kernels.kernels import AttentionShape
+from services.rank_worker.model.fast_path.kernels.attention import AttentionShape
 from services.rank_worker.model.fast_path.merged_linear import can_merge
 from services.rank_worker.model.fast_path.rotation import Rotation, read_rotation
 from services.rank_worker.model.sharding.mlp_split import is_linear

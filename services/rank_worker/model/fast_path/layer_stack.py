@@ -13,11 +13,8 @@ from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path.decoder_layer import DecoderLayer, NewTokens, Pair
 from services.rank_worker.model.fast_path.forms import StackForm
-from services.rank_worker.model.fast_path.kernels.kernels import (
-    Kernels,
-    RowPlaces,
-    tile_count,
-)
+from services.rank_worker.model.fast_path.kernels.attention import RowPlaces, tile_count
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.rotation import Rotation
 from services.rank_worker.model.forward import Observe
 

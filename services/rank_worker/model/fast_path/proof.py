@@ -15,7 +15,7 @@ from mlx import nn
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView, UniformView
-from services.rank_worker.model.fast_path.kernels.kernels import TILE_TOKENS
+from services.rank_worker.model.fast_path.kernels.attention import TILE_TOKENS
 from services.rank_worker.model.fast_path.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
 

@@ -104,7 +104,9 @@ struct Eight {
 #define MIN(one, other) ((one) < (other) ? (one) : (other))
 #define READ(pointer) (*reinterpret_cast<const Eight*>(pointer))
 #define READ_ONCE(pointer) READ(pointer)
+#define NUMBER(eight, index) ((eight).numbers[index])
 #define MULTIPLY_TILES(totals, low, high, given) multiply_tiles(totals, low, high, given)
+#define MULTIPLY_LOW(totals, low, given) multiply_low(totals, low, given)
 namespace group {
 Eight lows[1024], highs[1024], givens[1024];
 }
@@ -125,4 +127,10 @@ inline void multiply_tiles(float* totals, Eight low, Eight high, Eight given) {
     }
   }
   group::wait_for_warp();
+}
+inline void multiply_low(float* totals, Eight low, Eight given) {
+  float all[4] = {totals[0], totals[1], 0.0f, 0.0f};
+  multiply_tiles(all, low, Eight{}, given);
+  totals[0] = all[0];
+  totals[1] = all[1];
 }

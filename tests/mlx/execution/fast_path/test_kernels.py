@@ -9,9 +9,10 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from services.rank_worker.model.fast_path.kernels import few_rows
+from services.rank_worker.model.fast_path.kernels import attention
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
 
 NVCC = shutil.which("nvcc")
@@ -27,6 +28,20 @@ def test_kernels_compute_and_write_like_mlx_lm_for_every_attention_shape(
 ) -> None:
     """They pass the proof: an empty row, a short one and one of two tiles, in another order."""
     opened = open_of(make(kind, query_heads, kv_heads, head_dim), device="metal")
+    assert opened.state == "fast path with kernels"
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize(
+    ("kind", "query_heads", "kv_heads", "head_dim"),
+    [SHAPES[0], *(pytest.param(*one, marks=pytest.mark.proof) for one in SHAPES[1:])],
+)
+def test_attention_of_tensor_cores_computes_and_writes_like_mlx_lm(
+    kind: str, query_heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It passes the same proof. Here its products are of numbers of 4 bytes."""
+    monkeypatch.setattr(attention, "TENSOR_DTYPES", (mx.float32,))
+    opened = open_of(make(kind, query_heads, kv_heads, head_dim), device="cuda")
     assert opened.state == "fast path with kernels"
 
 
@@ -105,7 +120,9 @@ _ARGUMENTS = {
     "silu_product": ("gate_up", "product"),
     "few_rows": ("rows weight bias", "product"),
 }
-_HEADERS = {"few_rows": few_rows.HEADER}
+_CONSTANTS["tensor_attention"] = _CONSTANTS["decode_attention"]
+_ARGUMENTS["tensor_attention"] = _ARGUMENTS["decode_attention"]
+_HEADERS = {"few_rows": HEADER, "tensor_attention": HEADER}
 
 
 @pytest.mark.proof

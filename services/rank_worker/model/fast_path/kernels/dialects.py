@@ -7,7 +7,10 @@ differently. MLX writes the function's head: inputs, outputs and the template's 
 import dataclasses
 from pathlib import Path
 
+import mlx.core as mx
+
 _FOLDER = Path(__file__).parent
+_VECTOR_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,8 +86,28 @@ def read_source(name: str) -> str:
     MLX hashes the source each time that a kernel is started.
 
     Args:
-        name: of a file of this folder, such as `add_norm`.
+        name: of a file of this folder, such as `add_norm`. A line `#include "one.kernel"` in it
+            stands for the text of that file.
     """
     lines = (_FOLDER / f"{name}.kernel").read_text().splitlines()
     code = (line.partition("//")[0].strip() for line in lines)
-    return "\n".join(filter(None, code)) + "\n"
+    return "".join(map(_included, filter(None, code)))
+
+
+def _included(line: str) -> str:
+    if not line.startswith("#include"):
+        return line + "\n"
+    return read_source(line.split('"')[1].removesuffix(".kernel"))
+
+
+def vector_size(count: int, dtype: mx.Dtype) -> int:
+    """Return how many numbers a thread reads at once: a divisor of `count`.
+
+    Args:
+        count: numbers side by side.
+        dtype: of the numbers.
+    """
+    size = _VECTOR_BYTES // dtype.size
+    while count % size:
+        size //= 2
+    return size

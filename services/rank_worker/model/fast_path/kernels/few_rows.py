@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
+from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 
 ROWS_MAX = 16
 """Most rows of a product for which the kernel is faster."""
@@ -21,39 +22,6 @@ _CHUNK = 32
 _GROUPS_ENOUGH = 264
 """Groups that keep all processors of a GPU busy; with fewer, each gets more warps."""
 _DTYPES = (mx.bfloat16, mx.float16)
-
-HEADER = (
-    CUDA.header
-    + """
-#define EIGHT uint4
-#define ZEROS make_uint4(0, 0, 0, 0)
-#define MIN(one, other) ((one) < (other) ? (one) : (other))
-#define READ(pointer) __ldg(reinterpret_cast<const uint4*>(pointer))
-#define READ_ONCE(pointer) lockstep_read_once(pointer)
-#define MULTIPLY_TILES(totals, low, high, given) lockstep_multiply(totals, low, high, given, T())
-static __device__ __forceinline__ uint4 lockstep_read_once(const void* pointer) {
-  uint4 read;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(read.x), "=r"(read.y), "=r"(read.z), "=r"(read.w) : "l"(pointer));
-  return read;
-}
-#define LOCKSTEP_MULTIPLY(type, name)                                                            \\
-  static __device__ __forceinline__ void lockstep_multiply(                                      \\
-      float* totals, uint4 low, uint4 high, uint4 given, type) {                                 \\
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 "                  \\
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                  \\
-        : "+f"(totals[0]), "+f"(totals[1]), "+f"(totals[2]), "+f"(totals[3])                     \\
-        : "r"(low.x), "r"(high.x), "r"(low.y), "r"(high.y), "r"(given.x), "r"(given.y));         \\
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 "                  \\
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                  \\
-        : "+f"(totals[0]), "+f"(totals[1]), "+f"(totals[2]), "+f"(totals[3])                     \\
-        : "r"(low.z), "r"(high.z), "r"(low.w), "r"(high.w), "r"(given.z), "r"(given.w));         \\
-  }
-LOCKSTEP_MULTIPLY(__nv_bfloat16, "bf16")
-LOCKSTEP_MULTIPLY(__half, "f16")
-"""
-)
-"""Definitions before the kernel's function."""
 
 
 class FewRows:

@@ -1,0 +1,254 @@
+"""Kernels of attention. Owns the choice of the kernel, and how a row's tokens are divided.
+
+Lengths and tile counts are arguments, not template constants: each new constant compiles a kernel
+anew, which takes seconds on CUDA.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import mlx.core as mx
+
+from services.rank_worker.model.fast_path.kernels.dialects import (
+    CUDA,
+    Dialect,
+    read_source,
+    vector_size,
+)
+from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
+from shared.log import Log
+
+_log = Log("rank_worker.fast_path")
+
+TILE_TOKENS = 256
+"""Tokens that one group of threads sums up. A row's result depends on it, and on nothing else of
+the batch."""
+_THREADS = 128
+"""Threads of a group; with 256, fewer groups fit on a processor of a GPU."""
+_HEADS_MAX = 5
+"""Query heads of a group; more of them do not fit into the registers of its threads."""
+_TENSOR_HEADS_MAX = 8
+"""Query heads of a group whose products tensor cores compute: the rows of half a tile."""
+_WIDE_HEAD_DIM = 128
+"""From this width on, fewer heads fit, and none with tensor cores."""
+TENSOR_DTYPES: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)
+"""What tensor cores multiply."""
+_LANES = 8
+"""Threads that share a key; equal to LANES of the source. They read 8 numbers with tensor cores."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What an attention's kernels are compiled for."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    """Numbers per head; a multiple of 8."""
+    rotated: int
+    """Numbers of a head that the rotary embedding changes; 0: none."""
+    is_traditional: bool
+    """Rotated pairs stand beside each other, not half of `rotated` apart."""
+    normalizes: bool
+    """Queries and keys are normalized per head."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Arrays of one layer's attention that its kernel reads."""
+
+    query_norm: mx.array
+    """[head_dim] in the model's dtype; any array if heads are not normalized."""
+    key_norm: mx.array
+    """The same for keys."""
+    constants: mx.array
+    """float32 [3]: factor of the scores, epsilon of the queries' norm, epsilon of the keys'."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowPlaces:
+    """The rows of one decode in the KV arrays."""
+
+    lengths: mx.array
+    """int32 [rows]: tokens in each row before this decode."""
+    slots: mx.array
+    """int32 [rows]: index of each row in the arrays."""
+    tiles: int
+    """Tiles of TILE_TOKENS that the longest row needs, its new token included."""
+
+
+class Attention:
+    """Starts the kernels of attention on one kind of GPU. Compiled kernels are kept by MLX."""
+
+    def __init__(self, make: Any, dialect: Dialect) -> None:
+        """Prepare; nothing is compiled yet.
+
+        Args:
+            make: `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`.
+            dialect: of the GPU.
+        """
+        inputs = ["qkv", "keys", "values", "lengths", "slots", "rotations"]
+        inputs += ["query_weight", "key_weight", "constants"]
+
+        def kernel(name: str, header: str) -> Any:
+            return make(
+                name=f"lockstep_{name}",
+                input_names=inputs,
+                output_names=["attended", "tile_sums"],
+                source=dialect.prologue + read_source(name),
+                header=header,
+                # A copy of keys and values would be written instead of the row.
+                ensure_row_contiguous=False,
+            )
+
+        self._attend = kernel("decode_attention", dialect.header)
+        self._tensor_attend = kernel("tensor_attention", HEADER) if dialect is CUDA else None
+        """Uses tensor cores; None: this GPU has none that it can use."""
+        self._add_tiles = make(
+            name="lockstep_add_tiles",
+            input_names=["tile_sums", "lengths"],
+            output_names=["attended"],
+            source=dialect.prologue + read_source("add_tiles"),
+            header=dialect.header,
+        )
+
+    def find_fault(self, shape: AttentionShape, dtype: mx.Dtype) -> str:
+        """Compile and run the kernels once; return why they cannot serve, "" if they can.
+
+        Without the kernel for tensor cores the other one serves.
+
+        Args:
+            shape: of an attention.
+            dtype: of the model.
+        """
+        if shape.head_dim % _LANES:
+            return f"no kernel for heads of {shape.head_dim} numbers"
+        if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
+            try:
+                self._try(shape, dtype)
+            except (RuntimeError, ValueError) as error:
+                _log.info("no_tensor_cores", detail=str(error).splitlines()[0])
+                self._tensor_attend = None
+        try:
+            self._try(shape, dtype)
+        except (RuntimeError, ValueError) as error:
+            return f"a kernel does not run ({str(error).splitlines()[0]})"
+        return ""
+
+    def _try(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
+        """Attend to one row, of one tile and of two."""
+        heads = shape.query_heads + 2 * shape.kv_heads
+        row = mx.zeros((1, shape.kv_heads, TILE_TOKENS + 1, shape.head_dim), dtype=dtype)
+        norm = mx.zeros((shape.head_dim,), dtype=dtype)
+        weights = AttentionWeights(norm, norm, mx.ones((3,), dtype=mx.float32))
+        qkv = mx.ones((1, heads * shape.head_dim), dtype=dtype)
+        rotations = mx.ones((1, shape.rotated), dtype=mx.float32) if shape.rotated else None
+        for length in (1, TILE_TOKENS):
+            places = RowPlaces(mx.array([length]), mx.array([0]), tile_count(length))
+            mx.eval(self.attend(shape, weights, qkv, row, row, places, rotations))
+
+    def attend(
+        self,
+        shape: AttentionShape,
+        weights: AttentionWeights,
+        qkv: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: RowPlaces,
+        rotations: mx.array | None,
+    ) -> mx.array:
+        """Write the new key and value of each row, and attend to all tokens of the row.
+
+        Args:
+            shape: of the attention.
+            weights: of the layer.
+            qkv: [rows, (query_heads + 2 * kv_heads) * head_dim], row-contiguous: new queries, keys
+                and values before norm and rotation.
+            keys: [row_count, kv_heads, room, head_dim], row-contiguous, changed in place. MLX does
+                not know of the change: all other work on them must begin after this is computed.
+            values: like `keys`.
+            places: where the rows are in these arrays.
+            rotations: table of `Rotation`, `rotated` numbers per row; None: heads are not rotated.
+
+        Returns:
+            [rows, query_heads * head_dim] in the dtype of `qkv`.
+        """
+        rows, dtype, tiles = qkv.shape[0], qkv.dtype, places.tiles
+        kernel, heads = self._attend, _divisor(shape, _heads_max(shape))
+        if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
+            kernel, heads = self._tensor_attend, _divisor(shape, _TENSOR_HEADS_MAX)
+        # One tile gives the result, several give sums of tiles. The kernel sees which.
+        result = (rows, shape.query_heads * shape.head_dim)
+        sums = (rows, shape.query_heads, tiles, shape.head_dim + 2)
+        attended, tile_sums = kernel(
+            inputs=[
+                *(qkv, keys, values, places.lengths, places.slots),
+                weights.constants if rotations is None else rotations,
+                *(weights.query_norm, weights.key_norm, weights.constants),
+            ],
+            template=_template(shape, dtype, heads),
+            grid=(tiles * _THREADS, shape.query_heads // heads, rows),
+            threadgroup=(_THREADS, 1, 1),
+            output_shapes=[result, (1,)] if tiles == 1 else [(1,), sums],
+            output_dtypes=[dtype, mx.float32],
+        )
+        done: mx.array = attended if tiles == 1 else self._add_up(tile_sums, places, shape, dtype)
+        return done
+
+    def _add_up(
+        self, tile_sums: mx.array, places: RowPlaces, shape: AttentionShape, dtype: mx.Dtype
+    ) -> Any:
+        rows = tile_sums.shape[0]
+        (attended,) = self._add_tiles(
+            inputs=[tile_sums, places.lengths],
+            template=[
+                ("T", dtype),
+                ("HEAD_DIM", shape.head_dim),
+                ("QUERY_HEADS", shape.query_heads),
+                ("THREADS", _THREADS),
+                ("TILE", TILE_TOKENS),
+            ],
+            grid=(_THREADS, shape.query_heads, rows),
+            threadgroup=(_THREADS, 1, 1),
+            output_shapes=[(rows, shape.query_heads * shape.head_dim)],
+            output_dtypes=[dtype],
+        )
+        return attended
+
+
+def tile_count(length_max: int) -> int:
+    """Return how many tiles a row of `length_max` tokens and its new token need."""
+    return length_max // TILE_TOKENS + 1
+
+
+def _heads_max(shape: AttentionShape) -> int:
+    return _HEADS_MAX if shape.head_dim <= _WIDE_HEAD_DIM else _HEADS_MAX // 2
+
+
+def _fits_tensor_cores(shape: AttentionShape, dtype: mx.Dtype) -> bool:
+    return dtype in TENSOR_DTYPES and shape.head_dim <= _WIDE_HEAD_DIM
+
+
+def _divisor(shape: AttentionShape, heads_max: int) -> int:
+    """Return how many query heads share a group of threads: a divisor of the heads per key head."""
+    heads_per_key = shape.query_heads // shape.kv_heads
+    return max(one for one in range(1, heads_max + 1) if heads_per_key % one == 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _template(shape: AttentionShape, dtype: mx.Dtype, heads: int) -> list[tuple[str, Any]]:
+    return [
+        ("T", dtype),
+        ("HEAD_DIM", shape.head_dim),
+        ("HEADS", heads),
+        ("HEADS_PER_KEY", shape.query_heads // shape.kv_heads),
+        ("QUERY_HEADS", shape.query_heads),
+        ("KV_HEADS", shape.kv_heads),
+        ("VECTOR_SIZE", vector_size(shape.head_dim // _LANES, dtype)),
+        ("THREADS", _THREADS),
+        ("TILE", TILE_TOKENS),
+        ("NORMALIZES", shape.normalizes),
+        ("TRADITIONAL", shape.is_traditional),
+        ("ROTATED", shape.rotated),
+    ]
