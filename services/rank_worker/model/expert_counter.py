@@ -8,7 +8,7 @@ once in some steps, with the results of the step.
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -88,6 +88,22 @@ class ExpertCounter:
         for shape, group in itertools.groupby(noted, lambda one: one[1].shape):
             self._add([*group], shape[-1], real)
             self._is_new = True
+
+    def take_noted(self) -> list[tuple[int, mx.array]]:
+        """Return the calls since the forward began, and forget them.
+
+        A graph that MLX compiles has them as results, and `note` gets these in each forward.
+
+        Returns:
+            (index of the layer among those of experts, experts of its tokens, integer [..., k]).
+        """
+        noted = self._noted.copy()
+        self._noted.clear()
+        return noted
+
+    def note(self, calls: Iterable[tuple[int, mx.array]]) -> None:
+        """Note calls of the forward that is being built, as `take_noted` returned them."""
+        self._noted.extend(calls)
 
     def take_new(self, step_id: int) -> tuple[mx.array | None, bool]:
         """Return the counts to compute with a step, and whether they are read at its end.

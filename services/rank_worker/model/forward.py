@@ -80,7 +80,8 @@ class Forward:
         """Reduces the hidden states that the head receives; None: the head receives all."""
         self._given: mx.array | None = None
         """Hidden states [rows, count, dim] that replace the output of the layers."""
-        self._expert_counter: ExpertCounter | None = None
+        self.expert_counter: ExpertCounter | None = None
+        """Counts the assignments of each forward; None: they are not counted."""
         self.keeps_hidden = False
         """Whether each forward stores its hidden states in `hidden`."""
         self.hidden: mx.array | None = None
@@ -102,7 +103,7 @@ class Forward:
                 "its layers than with all: choose another world.sharding."
             )
         # Not before: the forwards above only find out how the model is built.
-        self._expert_counter = expert_counter
+        self.expert_counter = expert_counter
 
     @property
     def can_embed(self) -> bool:
@@ -291,9 +292,9 @@ class Forward:
         Returns:
             Logits [rows, count, vocab].
         """
-        if self._expert_counter is None:
+        if self.expert_counter is None:
             return self._logits(tokens, cache=caches)
-        with self._expert_counter.forward(real, fills=fills):
+        with self.expert_counter.forward(real, fills=fills):
             return self._logits(tokens, cache=caches)
 
     def _try_to_select(self, inner: nn.Module) -> bool:

@@ -58,10 +58,11 @@ class ModelParts:
             parts.append((draft_model, "drafting", NO_LAYER))
         self._boundaries = [self._make_boundary(*one) for one in parts]
         self._boundaries += [
-            self._make_switch(switch)
+            self._make_expert_layer(layer)
             for module, part, _ in parts
             if part == "experts"
-            for switch in filter(is_switch, module.modules())
+            for layer in module.modules()
+            if any(map(is_switch, layer.children().values()))
         ]
         self._by_module = {id(one.module): one for one in self._boundaries}
         self._replaced = replaced_layers(model)
@@ -128,14 +129,18 @@ class ModelParts:
         timed = type(original.__name__, (original,), methods)
         return _Boundary(module, part, layer, size, original, timed)
 
-    def _make_switch(self, module: nn.Module) -> _Boundary:
-        """Count the bytes of a matrix per expert, of which a step reads only the chosen ones."""
+    def _make_expert_layer(self, module: nn.Module) -> _Boundary:
+        """Count the bytes of the experts of a layer, of which a step reads only the chosen ones."""
         original: Any = type(module)
-        size = _bytes(module)
+        switches: list[Any] = [one for one in module.children().values() if is_switch(one)]
+        count = int(switches[0].num_experts)
+        size = sum(map(_bytes, switches)) // count
+        local = getattr(original, "local_experts", None)
+        own = local.experts if local is not None else range(count)
 
         def call(one: Any, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> Any:
             assert self._timer is not None
-            self._timer.add_chosen_bytes("experts", size // one.num_experts, indices)
+            self._timer.add_chosen_bytes("experts", size, indices, own)
             return original.__call__(one, x, indices, *args, **kwargs)
 
         return _Boundary(

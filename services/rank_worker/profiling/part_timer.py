@@ -57,7 +57,7 @@ class PartTimer:
         self._totals = {part: _Total() for part in PARTS}
         self._totals["host"].runs = 1
         self._spans: list[Span] = []
-        self._chosen: list[tuple[Part, int, mx.array]] = []
+        self._chosen: list[tuple[Part, int, mx.array, range]] = []
 
     @contextlib.contextmanager
     def part(self, part: Part, layer: int = NO_LAYER) -> Iterator[None]:
@@ -107,15 +107,16 @@ class PartTimer:
         """Add bytes that a part has moved."""
         self._totals[part].bytes += count
 
-    def add_chosen_bytes(self, part: Part, count: int, chosen: mx.array) -> None:
+    def add_chosen_bytes(self, part: Part, count: int, chosen: mx.array, own: range) -> None:
         """Add the bytes of those matrices that a part reads.
 
         Args:
             part: the part.
             count: bytes of one matrix.
             chosen: numbers of matrices, integers of any shape; counted when the step has ended.
+            own: numbers of the matrices that this rank has.
         """
-        self._chosen.append((part, count, chosen))
+        self._chosen.append((part, count, chosen, own))
 
     def finish(
         self, rank: int, step_id: int, kv_bytes: int, bytes_per_s: float = 0.0
@@ -129,8 +130,10 @@ class PartTimer:
             bytes_per_s: what the device can move, 0 if that is not known.
         """
         seconds = self._mark() - self._began_s
-        for part, count, chosen in self._chosen:
-            self.add_bytes(part, count * np.unique(np.array(chosen)).size)
+        for part, count, chosen, own in self._chosen:
+            numbers = np.unique(np.array(chosen).astype(np.int64))
+            read = int(np.count_nonzero((numbers >= own.start) & (numbers < own.stop)))
+            self.add_bytes(part, count * read)
         return StepProfile(
             rank=rank,
             step_id=step_id,

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
+from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.decoder_layer import DecoderLayer, NewTokens, Pair
 from services.rank_worker.model.fast_path.forms import StackForm
 from services.rank_worker.model.fast_path.kernels.attention import RowPlaces, tile_count
@@ -23,13 +24,20 @@ class LayerStack:
     """A model without its head: token ids -> hidden states after the last norm."""
 
     def __init__(
-        self, form: StackForm, kernels: Kernels | None, *, on_cpu: bool, batch_invariant: bool
+        self,
+        form: StackForm,
+        kernels: Kernels | None,
+        counter: ExpertCounter | None = None,
+        *,
+        on_cpu: bool,
+        batch_invariant: bool,
     ) -> None:
         """Merge the weights of all layers; waits for the device.
 
         Args:
             form: the model's modules, with their weights in memory.
             kernels: of the device; None: MLX's operations are used.
+            counter: notes the calls of layers of experts; None: they are not counted.
             on_cpu: whether the model runs on the CPU.
             batch_invariant: what a decode computes for a row must not depend on the other rows.
         """
@@ -50,10 +58,12 @@ class LayerStack:
         self._rotations: dict[int, Rotation] = {
             id(one.rotation): one.rotation for one in form.layers if one.rotation is not None
         }
-        self._compiles = kernels is not None and all(one.has_gated_mlp for one in form.layers)
-        """Experts are counted while their graph is built, so it must be built for each step."""
-        self._compiled: dict[int, Callable[..., mx.array]] = {}
-        """The decode, by the number of tiles."""
+        self._counter = counter
+        self._compiled: dict[int, Callable[..., list[mx.array]]] = {}
+        """The decode, by the number of tiles: hidden states, then the experts of each layer that
+        the counter has noted."""
+        self._noted_layers: list[int] = []
+        """What the counter calls these layers."""
         self.observe: Observe | None = None
         """Calls the parts of the layers while a step is measured; None: nothing is measured."""
 
@@ -101,12 +111,25 @@ class LayerStack:
     def _decode(self, tokens: mx.array, view: InPlaceView, caches: Sequence[RowLayer]) -> mx.array:
         tiles = tile_count(view.longest)
         arrays = [array for cache in caches for array in cache.arrays]
-        if self.observe is not None or not self._compiles:
+        if self.observe is not None:
             return self._decode_in_place(tiles, tokens, view.lengths, view.slots, *arrays)
         if tiles not in self._compiled:
-            decode = functools.partial(self._decode_in_place, tiles)
+            decode = functools.partial(self._decode_and_note, tiles)
             self._compiled[tiles] = mx.compile(decode)
-        return self._compiled[tiles](tokens, view.lengths, view.slots, *arrays)
+        hidden, *experts = self._compiled[tiles](tokens, view.lengths, view.slots, *arrays)
+        if self._counter is not None:
+            self._counter.note(zip(self._noted_layers, experts, strict=True))
+        return hidden
+
+    def _decode_and_note(self, tiles: int, *args: mx.array) -> list[mx.array]:
+        """Build a decode; return also the arrays that layers of experts note while it is built."""
+        hidden = self._decode_in_place(tiles, *args)
+        if self._counter is None:
+            return [hidden]
+        noted = self._counter.take_noted()
+        # All decodes call the same layers in the same order.
+        self._noted_layers = [layer for layer, _ in noted]
+        return [hidden, *(experts for _, experts in noted)]
 
     def _decode_in_place(
         self, tiles: int, tokens: mx.array, lengths: mx.array, slots: mx.array, *arrays: mx.array

@@ -8,6 +8,7 @@ import mlx.core as mx
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
+from services.rank_worker.model.fast_path.expert_layers import open_expert_kernels
 from services.rank_worker.model.fast_path.forms import StackForm, UnknownForm, read_form
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.layer_stack import LayerStack
@@ -84,7 +85,10 @@ def open_fast_path(
     """
     found = FastPath(None, "mlx-lm's layers")
     if settings is not None:
+        experts = open_expert_kernels(forward.model, settings.device, settings.all_agree)
         found = _open(forward, shape, settings, kv_bits)
+        if experts:
+            found = FastPath(found.stack, f"{found.state}; {experts}")
         if settings.batch_invariant:
             _make_invariant(found, forward, shape)
     if forward.inner is not None:
@@ -105,7 +109,9 @@ def _open(
     kernels, fault = _open_kernels(form, settings, kv_bits)
     invariant = settings.batch_invariant
     on_cpu = settings.device == "cpu"
-    stack = LayerStack(form, kernels, on_cpu=on_cpu, batch_invariant=invariant)
+    stack = LayerStack(
+        form, kernels, forward.expert_counter, on_cpu=on_cpu, batch_invariant=invariant
+    )
     if invariant and not stack.has_plain_matrices:
         raise _refusal("this model's layers have experts, adapters or divided biases")
     difference = find_difference(stack, forward.inner, forward.plain, shape.layers())

@@ -181,7 +181,7 @@ def _compare_layer(
     pairs = [(expected - hidden, found - hidden, hidden)]
     for one, another in zip(_new_tokens(other, lengths), _new_tokens(own, lengths), strict=True):
         pairs.append((one, another, one))
-    return max(_difference(*pair) for pair in pairs)
+    return max(relative_difference(*pair) for pair in pairs)
 
 
 def _new_tokens(cache: RowLayer, lengths: Sequence[int]) -> list[mx.array]:
@@ -190,7 +190,7 @@ def _new_tokens(cache: RowLayer, lengths: Sequence[int]) -> list[mx.array]:
     return [array[rows, :, places] for array in cache.arrays]
 
 
-def _difference(expected: mx.array, found: mx.array, rounded: mx.array) -> float:
+def relative_difference(expected: mx.array, found: mx.array, rounded: mx.array) -> float:
     """Return a relative difference, 0 if rounding may explain it.
 
     Args:

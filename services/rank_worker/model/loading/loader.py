@@ -26,6 +26,7 @@ from services.rank_worker.model.loading.source import ModelSource, inspect_sourc
 from services.rank_worker.model.loading.weights import ModelWeights, load_weights, plan_weights
 from services.rank_worker.model.sharding.apply import apply_split, describe_share
 from services.rank_worker.model.sharding.head_split import HeadSplit, split_head
+from services.rank_worker.model.sharding.local_experts import keep_all
 from services.rank_worker.model.unsharded_traits import UnshardedTraits, read_traits
 from services.rank_worker.peers.collectives import Collectives
 from services.rank_worker.sampling.vocabulary import VocabularyPart
@@ -163,6 +164,7 @@ def open_model(
     # With any other sharding every rank has all layers, and reads the same traits from them.
     traits = read_traits(model) if split.sharding == "pipeline" else None
     sharding = apply_split(model, source.config, split, collectives)
+    keep_all(model)
     if dtype is not None:
         cast_parameters(model, dtype)
     head = split_head(model, split.vocabulary, collectives)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx import nn
@@ -67,8 +67,26 @@ def device_wait_tokens(model: nn.Module) -> int | None:
     Args:
         model: must have been called once, so that the number of experts per token is known.
     """
-    layers = [getattr(type(module), "local_experts", None) for module in model.modules()]
-    return min((one.device_wait_tokens for one in layers if one is not None), default=None)
+    found = (one.device_wait_tokens for _, one in expert_layers(model) if one.has_foreign)
+    return min(found, default=None)
+
+
+def expert_layers(model: nn.Module) -> list[tuple[nn.Module, "LocalExperts"]]:
+    """Return the layers that `keep_local` or `keep_all` has changed, and what computes them."""
+    layers = [(one, getattr(type(one), "local_experts", None)) for one in model.modules()]
+    return [(module, local) for module, local in layers if local is not None]
+
+
+def keep_all(model: nn.Module) -> None:
+    """Let a rank with all experts choose how it computes forwards of few tokens, as others do.
+
+    Args:
+        model: its layers without a call of `keep_local` are changed in place.
+    """
+    for module in model.modules():
+        switches = [child for child in module.children().values() if is_switch(child)]
+        if len(switches) > 1 and not hasattr(type(module), "local_experts"):
+            keep_local(module, 0, int(switches[0].num_experts))
 
 
 def keep_local(experts: nn.Module, first: int, stop: int) -> None:
@@ -83,7 +101,7 @@ def keep_local(experts: nn.Module, first: int, stop: int) -> None:
     """
     switches = [child for child in experts.children().values() if is_switch(child)]
     total = int(switches[0].num_experts)
-    for switch in switches:
+    for switch in switches if stop - first < total else []:
         for name, value in switch.items():
             if isinstance(value, mx.array):
                 switch[name] = value[first:stop]
@@ -104,8 +122,31 @@ def is_switch(module: Any) -> bool:
     return isinstance(module, SwitchLinear | QuantizedSwitchLinear)
 
 
+class FewTokens(Protocol):
+    """Computes layers of experts for few tokens."""
+
+    def takes(self, tokens: int, experts_per_token: int) -> bool:
+        """Tell whether it computes a forward of this size."""
+
+    def __call__(
+        self, layer: Any, x: mx.array, indices: mx.array, local: range, total: int
+    ) -> mx.array:
+        """Compute a layer.
+
+        Args:
+            layer: the layer.
+            x: [tokens, dim].
+            indices: integer [tokens, k], experts of the whole model.
+            local: those whose weights the layer has.
+            total: number of experts of the whole model.
+
+        Returns:
+            [tokens, k, dim]; zeros for experts that are not local.
+        """
+
+
 class LocalExperts:
-    """Computes this rank's experts of a layer, with zeros for the experts of other ranks."""
+    """Computes this rank's experts of a layer, with zeros for other ranks' experts, if any."""
 
     def __init__(
         self, original: type[nn.Module], first: int, count: int, total: int, expert_weights: int
@@ -125,6 +166,8 @@ class LocalExperts:
         """The model's indices of the local experts."""
         self.total = total
         """Number of the layer's experts on all ranks together."""
+        self.few: FewTokens | None = None
+        """Computes forwards of few tokens; None: mlx-lm's code does."""
         self._expert_weights = expert_weights
         self._experts_per_token = 1
         self._bounds = mx.array(first, mx.int32), mx.array(count, mx.int32)
@@ -144,6 +187,12 @@ class LocalExperts:
         self._experts_per_token = indices.shape[-1]
         tokens = indices.size // self._experts_per_token
         is_plain = math.prod(x.shape[:-1]) == tokens
+        if self.few is not None and is_plain and self.few.takes(tokens, self._experts_per_token):
+            rows, chosen = x.reshape(tokens, -1), indices.reshape(tokens, -1)
+            found = self.few(module, rows, chosen, self.experts, self.total)
+            return found.reshape(*indices.shape, -1)
+        if not self.has_foreign:
+            return self.run_plainly(module, x, indices)
         if _MAY_WAIT.get() and is_plain and tokens >= self.device_wait_tokens:
             return self._run_own(module, x, indices)
         substitute = mx.array(0, mx.int32)
@@ -151,8 +200,18 @@ class LocalExperts:
             # Any expert that is read anyway. With more assignments, expert 0 most likely is.
             substitute = _local_or_zero(indices, first, count).max()
         local, mapped = _map_to_local(indices, first, count, substitute)
-        y: mx.array = self._original.__call__(module, x, mapped)
+        y = self.run_plainly(module, x, mapped)
         return mx.where(local[..., None], y, mx.array(0, y.dtype))
+
+    @property
+    def has_foreign(self) -> bool:
+        """Whether other ranks have experts of the layer."""
+        return self._count < self.total
+
+    def run_plainly(self, module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+        """Run the layer by mlx-lm's code; `indices` count from the first local expert."""
+        y: mx.array = self._original.__call__(module, x, indices)
+        return y
 
     @property
     def device_wait_tokens(self) -> int:
@@ -177,7 +236,7 @@ class LocalExperts:
         # The padding rows are foreign assignments, whose results are dropped: use any expert.
         chosen = mx.minimum(mapped[taken], count - 1)
         tokens = x.reshape(-1, x.shape[-1])[taken // k]
-        y = self._original.__call__(module, tokens, chosen[:, None])[:, 0]
+        y = self.run_plainly(module, tokens, chosen[:, None])[:, 0]
         with_zeros = mx.concatenate([y, mx.zeros((1, y.shape[-1]), y.dtype)])
         places = mx.where(local, mx.argsort(by_expert), rows)
         return with_zeros[places].reshape(*indices.shape, y.shape[-1])

@@ -20,6 +20,8 @@ import numpy as np
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+_KINDS = {mx.float32: "float", mx.int32: "int", mx.uint32: "unsigned"}
+_NUMPY: dict[mx.Dtype, Any] = {mx.float32: np.float32, mx.int32: np.int32}
 _SHIM = Path(__file__).with_name("metal_on_cpu.h")
 
 
@@ -49,7 +51,10 @@ class KernelOnCpu:
         """Run the kernel; inputs that it writes are changed in place."""
         function = self._compile(inputs, template, output_dtypes)
         given = [_view(one) for one in inputs]
-        results = [np.full(shape, np.nan, dtype=np.float32) for shape in output_shapes]
+        results = [
+            np.full(shape, np.nan if kind == mx.float32 else -1, dtype=_NUMPY[kind])
+            for shape, kind in zip(output_shapes, output_dtypes, strict=True)
+        ]
         groups = [-(-size // width) for size, width in zip(grid, threadgroup, strict=True)]
         pointers = [one.ctypes.data_as(ctypes.c_void_p) for one in (*given, *results)]
         shapes = [(ctypes.c_int * one.ndim)(*one.shape) for one, name in self._with_shape(inputs)]
@@ -66,13 +71,12 @@ class KernelOnCpu:
         self, inputs: list[mx.array], template: list[tuple[str, Any]], dtypes: list[mx.Dtype]
     ) -> Any:
         made = self._made
-        kinds = {mx.float32: "float", mx.int32: "int"}
         pointers = [
-            f"const {kinds[one.dtype]}* {name}"
+            f"const {_KINDS[one.dtype]}* {name}"
             for one, name in zip(inputs, made["input_names"], strict=True)
         ]
         pointers += [
-            f"{kinds[one]}* {name}" for one, name in zip(dtypes, made["output_names"], strict=True)
+            f"{_KINDS[one]}* {name}" for one, name in zip(dtypes, made["output_names"], strict=True)
         ]
         shapes = [f"const int* {name}_shape" for _, name in self._with_shape(inputs)]
         constants = "".join(map(_constant, template))

@@ -104,6 +104,12 @@ struct Eight {
 #define MIN(one, other) ((one) < (other) ? (one) : (other))
 #define READ(pointer) (*reinterpret_cast<const Eight*>(pointer))
 #define READ_ONCE(pointer) READ(pointer)
+inline int atomic_add(int* pointer, int number) {
+  const int before = *pointer;
+  *pointer += number;
+  return before;
+}
+#define ATOMIC_ADD(pointer, number) atomic_add(pointer, number)
 #define NUMBER(eight, index) ((eight).numbers[index])
 #define MULTIPLY_TILES(totals, low, high, given) multiply_tiles(totals, low, high, given)
 #define MULTIPLY_LOW(totals, low, given) multiply_low(totals, low, given)

@@ -8,9 +8,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx import nn
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from services.rank_worker.model.fast_path.kernels import attention
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
+from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
@@ -40,7 +42,7 @@ def test_attention_of_tensor_cores_computes_and_writes_like_mlx_lm(
     kind: str, query_heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It passes the same proof. Here its products are of numbers of 4 bytes."""
-    monkeypatch.setattr(attention, "TENSOR_DTYPES", (mx.float32,))
+    monkeypatch.setattr(attention, "DTYPES", (mx.float32,))
     opened = open_of(make(kind, query_heads, kv_heads, head_dim), device="cuda")
     assert opened.state == "fast path with kernels"
 
@@ -96,9 +98,37 @@ def test_product_of_few_rows_is_that_of_mlx_and_does_not_depend_on_other_rows(
     assert mx.array_equal(alone[0], found[-1]).item()
 
 
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize(
+    ("tokens", "local"), [(1, range(12)), (6, range(4, 9)), (19, range(12)), (3, range(11, 12))]
+)
+def test_experts_of_few_tokens_are_those_of_mlx_lm_and_zero_for_other_ranks(
+    tokens: int, local: range
+) -> None:
+    """Also where an expert has more tokens than a group computes at once, and where it has none."""
+    mx.random.seed(tokens)
+    layer = SwitchGLU(64, 40, 12)
+    layer.down_proj.weight = mx.random.normal((12, 64, 32))
+    layer.gate_proj.weight = mx.random.normal((12, 32, 64))
+    layer.up_proj.weight = mx.random.normal((12, 32, 64))
+    x = mx.random.normal((tokens, 64))
+    # Few experts are chosen often.
+    chances = mx.random.normal((tokens, 12)) + mx.arange(12) * 0.5
+    indices = mx.argpartition(-chances, kth=3, axis=-1)[:, :4]
+    whole = layer(x, indices)
+    is_local = (indices >= local.start) & (indices < local.stop)
+    for one in (layer.gate_proj, layer.up_proj, layer.down_proj):
+        one.weight = mx.contiguous(one.weight[local.start : local.stop])
+    found = FewExperts()(layer, x, indices, local, 12)
+    expected = mx.where(is_local[..., None], whole, 0)
+    assert mx.allclose(found, expected, rtol=1e-4, atol=1e-3).item()
+    alone = FewExperts()(layer, x[-1:], indices[-1:], local, 12)
+    assert mx.array_equal(alone[0], found[-1]).item()
+
+
 _BFLOAT16 = "__nv_bfloat16"
 _TYPES = {"lengths": "int", "slots": "int", "rotations": "float", "constants": "float"}
-_TYPES |= {"tile_sums": "float"}
+_TYPES |= {"tile_sums": "float", "experts": "unsigned", "groups": "int"}
 _CONSTANTS = {
     "decode_attention": (
         {"HEAD_DIM": 128, "HEADS": 4, "HEADS_PER_KEY": 4, "QUERY_HEADS": 32, "KV_HEADS": 8}
@@ -122,7 +152,16 @@ _ARGUMENTS = {
 }
 _CONSTANTS["tensor_attention"] = _CONSTANTS["decode_attention"]
 _ARGUMENTS["tensor_attention"] = _ARGUMENTS["decode_attention"]
-_HEADERS = {"few_rows": HEADER, "tensor_attention": HEADER}
+_CONSTANTS["expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SLOTS": 8, "FILLS": 1}
+_ARGUMENTS["expert_products"] = ("rows weight up experts groups", "product")
+_CONSTANTS["group_experts"] = {"FIRST": 0, "COUNT": 128, "PAIRS_MAX": 2048, "THREADS": 1024}
+_ARGUMENTS["group_experts"] = ("experts", "groups")
+_HEADERS = {
+    "expert_products": HEADER,
+    "group_experts": HEADER,
+    "few_rows": HEADER,
+    "tensor_attention": HEADER,
+}
 
 
 @pytest.mark.proof

@@ -16,7 +16,7 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     read_source,
     vector_size,
 )
-from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
+from services.rank_worker.model.fast_path.kernels.tensor_cores import DTYPES, HEADER
 from shared.log import Log
 
 _log = Log("rank_worker.fast_path")
@@ -32,8 +32,6 @@ _TENSOR_HEADS_MAX = 8
 """Query heads of a group whose products tensor cores compute: the rows of half a tile."""
 _WIDE_HEAD_DIM = 128
 """From this width on, fewer heads fit, and none with tensor cores."""
-TENSOR_DTYPES: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)
-"""What tensor cores multiply."""
 _LANES = 8
 """Threads that share a key; equal to LANES of the source. They read 8 numbers with tensor cores."""
 
@@ -227,7 +225,7 @@ def _heads_max(shape: AttentionShape) -> int:
 
 
 def _fits_tensor_cores(shape: AttentionShape, dtype: mx.Dtype) -> bool:
-    return dtype in TENSOR_DTYPES and shape.head_dim <= _WIDE_HEAD_DIM
+    return dtype in DTYPES and shape.head_dim <= _WIDE_HEAD_DIM
 
 
 def _divisor(shape: AttentionShape, heads_max: int) -> int:

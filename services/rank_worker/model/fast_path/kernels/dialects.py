@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent / "sources"
 _VECTOR_BYTES = 16
 
 
@@ -86,7 +86,7 @@ def read_source(name: str) -> str:
     MLX hashes the source each time that a kernel is started.
 
     Args:
-        name: of a file of this folder, such as `add_norm`. A line `#include "one.kernel"` in it
+        name: of a file in `sources`, such as `add_norm`. A line `#include "one.kernel"` in it
             stands for the text of that file.
     """
     lines = (_FOLDER / f"{name}.kernel").read_text().splitlines()

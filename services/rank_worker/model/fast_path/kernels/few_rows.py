@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
-from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
+from services.rank_worker.model.fast_path.kernels.tensor_cores import DTYPES, HEADER
 
 ROWS_MAX = 16
 """Most rows of a product for which the kernel is faster."""
@@ -21,7 +21,6 @@ _CHUNK = 32
 """Inputs of which a warp reads at a time; they must divide those of a matrix."""
 _GROUPS_ENOUGH = 264
 """Groups that keep all processors of a GPU busy; with fewer, each gets more warps."""
-_DTYPES = (mx.bfloat16, mx.float16)
 
 
 class FewRows:
@@ -44,7 +43,7 @@ class FewRows:
         Args:
             dtype: of the model.
         """
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             return f"no product of few rows for {dtype}"
         matrix = mx.zeros((_OUTPUTS, _CHUNK), dtype=dtype)
         try:
@@ -59,7 +58,7 @@ class FewRows:
         Args:
             weight: [outputs, inputs].
         """
-        return weight.dtype in _DTYPES and weight.shape[1] % _CHUNK == 0
+        return weight.dtype in DTYPES and weight.shape[1] % _CHUNK == 0
 
     def multiply(
         self, rows: mx.array, weight: mx.array, bias: mx.array | None, *, gated: bool = False

@@ -6,7 +6,12 @@ It gets these rows' sums for columns lane % 4 * 2 and the next one. Which 8 of t
 thread holds does not matter as long as both sides agree, so it reads 8 that stand side by side.
 """
 
+import mlx.core as mx
+
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA
+
+DTYPES: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)
+"""Types of the numbers that they multiply."""
 
 HEADER = (
     CUDA.header
@@ -14,6 +19,7 @@ HEADER = (
 #define EIGHT uint4
 #define ZEROS make_uint4(0, 0, 0, 0)
 #define NUMBER(eight, index) (reinterpret_cast<T*>(&(eight))[index])
+#define ATOMIC_ADD(pointer, number) atomicAdd(pointer, number)
 #define MIN(one, other) ((one) < (other) ? (one) : (other))
 #define READ(pointer) __ldg(reinterpret_cast<const uint4*>(pointer))
 #define READ_ONCE(pointer) lockstep_read_once(pointer)
