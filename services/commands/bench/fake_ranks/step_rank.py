@@ -58,7 +58,9 @@ def main(path: str, backend: Backend) -> None:
     hardware.wire_memory(device)
     model = msgspec.structs.replace(config.model, path=path)
     world = standalone_rank.join(backend)
-    loaded = standalone_rank.load(world, model, _sharding(world), config.world.split_vocabulary)
+    loaded = standalone_rank.load(
+        world, model, _sharding(world, config), config.world.split_vocabulary
+    )
     executor = _build_executor(config, device, loaded, world, backend)
     warm_up(executor, loaded.context_tokens_max)
 
@@ -92,8 +94,10 @@ def main(path: str, backend: Backend) -> None:
     answer_orders(answer)
 
 
-def _sharding(world: Collectives) -> Sharding:
-    return "none" if world.group is None else "tensor"
+def _sharding(world: Collectives, config: Config) -> Sharding:
+    if world.group is None:
+        return "none"
+    return "tensor" if config.world.sharding == "auto" else config.world.sharding
 
 
 def _build_executor(
@@ -103,7 +107,7 @@ def _build_executor(
     every_steps = config.scheduler.experts_every_steps
     counter = None
     if every_steps:
-        counter = ExpertCounter(loaded.model, world.rank, _sharding(world), every_steps)
+        counter = ExpertCounter(loaded.model, world.rank, _sharding(world, config), every_steps)
     return Executor(
         loaded.model,
         rank=world.rank,
