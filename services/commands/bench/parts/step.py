@@ -15,8 +15,8 @@ next one; of such steps the one of median length counts:
 - alone_ms: the whole step: build_ms and device_ms.
 - step_ms: the mean time between the ends of two steps while one is built ahead, as requests see it.
 
-With several ranks the model is divided by tensors, and the figures are those of rank 0: its share
-of the weights, and its host. Ranks wait for each other in every step.
+With several ranks the model is divided as world.sharding says, and the figures are those of rank 0:
+its share of the weights, and its host. Ranks wait for each other in every step.
 
 A step must read the weights, of routed experts those that its tokens chose, and the KV of all rows,
 and write the KV of one token per row: weights_mib and kv_mib, moved_mib together. limit_ms is the
