@@ -62,7 +62,7 @@ class ModelParts:
             for module, part, _ in parts
             if part == "experts"
             for layer in module.modules()
-            if any(map(is_switch, layer.children().values()))
+            if sum(map(is_switch, layer.children().values())) > 1
         ]
         self._by_module = {id(one.module): one for one in self._boundaries}
         self._replaced = replaced_layers(model)

@@ -22,6 +22,8 @@ def open_expert_kernels(
 ) -> str:
     """Have the layers of experts use kernels where these compute the same. Waits for the device.
 
+    All ranks call this and vote, also one without layers of experts, as of a pipeline.
+
     Args:
         model: this rank's shard.
         device: kind of its device.
@@ -31,11 +33,15 @@ def open_expert_kernels(
         How experts are computed, for operators; "": the device or the model has no kernels.
     """
     layers = expert_layers(model)
-    if device != "cuda" or not layers:
+    has_kernels = device == "cuda"
+    fault = "this device has no kernels" if layers and not has_kernels else ""
+    kernels = FewExperts() if layers and has_kernels else None
+    if kernels is not None:
+        fault = _find_fault(layers, kernels)
+    agreed = all_agree(not fault)
+    if kernels is None:
         return ""
-    kernels = FewExperts()
-    fault = _find_fault(layers, kernels)
-    if not all_agree(not fault):
+    if not agreed:
         return f"mlx-lm's experts: {fault or 'another rank has no kernels'}"
     for _, local in layers:
         local.few = kernels
@@ -48,7 +54,7 @@ def _find_fault(layers: list[tuple[nn.Module, LocalExperts]], kernels: FewExpert
     for number, (layer, local) in enumerate(layers):
         if not _is_known(layer):
             return "their form has no kernels"
-        shape = tuple(layer[name].weight.shape for name in _PROJECTIONS)
+        shape = (layer.gate_proj.weight.dtype, *(layer[one].weight.shape for one in _PROJECTIONS))
         # Layers of one shape are multiplied in one way.
         if shape in shapes:
             continue
@@ -71,6 +77,7 @@ def _is_known(layer: Any) -> bool:
             type(layer[name]) is SwitchLinear
             and "bias" not in layer[name]
             and can_multiply(layer[name].weight)
+            and layer[name].weight.dtype == layer.gate_proj.weight.dtype
             for name in _PROJECTIONS
         )
     )
@@ -84,5 +91,5 @@ def _compare(layer: Any, local: LocalExperts, kernels: FewExperts) -> float:
     x = mx.random.normal((_TOKENS, dim), key=mx.random.key(2)).astype(dtype)
     expected = local.run_plainly(layer, x, chosen)
     indices = (chosen + local.experts.start).astype(mx.uint32)
-    found = kernels(layer, x, indices, local.experts, local.total)
+    found = kernels(layer, x, indices, local.experts)
     return relative_difference(expected, found, expected)

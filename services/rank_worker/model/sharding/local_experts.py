@@ -125,12 +125,10 @@ def is_switch(module: Any) -> bool:
 class FewTokens(Protocol):
     """Computes layers of experts for few tokens."""
 
-    def takes(self, tokens: int, experts_per_token: int) -> bool:
-        """Tell whether it computes a forward of this size."""
+    def takes(self, layer: Any, x: mx.array, experts_per_token: int) -> bool:
+        """Tell whether it computes a layer for tokens [..., dim] of this number and dtype."""
 
-    def __call__(
-        self, layer: Any, x: mx.array, indices: mx.array, local: range, total: int
-    ) -> mx.array:
+    def __call__(self, layer: Any, x: mx.array, indices: mx.array, local: range) -> mx.array:
         """Compute a layer.
 
         Args:
@@ -138,7 +136,6 @@ class FewTokens(Protocol):
             x: [tokens, dim].
             indices: integer [tokens, k], experts of the whole model.
             local: those whose weights the layer has.
-            total: number of experts of the whole model.
 
         Returns:
             [tokens, k, dim]; zeros for experts that are not local.
@@ -187,9 +184,9 @@ class LocalExperts:
         self._experts_per_token = indices.shape[-1]
         tokens = indices.size // self._experts_per_token
         is_plain = math.prod(x.shape[:-1]) == tokens
-        if self.few is not None and is_plain and self.few.takes(tokens, self._experts_per_token):
+        if self.few is not None and is_plain and self.few.takes(module, x, self._experts_per_token):
             rows, chosen = x.reshape(tokens, -1), indices.reshape(tokens, -1)
-            found = self.few(module, rows, chosen, self.experts, self.total)
+            found = self.few(module, rows, chosen, self.experts)
             return found.reshape(*indices.shape, -1)
         if not self.has_foreign:
             return self.run_plainly(module, x, indices)

@@ -15,6 +15,7 @@ from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.sharding.local_experts import expert_layers, keep_all
 from tests.mlx.executor_driver import ExecutorDriver, make_executor, make_prompt
+from tests.mlx.models import make_qwen3
 from tests.mlx.sharding.moe_models import make_moe_model
 
 PROMPTS = {1: make_prompt(1, 9), 2: make_prompt(2, 5)}
@@ -54,7 +55,7 @@ def _generate(model: nn.Module, **settings: Any) -> tuple[dict[int, list[int]], 
 
 
 def test_decodes_with_kernels_have_the_tokens_and_the_counts_of_mlx_lms_experts() -> None:
-    """Also the calls that are noted within a compiled decode are counted."""
+    """The calls of a decode are counted as results of its graph."""
     tokens, counts, _ = _generate(_model())
     found = _generate(_model(), device="cuda")
     assert found[2] == f"{LAYERS}; experts with kernels"
@@ -83,3 +84,26 @@ def test_experts_of_another_form_are_left_to_mlx_lm(family: str, width: int) -> 
 def test_only_cuda_has_kernels_of_experts() -> None:
     """MLX's own are fast on Metal; models without experts are not mentioned."""
     assert open_expert_kernels(_model(), "metal", bool) == ""
+
+
+@pytest.mark.parametrize("device", ["cpu", "metal", "cuda"])
+def test_every_rank_votes_also_without_kernels_or_experts(device: Any) -> None:
+    """A vote is a collective: a rank that left it out would answer the next one with it."""
+    votes: list[bool] = []
+
+    def all_agree(vote: bool) -> bool:
+        votes.append(vote)
+        return vote
+
+    for model in (make_qwen3(head_dim=16), _model()):
+        open_expert_kernels(model, device, all_agree)
+    assert votes == [True, device == "cuda"]
+
+
+def test_numbers_that_are_no_experts_give_zeros() -> None:
+    """Nothing that memory held before, such as another tenant's numbers, reaches a result."""
+    layer = expert_layers(_model())[0][0]
+    x = mx.random.normal((2, 64))
+    indices = mx.array([[0, 99], [1, 99]], dtype=mx.uint32)
+    found = FewExperts()(layer, x, indices, range(4))
+    assert mx.array_equal(found[:, 1], mx.zeros((2, 64))).item()

@@ -119,10 +119,10 @@ def test_experts_of_few_tokens_are_those_of_mlx_lm_and_zero_for_other_ranks(
     is_local = (indices >= local.start) & (indices < local.stop)
     for one in (layer.gate_proj, layer.up_proj, layer.down_proj):
         one.weight = mx.contiguous(one.weight[local.start : local.stop])
-    found = FewExperts()(layer, x, indices, local, 12)
+    found = FewExperts()(layer, x, indices, local)
     expected = mx.where(is_local[..., None], whole, 0)
     assert mx.allclose(found, expected, rtol=1e-4, atol=1e-3).item()
-    alone = FewExperts()(layer, x[-1:], indices[-1:], local, 12)
+    alone = FewExperts()(layer, x[-1:], indices[-1:], local)
     assert mx.array_equal(alone[0], found[-1]).item()
 
 

@@ -60,13 +60,13 @@ class FewExperts:
             header=HEADER,
         )
 
-    def takes(self, tokens: int, experts_per_token: int) -> bool:
-        """Tell whether the kernels compute a forward of this size."""
-        return tokens <= TOKENS_MAX and tokens * experts_per_token <= _PAIRS_MAX
+    def takes(self, layer: Any, x: mx.array, experts_per_token: int) -> bool:
+        """Tell whether the kernels compute a layer for tokens [..., dim]: few, and of its dtype."""
+        tokens = x.size // x.shape[-1]
+        is_small = tokens <= TOKENS_MAX and tokens * experts_per_token <= _PAIRS_MAX
+        return is_small and bool(x.dtype == layer["gate_proj"].weight.dtype)
 
-    def __call__(
-        self, layer: Any, x: mx.array, indices: mx.array, local: range, total: int
-    ) -> mx.array:
+    def __call__(self, layer: Any, x: mx.array, indices: mx.array, local: range) -> mx.array:
         """Compute down(silu(gate(x)) * up(x)) of each token's experts.
 
         Args:
@@ -75,7 +75,6 @@ class FewExperts:
             x: [tokens, dim] in the dtype of the weights.
             indices: integer [tokens, k], experts of the whole model.
             local: those whose weights the layer has.
-            total: number of experts of the whole model.
 
         Returns:
             [tokens, k, dim]; zeros for experts that are not local.
@@ -85,7 +84,7 @@ class FewExperts:
         pairs = _Pairs(experts, self._sort(experts, local), local, slots)
         gate, up, down = (layer[name].weight for name in ("gate_proj", "up_proj", "down_proj"))
         product = self._multiply(x, gate, up, pairs)
-        product = self._multiply(product, down, None, pairs, fills=len(local) < total)
+        product = self._multiply(product, down, None, pairs)
         return product.reshape(tokens, slots, -1)
 
     def _sort(self, experts: mx.array, local: range) -> mx.array:
@@ -110,8 +109,6 @@ class FewExperts:
         weight: mx.array,
         up: mx.array | None,
         pairs: _Pairs,
-        *,
-        fills: bool = False,
     ) -> mx.array:
         """Multiply the row of each pair with the matrices of its expert.
 
@@ -120,12 +117,13 @@ class FewExperts:
             weight: [experts, outputs, inputs].
             up: like `weight`: the result is silu(rows * weight^T) * (rows * up^T).
             pairs: of tokens and experts.
-            fills: zeros are written for experts that are not local.
 
         Returns:
             [pairs, outputs].
         """
         count, width = pairs.experts.size, weight.shape[1]
+        # Also where all experts are local: a number that is no expert must not leave memory unset.
+        fills = up is None
         tokens = count // pairs.slots
         product: mx.array
         (product,) = self._products(
