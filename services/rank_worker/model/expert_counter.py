@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from services.rank_worker.model.sharding.local_experts import is_switch
+from services.rank_worker.model.sharding.local_experts import is_expert_layer, is_switch
 from services.rank_worker.model.sharding.module_paths import LAYER, OTHER_MODEL
 from shared.messages import JoinWorld, LayerAssignments
 from shared.messages.rank_link import Sharding
@@ -216,7 +216,7 @@ def _find_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """Yield (number of the decoder layer, layer of experts) in the order of layers."""
     found = []
     for path, module in model.named_modules():
-        if sum(map(is_switch, module.children().values())) < 2 or OTHER_MODEL.search(path):
+        if not is_expert_layer(module) or OTHER_MODEL.search(path):
             continue
         if (number := _layer_of(path)) is not None:
             found.append((number, module))

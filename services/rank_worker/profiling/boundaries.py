@@ -16,7 +16,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from services.rank_worker.model.forward import EMBEDDING_NAMES, replaced_layers
-from services.rank_worker.model.sharding.local_experts import is_switch
+from services.rank_worker.model.sharding.local_experts import is_expert_layer, is_switch
 from services.rank_worker.model.sharding.mlp_split import is_linear, is_mlp
 from services.rank_worker.model.sharding.module_paths import LAYER, OTHER_MODEL
 from services.rank_worker.peers import collectives
@@ -62,7 +62,7 @@ class ModelParts:
             for module, part, _ in parts
             if part == "experts"
             for layer in module.modules()
-            if sum(map(is_switch, layer.children().values())) > 1
+            if is_expert_layer(layer)
         ]
         self._by_module = {id(one.module): one for one in self._boundaries}
         self._replaced = replaced_layers(model)

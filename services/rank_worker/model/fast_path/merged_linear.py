@@ -12,6 +12,7 @@ from mlx import nn
 from mlx.nn.layers import distributed  # noqa: TID251  (types of divided matrices only)
 
 from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
+from services.rank_worker.model.fast_path.kernels.tensor_cores import can_multiply
 from services.rank_worker.model.fast_path.row_tiles import multiply_in_tiles
 from services.rank_worker.peers.collectives import sum_in_group
 
@@ -62,7 +63,7 @@ class MergedLinear:
         self._few_rows: FewRows | None = None
         if not self._quantization:
             weight = self._arrays["weight"]
-            if few_rows is not None and few_rows.can_multiply(weight):
+            if few_rows is not None and can_multiply(weight):
                 self._few_rows = few_rows
             # A view, once: otherwise each step would have a node for it.
             self._transposed = weight.T

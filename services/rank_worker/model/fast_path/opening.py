@@ -8,7 +8,7 @@ import mlx.core as mx
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
-from services.rank_worker.model.fast_path.expert_layers import open_expert_kernels
+from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
 from services.rank_worker.model.fast_path.forms import StackForm, UnknownForm, read_form
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.layer_stack import LayerStack

@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from services.rank_worker.model.sharding.local_experts import is_switch, keep_local
+from services.rank_worker.model.sharding.local_experts import is_expert_layer, is_switch, keep_local
 from services.rank_worker.model.sharding.mlp_split import can_divide, divide_mlp, is_linear, is_mlp
 from services.rank_worker.peers.collectives import Collectives
 from shared.errors import ConfigError
@@ -81,7 +81,7 @@ def _expert_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module
     by_path = dict(model.named_modules())
     for path in sorted(by_path):
         module = by_path[path]
-        if sum(map(is_switch, module.children().values())) < 2:
+        if not is_expert_layer(module):
             continue
         parts = path.split(".")
         ancestors = []

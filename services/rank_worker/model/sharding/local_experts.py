@@ -4,7 +4,9 @@ Every rank has every token, and all routers pick the same experts. A pair of a t
 that it is routed to is called an assignment. The result of a foreign assignment (whose expert is on
 another rank) must be zero, so that the sum over ranks equals the result of one rank.
 
-The shapes of a lazy graph cannot depend on values that are not computed yet. So there are two ways:
+On CUDA kernels compute forwards of few tokens where they can (`LocalExperts.few`); they pass over
+foreign assignments. Otherwise the shapes of a lazy graph cannot depend on values that are not
+computed yet. So there are two ways:
 
 - Short forwards (decode) compute a foreign assignment with an expert that this rank reads anyway,
   and drop the result. Their time is spent on reading experts, so this costs almost nothing.
@@ -78,15 +80,17 @@ def expert_layers(model: nn.Module) -> list[tuple[nn.Module, "LocalExperts"]]:
 
 
 def keep_all(model: nn.Module) -> None:
-    """Let a rank with all experts choose how it computes forwards of few tokens, as others do.
+    """Have `LocalExperts` compute all layers of experts of a rank that holds every expert.
+
+    So such a rank, too, can compute forwards of few tokens in another way (`LocalExperts.few`).
 
     Args:
         model: its layers without a call of `keep_local` are changed in place.
     """
     for module in model.modules():
-        switches = [child for child in module.children().values() if is_switch(child)]
-        if len(switches) > 1 and not hasattr(type(module), "local_experts"):
-            keep_local(module, 0, int(switches[0].num_experts))
+        if is_expert_layer(module) and not hasattr(type(module), "local_experts"):
+            switches = filter(is_switch, module.children().values())
+            keep_local(module, 0, int(next(switches).num_experts))
 
 
 def keep_local(experts: nn.Module, first: int, stop: int) -> None:
@@ -120,6 +124,11 @@ def keep_local(experts: nn.Module, first: int, stop: int) -> None:
 def is_switch(module: Any) -> bool:
     """Tell whether a module holds one matrix per expert, quantized or not."""
     return isinstance(module, SwitchLinear | QuantizedSwitchLinear)
+
+
+def is_expert_layer(module: nn.Module) -> bool:
+    """Tell whether a module is a layer of experts: it has several matrices per expert."""
+    return sum(map(is_switch, module.children().values())) > 1
 
 
 class FewTokens(Protocol):

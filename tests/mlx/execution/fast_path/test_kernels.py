@@ -152,9 +152,9 @@ _ARGUMENTS = {
 }
 _CONSTANTS["tensor_attention"] = _CONSTANTS["decode_attention"]
 _ARGUMENTS["tensor_attention"] = _ARGUMENTS["decode_attention"]
-_CONSTANTS["expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SLOTS": 8, "FILLS": 1}
+_CONSTANTS["expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SHARING": 8}
 _ARGUMENTS["expert_products"] = ("rows weight up experts groups", "product")
-_CONSTANTS["group_experts"] = {"FIRST": 0, "COUNT": 128, "PAIRS_MAX": 2048, "THREADS": 1024}
+_CONSTANTS["group_experts"] = {"FIRST": 0, "COUNT": 128, "ASSIGNMENTS_MAX": 2048, "THREADS": 1024}
 _ARGUMENTS["group_experts"] = ("experts", "groups")
 _HEADERS = {
     "expert_products": HEADER,

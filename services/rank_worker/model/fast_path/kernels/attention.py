@@ -33,7 +33,8 @@ _TENSOR_HEADS_MAX = 8
 _WIDE_HEAD_DIM = 128
 """From this width on, fewer heads fit, and none with tensor cores."""
 _LANES = 8
-"""Threads that share a key; equal to LANES of the source. They read 8 numbers with tensor cores."""
+"""Divides a head: `decode_attention` shares it between as many threads (its LANES), and threads of
+`tensor_attention` read as many numbers at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

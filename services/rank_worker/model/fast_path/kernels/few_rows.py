@@ -10,15 +10,16 @@ from typing import Any
 import mlx.core as mx
 
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
-from services.rank_worker.model.fast_path.kernels.tensor_cores import DTYPES, HEADER
+from services.rank_worker.model.fast_path.kernels.tensor_cores import (
+    CHUNK,
+    DTYPES,
+    HEADER,
+    OUTPUTS,
+    TILE_ROWS,
+)
 
 ROWS_MAX = 16
 """Most rows of a product for which the kernel is faster."""
-_OUTPUTS = 16
-"""Outputs of a group of threads."""
-_TILE_ROWS = 8
-_CHUNK = 32
-"""Inputs of which a warp reads at a time; they must divide those of a matrix."""
 _GROUPS_ENOUGH = 264
 """Groups that keep all processors of a GPU busy; with fewer, each gets more warps."""
 
@@ -45,20 +46,12 @@ class FewRows:
         """
         if dtype not in DTYPES:
             return f"no product of few rows for {dtype}"
-        matrix = mx.zeros((_OUTPUTS, _CHUNK), dtype=dtype)
+        matrix = mx.zeros((OUTPUTS, CHUNK), dtype=dtype)
         try:
             mx.eval(self.multiply(matrix[:1], matrix, None))
         except (RuntimeError, ValueError) as error:
             return f"the product of few rows does not run ({str(error).splitlines()[0]})"
         return ""
-
-    def can_multiply(self, weight: mx.array) -> bool:
-        """Tell whether the kernel multiplies with a matrix.
-
-        Args:
-            weight: [outputs, inputs].
-        """
-        return weight.dtype in DTYPES and weight.shape[1] % _CHUNK == 0
 
     def multiply(
         self, rows: mx.array, weight: mx.array, bias: mx.array | None, *, gated: bool = False
@@ -78,10 +71,10 @@ class FewRows:
         """
         row_count = rows.shape[0]
         width = weight.shape[0] // 2 if gated else weight.shape[0]
-        groups = -(-width // _OUTPUTS)
+        groups = -(-width // OUTPUTS)
         warps = _warps(groups, gated=gated)
         row_tiles = 1
-        while row_tiles * _TILE_ROWS < min(row_count, 4 * _TILE_ROWS):
+        while row_tiles * TILE_ROWS < min(row_count, 4 * TILE_ROWS):
             row_tiles *= 2
         product: mx.array
         (product,) = self._kernel(
@@ -93,7 +86,7 @@ class FewRows:
                 ("GATED", gated),
                 ("HAS_BIAS", bias is not None),
             ],
-            grid=(groups * warps * 32, -(-row_count // (row_tiles * _TILE_ROWS)), 1),
+            grid=(groups * warps * 32, -(-row_count // (row_tiles * TILE_ROWS)), 1),
             threadgroup=(warps * 32, 1, 1),
             output_shapes=[(row_count, width)],
             output_dtypes=[weight.dtype],

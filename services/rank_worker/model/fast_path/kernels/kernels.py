@@ -1,4 +1,4 @@
-"""All kernels of the fast path on a GPU, and those of norms and activations."""
+"""Kernels for layers of a known form: norms and activations, and those of other modules."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

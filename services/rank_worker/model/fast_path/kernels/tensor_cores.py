@@ -12,6 +12,12 @@ from services.rank_worker.model.fast_path.kernels.dialects import CUDA
 
 DTYPES: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)
 """Types of the numbers that they multiply."""
+OUTPUTS = 16
+"""Outputs of a matrix that a group of threads computes in `products`."""
+TILE_ROWS = 8
+"""Rows of a tile there."""
+CHUNK = 32
+"""Inputs of which a warp reads at a time there; they must divide those of a matrix."""
 
 HEADER = (
     CUDA.header
@@ -59,3 +65,12 @@ static __device__ __forceinline__ void lockstep_multiply_low(
 """
 )
 """Definitions before a kernel's function."""
+
+
+def can_multiply(weight: mx.array) -> bool:
+    """Tell whether `products` multiplies with a matrix, or with one matrix per expert.
+
+    Args:
+        weight: [..., outputs, inputs].
+    """
+    return weight.dtype in DTYPES and weight.shape[-1] % CHUNK == 0

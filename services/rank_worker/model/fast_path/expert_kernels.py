@@ -8,7 +8,8 @@ from mlx import nn
 from mlx_lm.models.switch_layers import SwiGLU, SwitchLinear
 
 from services.rank_worker.device.description import DeviceKind
-from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts, can_multiply
+from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
+from services.rank_worker.model.fast_path.kernels.tensor_cores import can_multiply
 from services.rank_worker.model.fast_path.proof import relative_difference
 from services.rank_worker.model.sharding.local_experts import LocalExperts, expert_layers
 
@@ -33,13 +34,10 @@ def open_expert_kernels(
         How experts are computed, for operators; "": the device or the model has no kernels.
     """
     layers = expert_layers(model)
-    has_kernels = device == "cuda"
-    fault = "this device has no kernels" if layers and not has_kernels else ""
-    kernels = FewExperts() if layers and has_kernels else None
-    if kernels is not None:
-        fault = _find_fault(layers, kernels)
+    kernels = FewExperts() if device == "cuda" else None
+    fault = _find_fault(layers, kernels)
     agreed = all_agree(not fault)
-    if kernels is None:
+    if kernels is None or not layers:
         return ""
     if not agreed:
         return f"mlx-lm's experts: {fault or 'another rank has no kernels'}"
@@ -48,8 +46,10 @@ def open_expert_kernels(
     return "experts with kernels"
 
 
-def _find_fault(layers: list[tuple[nn.Module, LocalExperts]], kernels: FewExperts) -> str:
+def _find_fault(layers: list[tuple[nn.Module, LocalExperts]], kernels: FewExperts | None) -> str:
     """Compare the kernels with mlx-lm's code; return why they cannot serve, "" if they can."""
+    if kernels is None:
+        return "this device has no kernels" if layers else ""
     shapes = set()
     for number, (layer, local) in enumerate(layers):
         if not _is_known(layer):
