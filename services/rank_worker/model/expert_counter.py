@@ -176,9 +176,9 @@ class ExpertCounter:
         """Have each call of a layer of experts note which experts it is given."""
         original: Any = type(module)
 
-        def call(one: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+        def call(one: nn.Module, x: mx.array, indices: mx.array, *args: Any) -> mx.array:
             self._noted.append((index, indices))
-            result: mx.array = original.__call__(one, x, indices)
+            result: mx.array = original.__call__(one, x, indices, *args)
             return result
 
         module.__class__ = type(original.__name__, (original,), {"__call__": call})

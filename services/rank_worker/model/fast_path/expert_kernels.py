@@ -1,5 +1,6 @@
 """Has kernels compute layers of routed experts for few tokens, in models of any form."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,29 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchLinear
 
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
+from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.kernels.routing import (
+    TOP_MAX,
+    RoutingKernels,
+    RoutingRule,
+)
 from services.rank_worker.model.fast_path.kernels.tensor_cores import can_multiply
 from services.rank_worker.model.fast_path.proof import relative_difference
+from services.rank_worker.model.fast_path.routed_block import (
+    BlockForm,
+    RoutedBlock,
+    call_without_sum,
+    has_expert_layer,
+    read_block,
+    use_kernels,
+)
 from services.rank_worker.model.sharding.local_experts import LocalExperts, expert_layers
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _TOKENS, _EXPERTS_PER_TOKEN = 9, 2
 """Of the compared forward: more than one tile of rows."""
+_ROUTED_TOKENS = 64
+"""Tokens of which `_TOKENS` are compared: those that are routed most clearly."""
 
 
 def open_expert_kernels(
@@ -23,6 +40,7 @@ def open_expert_kernels(
 ) -> str:
     """Have the layers of experts use kernels where these compute the same. Waits for the device.
 
+    Where also the blocks around them are of a known form, kernels route their tokens.
     All ranks call this and vote, also one without layers of experts, as of a pipeline.
 
     Args:
@@ -34,16 +52,21 @@ def open_expert_kernels(
         How experts are computed, for operators; "": the device or the model has no kernels.
     """
     layers = expert_layers(model)
-    kernels = FewExperts() if device == "cuda" else None
+    kernels = FewExperts() if device == "cuda" and layers else None
     fault = _find_fault(layers, kernels)
-    agreed = all_agree(not fault)
-    if kernels is None or not layers:
-        return ""
-    if not agreed:
-        return f"mlx-lm's experts: {fault or 'another rank has no kernels'}"
+    if not all_agree(not fault):
+        reason = fault or "another rank has no kernels"
+        return f"mlx-lm's experts: {reason}" if kernels is not None else ""
     for _, local in layers:
         local.few = kernels
-    return "experts with kernels"
+    blocks = [one for one in model.modules() if has_expert_layer(one)] if layers else []
+    routed, fault = _open_blocks(blocks)
+    if not all_agree(not fault):
+        reason = fault or "another rank has no kernels"
+        return f"experts with kernels, mlx-lm's routing: {reason}" if layers else ""
+    for block, one in zip(blocks, routed, strict=True):
+        use_kernels(block, one)
+    return "experts and routing with kernels" if layers else ""
 
 
 def _find_fault(layers: list[tuple[nn.Module, LocalExperts]], kernels: FewExperts | None) -> str:
@@ -93,3 +116,67 @@ def _compare(layer: Any, local: LocalExperts, kernels: FewExperts) -> float:
     indices = (chosen + local.experts.start).astype(mx.uint32)
     found = kernels(layer, x, indices, local.experts)
     return relative_difference(expected, found, expected)
+
+
+def _open_blocks(blocks: list[nn.Module]) -> tuple[list[RoutedBlock], str]:
+    """Return what computes the blocks with kernels; and why one has none, "" if all have."""
+    found: list[RoutedBlock] = []
+    if not blocks:
+        return found, ""
+    kernels, few_rows = RoutingKernels(), FewRows()
+    for number, block in enumerate(blocks):
+        form = read_block(block)
+        if form is None:
+            return [], "the block around them has no kernels"
+        try:
+            routed = _find_equal(block, form, kernels, few_rows)
+        except (RuntimeError, ValueError) as error:
+            return [], f"a kernel does not run ({str(error).splitlines()[0]})"
+        if routed is None:
+            return [], f"block {number} chooses in another way"
+        found.append(routed)
+    return found, ""
+
+
+def _find_equal(
+    block: nn.Module, form: BlockForm, kernels: RoutingKernels, few_rows: FewRows
+) -> RoutedBlock | None:
+    """Return what computes the same as mlx-lm's code, if a rule of routing does."""
+    weight = form.experts.gate_proj.weight
+    shape = (_ROUTED_TOKENS, weight.shape[2])
+    x = mx.random.normal(shape, key=mx.random.key(1)).astype(weight.dtype)
+    expected = call_without_sum(block, x[:, None])[:, 0]
+    mx.eval(expected)
+    top = form.local.experts_per_token
+    if top > TOP_MAX:
+        return None
+    for is_sigmoid, normalizes in itertools.product((False, True), (True, False)):
+        rule = RoutingRule(top, is_sigmoid, normalizes)
+        routed = RoutedBlock(form, rule, kernels, few_rows)
+        clear = _clearly_routed(form, rule, x)
+        wanted = expected[clear]
+        if not relative_difference(wanted, routed(x[clear]), wanted):
+            return routed
+    return None
+
+
+def _clearly_routed(form: BlockForm, rule: RoutingRule, x: mx.array) -> mx.array:
+    """Return the tokens whose last chosen expert is clearest, int32 [_TOKENS].
+
+    Between two experts with equal scores kernels and mlx-lm may choose differently.
+
+    Args:
+        form: of the block.
+        rule: how it may choose.
+        x: [tokens, dim].
+    """
+    logits = (x @ form.router.T).astype(mx.float32)
+    scores = mx.sigmoid(logits) if rule.is_sigmoid else mx.softmax(logits, axis=-1)
+    if form.bias is not None:
+        scores = scores + form.bias
+    ordered = mx.sort(scores, axis=-1)
+    if rule.top == ordered.shape[-1]:
+        return mx.arange(_TOKENS)
+    last = ordered[:, -rule.top]
+    gaps = (last - ordered[:, -rule.top - 1]) / mx.abs(last)
+    return mx.argsort(-gaps)[:_TOKENS]

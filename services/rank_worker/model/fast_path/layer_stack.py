@@ -17,6 +17,7 @@ from services.rank_worker.model.fast_path.forms import StackForm
 from services.rank_worker.model.fast_path.kernels.attention import RowPlaces, tile_count
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.rotation import Rotation
+from services.rank_worker.model.fast_path.routed_block import takes_rows
 from services.rank_worker.model.forward import Observe
 
 
@@ -174,6 +175,8 @@ class LayerStack:
         hidden, normalized = self._add_norm(hidden, change, form.mlp_norm)
         if form.has_gated_mlp:
             change = self._part(form.mlp, layer.transform, normalized, new)
+        elif takes_rows(form.mlp):
+            change = form.mlp(normalized)
         else:
             shaped = normalized.reshape(new.rows, new.count, -1)
             change = form.mlp(shaped).reshape(normalized.shape)

@@ -195,10 +195,18 @@ def _divide_shared(
 
 
 def _sum_output(module: nn.Module, collectives: Collectives) -> None:
-    """Sum a module's output over ranks at every call."""
+    """Sum a module's output over ranks at every call.
+
+    Its new type has `unsummed`, the type before, and `sum_output`.
+    """
     original = type(module)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
         return collectives.sum_over_ranks(original.__call__(self, *args, **kwargs))
 
-    module.__class__ = type(original.__name__, (original,), {"__call__": call})
+    names = {
+        "__call__": call,
+        "unsummed": original,
+        "sum_output": staticmethod(collectives.sum_over_ranks),
+    }
+    module.__class__ = type(original.__name__, (original,), names)

@@ -113,8 +113,10 @@ def keep_local(experts: nn.Module, first: int, stop: int) -> None:
     original = type(experts)
     local = LocalExperts(original, first, stop - first, total, expert_weights)
 
-    def call(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
-        return local(module, x, indices)
+    def call(
+        module: nn.Module, x: mx.array, indices: mx.array, groups: mx.array | None = None
+    ) -> mx.array:
+        return local(module, x, indices, groups)
 
     # A subclass, because Python looks `__call__` up on the type: parameters keep their names.
     names = {"__call__": call, "local_experts": local}
@@ -137,7 +139,14 @@ class FewTokens(Protocol):
     def takes(self, layer: Any, x: mx.array, experts_per_token: int) -> bool:
         """Tell whether it computes a layer for tokens [..., dim] of this number and dtype."""
 
-    def __call__(self, layer: Any, x: mx.array, indices: mx.array, local: range) -> mx.array:
+    def __call__(
+        self,
+        layer: Any,
+        x: mx.array,
+        indices: mx.array,
+        local: range,
+        groups: mx.array | None = None,
+    ) -> mx.array:
         """Compute a layer.
 
         Args:
@@ -145,6 +154,7 @@ class FewTokens(Protocol):
             x: [tokens, dim].
             indices: integer [tokens, k], experts of the whole model.
             local: those whose weights the layer has.
+            groups: the assignments sorted by expert, if they are already.
 
         Returns:
             [tokens, k, dim]; zeros for experts that are not local.
@@ -175,27 +185,37 @@ class LocalExperts:
         self.few: FewTokens | None = None
         """Computes forwards of few tokens; None: mlx-lm's code does."""
         self._expert_weights = expert_weights
-        self._experts_per_token = 1
+        self.experts_per_token = 1
+        """Of the last call."""
         self._bounds = mx.array(first, mx.int32), mx.array(count, mx.int32)
 
-    def __call__(self, module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+    def __call__(
+        self,
+        module: nn.Module,
+        x: mx.array,
+        indices: mx.array,
+        groups: mx.array | None = None,
+    ) -> mx.array:
         """Run a layer.
 
         Args:
             module: the layer.
             x: tokens [..., dim].
             indices: the whole model's expert indices, integer [..., k].
+            groups: the assignments sorted by expert, if `few` takes these tokens and they are.
 
         Returns:
             [..., k, dim] with the type of the layer; zeros for experts of other ranks.
         """
         first, count = self._bounds
-        self._experts_per_token = indices.shape[-1]
-        tokens = indices.size // self._experts_per_token
+        self.experts_per_token = indices.shape[-1]
+        tokens = indices.size // self.experts_per_token
         is_plain = math.prod(x.shape[:-1]) == tokens
-        if self.few is not None and is_plain and self.few.takes(module, x, self._experts_per_token):
+        if self.few is not None and is_plain and self.few.takes(module, x, self.experts_per_token):
+            if indices.ndim == 2:
+                return self.few(module, x, indices, self.experts, groups)
             rows, chosen = x.reshape(tokens, -1), indices.reshape(tokens, -1)
-            found = self.few(module, rows, chosen, self.experts)
+            found = self.few(module, rows, chosen, self.experts, groups)
             return found.reshape(*indices.shape, -1)
         if not self.has_foreign:
             return self.run_plainly(module, x, indices)
@@ -227,7 +247,7 @@ class LocalExperts:
         """
         device = device_kind()
         least = LONG_TOKENS_CPU if device == "cpu" else LONG_TOKENS
-        flops_per_token = 2 * self._expert_weights * self._experts_per_token
+        flops_per_token = 2 * self._expert_weights * self.experts_per_token
         return max(least, int(WAIT_FLOPS[device] / flops_per_token) + 1)
 
     def _run_own(self, module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:

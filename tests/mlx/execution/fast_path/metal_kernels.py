@@ -117,11 +117,9 @@ extern "C" void run({parameters}) {{
 
 
 def _view(array: mx.array) -> np.ndarray[Any, Any]:
-    """Return the memory of an array, which the kernel may change."""
+    """Return the memory of an array, which the kernel may change; of a copy if it has gaps."""
     mx.eval(array)
-    view = np.asarray(memoryview(array))  # type: ignore[arg-type]
-    assert view.flags["C_CONTIGUOUS"]
-    return view
+    return np.ascontiguousarray(memoryview(array))  # type: ignore[arg-type]
 
 
 def _constant(pair: tuple[str, Any]) -> str:

@@ -5,7 +5,6 @@ token * experts per token + the expert's place among the token's. All assignment
 multiplied at once, so its weights are read once. Experts of other ranks are not computed.
 """
 
-import dataclasses
 from typing import Any
 
 import mlx.core as mx
@@ -15,22 +14,19 @@ from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER, OU
 
 TOKENS_MAX = 256
 """Most tokens for which the kernels are faster."""
-_ASSIGNMENTS_MAX = 2_048
-_GROUP_THREADS = 1_024
+ASSIGNMENTS_MAX = 2_048
+_THREADS = 1_024
 _WARPS = 4
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Assignments:
-    """The assignments of all tokens, in the order of tokens."""
+def sorting_constants(local: range) -> tuple[list[tuple[str, int]], int]:
+    """Return the constants of kernels that sort assignments, and the threads of their one group.
 
-    experts: mx.array
-    """integer [assignments], of the whole model."""
-    groups: mx.array
-    """The result of the kernel `group_experts`."""
-    local: range
-    """Experts whose weights this rank has."""
-    per_token: int
+    Args:
+        local: experts whose weights this rank has.
+    """
+    constants = [("FIRST", local.start), ("COUNT", len(local))]
+    return [*constants, ("ASSIGNMENTS_MAX", ASSIGNMENTS_MAX), ("THREADS", _THREADS)], _THREADS
 
 
 class FewExperts:
@@ -57,10 +53,17 @@ class FewExperts:
     def takes(self, layer: Any, x: mx.array, experts_per_token: int) -> bool:
         """Tell whether the kernels compute a layer for tokens [..., dim]: few, and of its dtype."""
         tokens = x.size // x.shape[-1]
-        is_small = tokens <= TOKENS_MAX and tokens * experts_per_token <= _ASSIGNMENTS_MAX
+        is_small = tokens <= TOKENS_MAX and tokens * experts_per_token <= ASSIGNMENTS_MAX
         return is_small and bool(x.dtype == layer["gate_proj"].weight.dtype)
 
-    def __call__(self, layer: Any, x: mx.array, indices: mx.array, local: range) -> mx.array:
+    def __call__(
+        self,
+        layer: Any,
+        x: mx.array,
+        indices: mx.array,
+        local: range,
+        groups: mx.array | None = None,
+    ) -> mx.array:
         """Compute down(silu(gate(x)) * up(x)) of each token's experts.
 
         Args:
@@ -69,29 +72,34 @@ class FewExperts:
             x: [tokens, dim] in the dtype of the weights.
             indices: integer [tokens, k], experts of the whole model.
             local: those whose weights the layer has.
+            groups: the result of `sort` for these, if it is known.
 
         Returns:
             [tokens, k, dim]; zeros for experts that are not local.
         """
-        tokens, per_token = indices.shape
-        experts = indices.reshape(-1)
-        assignments = _Assignments(experts, self._sort(experts, local), local, per_token)
+        if groups is None:
+            groups = self.sort(indices, local)
         gate, up, down = (layer[name].weight for name in ("gate_proj", "up_proj", "down_proj"))
-        product = self._multiply(x, gate, up, assignments)
-        product = self._multiply(product, down, None, assignments)
-        return product.reshape(tokens, per_token, -1)
+        product = self._multiply(x, gate, up, indices, groups, local.start)
+        return self._multiply(product, down, None, indices, groups, local.start)
 
-    def _sort(self, experts: mx.array, local: range) -> mx.array:
-        """Return the assignments sorted by expert, and where those of each expert begin."""
+    def sort(self, experts: mx.array, local: range) -> mx.array:
+        """Return the assignments sorted by expert, and where those of each expert begin.
+
+        Args:
+            experts: integer [tokens, k], of the whole model.
+            local: those whose weights this rank has.
+
+        Returns:
+            int32 [2 * tokens * k + 1], see the kernel `sort_assignments`.
+        """
+        constants, threads = sorting_constants(local)
         groups: mx.array
         (groups,) = self._group(
             inputs=[experts],
-            template=[
-                *(("FIRST", local.start), ("COUNT", len(local))),
-                *(("ASSIGNMENTS_MAX", _ASSIGNMENTS_MAX), ("THREADS", _GROUP_THREADS)),
-            ],
-            grid=(_GROUP_THREADS, 1, 1),
-            threadgroup=(_GROUP_THREADS, 1, 1),
+            template=constants,
+            grid=(threads, 1, 1),
+            threadgroup=(threads, 1, 1),
             output_shapes=[(2 * experts.size + 1,)],
             output_dtypes=[mx.int32],
         )
@@ -102,45 +110,42 @@ class FewExperts:
         rows: mx.array,
         weight: mx.array,
         up: mx.array | None,
-        assignments: _Assignments,
+        experts: mx.array,
+        groups: mx.array,
+        first: int,
     ) -> mx.array:
         """Multiply the row of each assignment with the matrices of its expert.
 
         Args:
-            rows: [tokens, inputs] with `up`, else [assignments, inputs].
-            weight: [experts, outputs, inputs].
+            rows: [tokens, inputs] with `up`, else [tokens, k, inputs].
+            weight: [local experts, outputs, inputs].
             up: like `weight`: the result is silu(rows * weight^T) * (rows * up^T).
-            assignments: of all tokens.
+            experts: integer [tokens, k], of the whole model.
+            groups: the assignments sorted by expert.
+            first: the first local expert.
 
         Returns:
-            [assignments, outputs].
+            [tokens, k, outputs].
         """
-        count, width = assignments.experts.size, weight.shape[1]
+        (tokens, per_token), (count, width, _) = experts.shape, weight.shape
         # The group that writes zeros is needed even where all experts are local: a number that is
         # no expert must not leave memory unset.
-        groups = min(count, len(assignments.local)) + (up is None)
-        tokens = count // assignments.per_token
+        group_count = min(experts.size, count) + (up is None)
         product: mx.array
         (product,) = self._products(
-            inputs=[
-                rows,
-                weight,
-                weight if up is None else up,
-                assignments.experts,
-                assignments.groups,
-            ],
+            inputs=[rows, weight, weight if up is None else up, experts, groups],
             template=[
                 ("T", weight.dtype),
-                ("FIRST", assignments.local.start),
-                ("SHARING", 1 if up is None else assignments.per_token),
+                ("FIRST", first),
+                ("SHARING", 1 if up is None else per_token),
                 ("ROW_TILES", 1 if tokens <= TILE_ROWS else 2),
                 ("WARPS", _WARPS),
                 ("GATED", up is not None),
                 ("HAS_BIAS", False),
             ],
-            grid=(-(-width // OUTPUTS) * _WARPS * 32, groups, 1),
+            grid=(-(-width // OUTPUTS) * _WARPS * 32, group_count, 1),
             threadgroup=(_WARPS * 32, 1, 1),
-            output_shapes=[(count, width)],
+            output_shapes=[(tokens, per_token, width)],
             output_dtypes=[weight.dtype],
         )
         return product

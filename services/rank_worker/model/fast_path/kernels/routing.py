@@ -1,0 +1,132 @@
+"""Routing of few tokens to experts, and the sum of the experts' results, on CUDA."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source, vector_size
+from services.rank_worker.model.fast_path.kernels.few_experts import sorting_constants
+from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
+
+TOP_MAX = 32
+"""Most experts per token: one per thread of a warp."""
+_ADD_THREADS = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How a router's logits become a choice of experts and their weights."""
+
+    top: int
+    """Experts per token."""
+    is_sigmoid: bool
+    """Scores are sigmoids of the logits; otherwise softmax of all of them."""
+    normalizes: bool
+    """Weights are scores divided by the sum of the chosen ones."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """Which experts compute which tokens."""
+
+    experts: mx.array
+    """int32 [tokens, top], of the whole model, the best first."""
+    weights: mx.array
+    """float32 [tokens, top], by which their results are multiplied."""
+    groups: mx.array
+    """The assignments sorted by expert, see `FewExperts.sort`."""
+
+
+class RoutingKernels:
+    """Starts the kernels. Compiled kernels are kept by MLX."""
+
+    def __init__(self) -> None:
+        """Prepare; nothing is compiled yet."""
+        names = ["logits", "bias", "factor"]
+        self._route = _kernel("route", names, ["chosen", "weights", "groups"])
+        names = ["product", "weights", "shared", "gate"]
+        self._add_experts = _kernel("add_experts", names, ["added"])
+
+    def route(
+        self,
+        logits: mx.array,
+        bias: mx.array | None,
+        factor: mx.array,
+        rule: RoutingRule,
+        local: range,
+    ) -> RoutedTokens:
+        """Choose the experts of each token; of equal ones the first.
+
+        Args:
+            logits: [tokens, experts].
+            bias: [experts], added to the scores for the choice, not for the weights; or None.
+            factor: float32 [1], of the weights.
+            rule: how.
+            local: experts whose weights this rank has.
+        """
+        tokens, experts = logits.shape
+        constants, threads = sorting_constants(local)
+        chosen, weights, groups = self._route(
+            inputs=[logits, factor if bias is None else bias, factor],
+            template=[
+                *(("EXPERTS", experts), ("TOP", rule.top), ("SIGMOID", rule.is_sigmoid)),
+                *(("NORMALIZES", rule.normalizes), ("HAS_BIAS", bias is not None), *constants),
+            ],
+            grid=(threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[(tokens, rule.top), (tokens, rule.top), (2 * tokens * rule.top + 1,)],
+            output_dtypes=[mx.int32, mx.float32, mx.int32],
+        )
+        return RoutedTokens(chosen, weights, groups)
+
+    def add_experts(
+        self,
+        product: mx.array,
+        weights: mx.array,
+        shared: mx.array | None,
+        gate: mx.array | None,
+    ) -> mx.array:
+        """Add up the results of each token's experts, times their weights.
+
+        Args:
+            product: [tokens, top, dim].
+            weights: float32 [tokens, top].
+            shared: [tokens, dim] in the dtype of `product`, added; or None.
+            gate: [tokens, 1] in this dtype: `shared` counts sigmoid(gate) times; or None: once.
+
+        Returns:
+            [tokens, dim].
+        """
+        tokens, top, dim = product.shape
+        vector = vector_size(dim, product.dtype)
+        groups = -(-dim // (vector * _ADD_THREADS))
+        added: mx.array
+        (added,) = self._add_experts(
+            inputs=[
+                *(product, weights),
+                *(product if one is None else one for one in (shared, gate)),
+            ],
+            template=[
+                *(("T", product.dtype), ("DIM", dim), ("TOP", top)),
+                *(("VECTOR_SIZE", vector), ("THREADS", _ADD_THREADS)),
+                *(("HAS_SHARED", shared is not None), ("HAS_GATE", gate is not None)),
+            ],
+            grid=(groups * _ADD_THREADS, tokens, 1),
+            threadgroup=(_ADD_THREADS, 1, 1),
+            output_shapes=[(tokens, dim)],
+            output_dtypes=[product.dtype],
+        )
+        return added
+
+
+def _kernel(name: str, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+    make: Any = mx.fast.cuda_kernel
+    return make(
+        name=f"lockstep_{name}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=CUDA.prologue + read_source(name),
+        header=HEADER,
+    )

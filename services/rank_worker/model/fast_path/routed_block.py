@@ -1,0 +1,182 @@
+"""A block of routed experts whose forwards of few tokens are kernels: router, experts and sum."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.kernels.routing import RoutingKernels, RoutingRule
+from services.rank_worker.model.fast_path.kernels.tensor_cores import can_multiply
+from services.rank_worker.model.sharding.local_experts import LocalExperts, is_expert_layer
+from services.rank_worker.model.sharding.mlp_split import is_linear, is_mlp
+from services.rank_worker.peers.collectives import sum_in_group
+
+_BIASES, _FACTOR = ("e_score_correction_bias", "expert_bias"), "routed_scaling_factor"
+"""Names that the families of mlx-lm have in common, of a router or of its block."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockForm:
+    """The modules of a block: it adds up each token's experts, and shared ones, if any."""
+
+    experts: Any
+    local: LocalExperts
+    """Computes `experts`."""
+    router: mx.array
+    """Its matrix, [experts, dim]."""
+    bias: mx.array | None
+    """Added to the scores for the choice, [experts]."""
+    factor: float
+    """Of the experts' weights."""
+    shared: Any
+    """An MLP that computes every token; None: there is none."""
+    shared_gate: Any
+    """A matrix with one output: `shared` counts its sigmoid times; None: once."""
+
+
+def has_expert_layer(module: nn.Module) -> bool:
+    """Tell whether a module has a layer of experts as its own child."""
+    children = (one for one in module.children().values() if isinstance(one, nn.Module))
+    return any(map(is_expert_layer, children))
+
+
+def read_block(block: nn.Module) -> BlockForm | None:
+    """Recognize a block by its modules and shapes; None: it is of another form.
+
+    How it makes weights of logits cannot be seen; the proof finds it.
+    """
+    children: dict[str, Any] = block.children()
+    if not all(isinstance(one, nn.Module) for one in children.values()):
+        return None
+    experts = [one for one in children.values() if is_expert_layer(one)]
+    if len(experts) != 1:
+        return None
+    local = getattr(type(experts[0]), "local_experts", None)
+    # Where the experts' results are summed over ranks, they are not only added up in the block.
+    if local is None or hasattr(type(experts[0]), "sum_output"):
+        return None
+    rest = [one for one in children.values() if one is not experts[0]]
+    routers = [one for one in rest if _is_router(one, local.total)]
+    shared = [one for one in rest if is_mlp(one)]
+    gates = [one for one in rest if is_linear(one) and len(one.weight) == 1]
+    if len(routers) + len(shared) + len(gates) != len(rest):
+        return None
+    if len(routers) != 1 or len(shared) > 1 or len(gates) > len(shared):
+        return None
+    owners: list[Any] = [routers[0], block]
+    return BlockForm(
+        experts[0],
+        local,
+        routers[0].weight,
+        next((one[name] for one in owners for name in _BIASES if name in one), None),
+        next((float(getattr(one, _FACTOR)) for one in owners if hasattr(one, _FACTOR)), 1.0),
+        shared[0] if shared else None,
+        gates[0] if gates else None,
+    )
+
+
+def _is_router(module: Any, experts: int) -> bool:
+    return (
+        not module.children()
+        and {"weight"} <= set(module.parameters()) <= {"weight", *_BIASES}
+        and module.weight.ndim == 2
+        and len(module.weight) == experts
+    )
+
+
+class RoutedBlock:
+    """Computes a block for few tokens, without the sum over ranks."""
+
+    def __init__(
+        self, form: BlockForm, rule: RoutingRule, kernels: RoutingKernels, few_rows: FewRows
+    ) -> None:
+        """Take the block's weights.
+
+        Args:
+            form: of the block.
+            rule: how its router chooses.
+            kernels: route tokens, and add up what the experts compute.
+            few_rows: multiplies with the router's matrix, where it can.
+        """
+        self._form, self._rule, self._kernels = form, rule, kernels
+        self._few_rows = few_rows if can_multiply(form.router) else None
+        # A view, once: otherwise each step would have a node for it.
+        self._transposed = form.router.T
+        self._factor = mx.array([form.factor], dtype=mx.float32)
+        mx.eval(self._transposed, self._factor)
+
+    def takes(self, x: mx.array) -> bool:
+        """Tell whether the kernels compute the block for tokens [..., dim]."""
+        few = self._form.local.few
+        return few is not None and few.takes(self._form.experts, x, self._rule.top)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Build the block for tokens that it takes: [tokens, dim] -> [tokens, dim]."""
+        form = self._form
+        logits = self._multiply_router(x)
+        routed = self._kernels.route(
+            logits, form.bias, self._factor, self._rule, form.local.experts
+        )
+        product = form.experts(x, routed.experts, routed.groups)
+        shared = None if form.shared is None else form.shared(x)
+        gate = None if form.shared_gate is None else form.shared_gate(x)
+        return self._kernels.add_experts(product, routed.weights, shared, gate)
+
+    def _multiply_router(self, x: mx.array) -> mx.array:
+        if self._few_rows is not None and x.dtype == self._form.router.dtype:
+            return self._few_rows.multiply(x, self._form.router, None)
+        return x @ self._transposed
+
+
+def use_kernels(block: nn.Module, routed: RoutedBlock) -> None:
+    """Have kernels compute a block's forwards of few tokens.
+
+    Args:
+        block: its class is replaced. It also takes tokens [tokens, dim] then.
+        routed: computes these.
+    """
+    original: Any = type(block)
+
+    def call(module: Any, x: mx.array) -> mx.array:
+        if not routed.takes(x):
+            result: mx.array = original.__call__(module, x[None] if x.ndim == 2 else x)
+            return result.reshape(x.shape)
+        if x.ndim == 2:
+            return sum_function(module)(routed(x))
+        rows = x.reshape(-1, x.shape[-1])
+        return sum_function(module)(routed(rows)).reshape(x.shape)
+
+    names = {"__call__": call, "takes_rows": True}
+    block.__class__ = type(original.__name__, (original,), names)
+
+
+def takes_rows(module: Any) -> bool:
+    """Tell whether a module is a block that takes tokens [tokens, dim], see `use_kernels`."""
+    return hasattr(type(module), "takes_rows")
+
+
+def sum_function(block: Any) -> Callable[[mx.array], mx.array]:
+    """Return what sums a block's results over ranks."""
+    group = getattr(block, "sharding_group", None)
+    if group is not None:
+        return functools.partial(sum_in_group, group=group)
+    found: Callable[[mx.array], mx.array] = getattr(type(block), "sum_output", lambda one: one)
+    return found
+
+
+def call_without_sum(block: Any, x: mx.array) -> mx.array:
+    """Call a block that has no kernels, without its sum over ranks: [..., dim] -> [..., dim]."""
+    has_group = getattr(block, "sharding_group", None) is not None
+    group, found = getattr(block, "sharding_group", None), getattr(type(block), "unsummed", None)
+    if has_group:
+        block.sharding_group = None
+    try:
+        result: mx.array = (found or type(block)).__call__(block, x)
+    finally:
+        if has_group:
+            block.sharding_group = group
+    return result
