@@ -8,8 +8,8 @@ once in some steps, with the results of the step.
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,29 @@ from shared.messages import JoinWorld, LayerAssignments
 from shared.messages.rank_link import Sharding
 
 Counts = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class CountKernel(Protocol):
+    """Adds the assignments of all layers in one operation."""
+
+    def takes(self, experts: mx.array) -> bool:
+        """Tell whether it counts arrays like this one, integer [..., k]."""
+
+    def add(
+        self,
+        counts: mx.array,
+        width: int,
+        noted: Sequence[tuple[int, mx.array]],
+        real: mx.array | None,
+    ) -> mx.array:
+        """Return `counts` with the assignments of these layers.
+
+        Args:
+            counts: uint32 [layers * width], of all forwards before.
+            width: numbers of each layer.
+            noted: (index of a layer, experts of its tokens), of one shape that it takes.
+            real: bool [rows, count], true for the tokens that count; None: all do.
+        """
 
 
 class ExpertCounter:
@@ -47,6 +70,8 @@ class ExpertCounter:
         """The last layer of the whole model, whose experts only logits depend on."""
         self._noted: list[tuple[int, mx.array]] = []
         """Index of the layer, and the experts of its tokens, integer [..., k], of one forward."""
+        self.kernel: CountKernel | None = None
+        """Adds assignments where it can; None: MLX's operations do."""
         self._counts = self._zeros()
         """uint32 [layers * width], not computed yet; wraps around."""
         self._is_new = False
@@ -162,8 +187,11 @@ class ExpertCounter:
 
     def _add(self, noted: list[tuple[int, mx.array]], k: int, real: mx.array | None) -> None:
         """Add the assignments of layers with one shape [..., k]."""
+        if self.kernel is not None and self.kernel.takes(noted[0][1]):
+            self._counts = self.kernel.add(self._counts, self._width, noted, real)
+            return
         size = noted[0][1].size
-        experts = mx.concatenate([experts.reshape(1, size) for _, experts in noted])
+        experts = mx.concatenate([experts for _, experts in noted]).reshape(len(noted), size)
         rows = mx.array([[index * self._width] for index, _ in noted], dtype=mx.uint32)
         places = _places(experts, rows, mx.array(self._width - 1, dtype=mx.uint32))
         if real is None:

@@ -9,9 +9,12 @@ from mlx import nn
 from mlx_lm.models.switch_layers import SwiGLU, SwitchLinear
 
 from services.rank_worker.device.description import DeviceKind
+from services.rank_worker.model.expert_counter import ExpertCounter
+from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.routing import (
+    EXPERTS_MAX,
     TOP_MAX,
     RoutingKernels,
     RoutingRule,
@@ -27,6 +30,9 @@ from services.rank_worker.model.fast_path.routed_block import (
     use_kernels,
 )
 from services.rank_worker.model.sharding.local_experts import LocalExperts, expert_layers
+from shared.log import Log
+
+_log = Log("rank_worker.fast_path")
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _TOKENS, _EXPERTS_PER_TOKEN = 9, 2
@@ -36,7 +42,10 @@ _ROUTED_TOKENS = 64
 
 
 def open_expert_kernels(
-    model: nn.Module, device: DeviceKind, all_agree: Callable[[bool], bool]
+    model: nn.Module,
+    device: DeviceKind,
+    all_agree: Callable[[bool], bool],
+    counter: ExpertCounter | None = None,
 ) -> str:
     """Have the layers of experts use kernels where these compute the same. Waits for the device.
 
@@ -47,6 +56,7 @@ def open_expert_kernels(
         model: this rank's shard.
         device: kind of its device.
         all_agree: tells whether a statement holds on all ranks; a collective.
+        counter: of the assignments to experts; gets a kernel as well. None: they are not counted.
 
     Returns:
         How experts are computed, for operators; "": the device or the model has no kernels.
@@ -66,6 +76,8 @@ def open_expert_kernels(
         return f"experts with kernels, mlx-lm's routing: {reason}" if layers else ""
     for block, one in zip(blocks, routed, strict=True):
         use_kernels(block, one)
+    if counter is not None and blocks:
+        counter.kernel = _open_counts()
     return "experts and routing with kernels" if layers else ""
 
 
@@ -148,7 +160,7 @@ def _find_equal(
     expected = call_without_sum(block, x[:, None])[:, 0]
     mx.eval(expected)
     top = form.local.experts_per_token
-    if top > TOP_MAX:
+    if top > TOP_MAX or form.local.total > EXPERTS_MAX:
         return None
     for is_sigmoid, normalizes in itertools.product((False, True), (True, False)):
         rule = RoutingRule(top, is_sigmoid, normalizes)
@@ -180,3 +192,15 @@ def _clearly_routed(form: BlockForm, rule: RoutingRule, x: mx.array) -> mx.array
     last = ordered[:, -rule.top]
     gaps = (last - ordered[:, -rule.top - 1]) / mx.abs(last)
     return mx.argsort(-gaps)[:_TOKENS]
+
+
+def _open_counts() -> ExpertCounts | None:
+    """Return the kernel that counts assignments, if it counts two tokens rightly."""
+    kernel, experts = ExpertCounts(), mx.array([[0, 2], [2, 5]], dtype=mx.int32)
+    real = mx.array([True, False])
+    try:
+        counts = kernel.add(mx.ones((6,), dtype=mx.uint32), 3, [(1, experts)], real)
+        return kernel if counts.tolist() == [1, 1, 1, 2, 1, 2] else None
+    except (RuntimeError, ValueError) as error:
+        _log.info("no_kernel_counts", detail=str(error).splitlines()[0])
+        return None

@@ -85,7 +85,9 @@ def open_fast_path(
     """
     found = FastPath(None, "mlx-lm's layers")
     if settings is not None:
-        experts = open_expert_kernels(forward.model, settings.device, settings.all_agree)
+        experts = open_expert_kernels(
+            forward.model, settings.device, settings.all_agree, forward.expert_counter
+        )
         found = _open(forward, shape, settings, kv_bits)
         if experts:
             found = FastPath(found.stack, f"{found.state}; {experts}")

@@ -20,8 +20,12 @@ import numpy as np
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-_KINDS = {mx.float32: "float", mx.int32: "int", mx.uint32: "unsigned"}
-_NUMPY: dict[mx.Dtype, Any] = {mx.float32: np.float32, mx.int32: np.int32}
+_KINDS = {mx.float32: "float", mx.int32: "int", mx.uint32: "unsigned", mx.bool_: "bool"}
+_NUMPY: dict[mx.Dtype, Any] = {
+    mx.float32: np.float32,
+    mx.int32: np.int32,
+    mx.uint32: np.uint32,
+}
 _SHIM = Path(__file__).with_name("metal_on_cpu.h")
 
 
@@ -52,7 +56,7 @@ class KernelOnCpu:
         function = self._compile(inputs, template, output_dtypes)
         given = [_view(one) for one in inputs]
         results = [
-            np.full(shape, np.nan if kind == mx.float32 else -1, dtype=_NUMPY[kind])
+            np.full(shape, np.nan if kind == mx.float32 else 99, dtype=_NUMPY[kind])
             for shape, kind in zip(output_shapes, output_dtypes, strict=True)
         ]
         groups = [-(-size // width) for size, width in zip(grid, threadgroup, strict=True)]

@@ -110,6 +110,28 @@ inline int atomic_add(int* pointer, int number) {
   return before;
 }
 #define ATOMIC_ADD(pointer, number) atomic_add(pointer, number)
+namespace group {
+int numbers[1024];
+template <typename Better>
+int best_of_warp(int number, Better better) {
+  numbers[current] = number;
+  wait_for_warp();
+  int best = number;
+  for (int thread = current / 32 * 32; thread < current / 32 * 32 + 32; ++thread) {
+    best = better(numbers[thread], best) ? numbers[thread] : best;
+  }
+  wait_for_warp();
+  return best;
+}
+}  // namespace group
+inline int float_bits(float number) {
+  int bits;
+  std::memcpy(&bits, &number, 4);
+  return bits;
+}
+#define FLOAT_BITS(number) float_bits(number)
+#define WARP_MAX(number) group::best_of_warp(number, [](int one, int other) { return one > other; })
+#define WARP_MIN(number) group::best_of_warp(number, [](int one, int other) { return one < other; })
 #define NUMBER(eight, index) ((eight).numbers[index])
 #define MULTIPLY_TILES(totals, low, high, given) multiply_tiles(totals, low, high, given)
 #define MULTIPLY_LOW(totals, low, given) multiply_low(totals, low, given)

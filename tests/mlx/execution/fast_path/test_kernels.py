@@ -128,7 +128,9 @@ def test_experts_of_few_tokens_are_those_of_mlx_lm_and_zero_for_other_ranks(
 
 _BFLOAT16 = "__nv_bfloat16"
 _TYPES = {"lengths": "int", "slots": "int", "rotations": "float", "constants": "float"}
-_TYPES |= {"tile_sums": "float", "experts": "unsigned", "groups": "int"}
+_TYPES |= {"tile_sums": "float", "experts": "unsigned", "groups": "int", "chosen": "int"}
+_TYPES |= {"weights": "float", "factor": "float", "counts": "unsigned", "counted": "unsigned"}
+_TYPES |= {"places": "int", "real": "bool", "experts0": "unsigned", "experts1": "unsigned"}
 _CONSTANTS = {
     "decode_attention": (
         {"HEAD_DIM": 128, "HEADS": 4, "HEADS_PER_KEY": 4, "QUERY_HEADS": 32, "KV_HEADS": 8}
@@ -152,16 +154,30 @@ _ARGUMENTS = {
 }
 _CONSTANTS["tensor_attention"] = _CONSTANTS["decode_attention"]
 _ARGUMENTS["tensor_attention"] = _ARGUMENTS["decode_attention"]
-_CONSTANTS["expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SHARING": 8}
-_ARGUMENTS["expert_products"] = ("rows weight up experts groups", "product")
-_CONSTANTS["group_experts"] = {"FIRST": 0, "COUNT": 128, "ASSIGNMENTS_MAX": 2048, "THREADS": 1024}
-_ARGUMENTS["group_experts"] = ("experts", "groups")
-_HEADERS = {
-    "expert_products": HEADER,
-    "group_experts": HEADER,
-    "few_rows": HEADER,
-    "tensor_attention": HEADER,
+_CONSTANTS["experts/expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SHARING": 8}
+_ARGUMENTS["experts/expert_products"] = ("rows weight up experts groups", "product")
+_CONSTANTS["experts/group_experts"] = {
+    "FIRST": 0,
+    "COUNT": 128,
+    "ASSIGNMENTS_MAX": 2048,
+    "THREADS": 1024,
 }
+_ARGUMENTS["experts/group_experts"] = ("experts", "groups")
+_CONSTANTS["experts/route"] = _CONSTANTS["experts/group_experts"] | (
+    {"EXPERTS": 512, "TOP": 8, "SIGMOID": 1, "NORMALIZES": 1, "HAS_BIAS": 1}
+)
+_ARGUMENTS["experts/route"] = ("logits bias factor", "chosen weights groups")
+_CONSTANTS["experts/add_experts"] = {
+    "DIM": 2048,
+    "TOP": 8,
+    "VECTOR_SIZE": 8,
+    "THREADS": 128,
+    "HAS_SHARED": 1,
+    "HAS_GATE": 1,
+}
+_ARGUMENTS["experts/add_experts"] = ("product weights shared gate", "added")
+_CONSTANTS["experts/count_experts"] = {"WIDTH": 128, "TOP": 8, "HAS_REAL": 1, "THREADS": 128}
+_ARGUMENTS["experts/count_experts"] = ("counts places real experts0 experts1", "counted")
 
 
 @pytest.mark.proof
@@ -174,6 +190,9 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
         return
     inputs, outputs = _ARGUMENTS[name]
     body = CUDA.prologue + read_source(name)
+    if name == "experts/count_experts":
+        body = f"const unsigned* given[] = {{experts0, experts1}};\n{body}"
+    is_of_cuda = name.startswith(("experts/", "few_rows", "tensor_attention"))
     arguments = []
     for one in inputs.split():
         arguments.append(f"const {_TYPES.get(one, _BFLOAT16)}* {one}")
@@ -183,11 +202,11 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
     constants = "".join(
         f"constexpr int {key} = {value};\n" for key, value in _CONSTANTS[name].items()
     )
-    source = tmp_path / f"{name}.cu"
+    source = tmp_path / "kernel.cu"
     source.write_text(
         "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cstdint>\n"
-        f"{_HEADERS.get(name, CUDA.header)}\n"
-        f"__global__ void {name}({', '.join(arguments)}) {{\n"
+        f"{HEADER if is_of_cuda else CUDA.header}\n"
+        f"__global__ void kernel({', '.join(arguments)}) {{\n"
         f"using T = {_BFLOAT16};\n{constants}{body}\n}}\n"
     )
     command = [NVCC, "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", "/dev/null", str(source)]

@@ -19,14 +19,15 @@ _THREADS = 1_024
 _WARPS = 4
 
 
-def sorting_constants(local: range) -> tuple[list[tuple[str, int]], int]:
-    """Return the constants of kernels that sort assignments, and the threads of their one group.
+def sorting_constants(local: range, threads: int) -> list[tuple[str, int]]:
+    """Return the constants of kernels that sort assignments.
 
     Args:
         local: experts whose weights this rank has.
+        threads: of the kernel's one group.
     """
-    constants = [("FIRST", local.start), ("COUNT", len(local))]
-    return [*constants, ("ASSIGNMENTS_MAX", ASSIGNMENTS_MAX), ("THREADS", _THREADS)], _THREADS
+    sizes = [("ASSIGNMENTS_MAX", ASSIGNMENTS_MAX), ("THREADS", threads)]
+    return [("FIRST", local.start), ("COUNT", len(local)), *sizes]
 
 
 class FewExperts:
@@ -39,14 +40,14 @@ class FewExperts:
             name="lockstep_group_experts",
             input_names=["experts"],
             output_names=["groups"],
-            source=CUDA.prologue + read_source("group_experts"),
+            source=CUDA.prologue + read_source("experts/group_experts"),
             header=HEADER,
         )
         self._products = make(
             name="lockstep_expert_products",
             input_names=["rows", "weight", "up", "experts", "groups"],
             output_names=["product"],
-            source=CUDA.prologue + read_source("expert_products"),
+            source=CUDA.prologue + read_source("experts/expert_products"),
             header=HEADER,
         )
 
@@ -93,13 +94,12 @@ class FewExperts:
         Returns:
             int32 [2 * tokens * k + 1], see the kernel `sort_assignments`.
         """
-        constants, threads = sorting_constants(local)
         groups: mx.array
         (groups,) = self._group(
             inputs=[experts],
-            template=constants,
-            grid=(threads, 1, 1),
-            threadgroup=(threads, 1, 1),
+            template=sorting_constants(local, _THREADS),
+            grid=(_THREADS, 1, 1),
+            threadgroup=(_THREADS, 1, 1),
             output_shapes=[(2 * experts.size + 1,)],
             output_dtypes=[mx.int32],
         )

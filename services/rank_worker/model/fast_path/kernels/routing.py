@@ -12,6 +12,8 @@ from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 
 TOP_MAX = 32
 """Most experts per token: one per thread of a warp."""
+EXPERTS_MAX = 1_024
+_EXPERTS_OF_ALL_THREADS = 512
 _ADD_THREADS = 128
 
 
@@ -67,7 +69,9 @@ class RoutingKernels:
             local: experts whose weights this rank has.
         """
         tokens, experts = logits.shape
-        constants, threads = sorting_constants(local)
+        # A thread holds two numbers of each 32nd expert, and a group has 65,536 registers.
+        threads = 1_024 if experts <= _EXPERTS_OF_ALL_THREADS else 512
+        constants = sorting_constants(local, threads)
         chosen, weights, groups = self._route(
             inputs=[logits, factor if bias is None else bias, factor],
             template=[
@@ -127,6 +131,6 @@ def _kernel(name: str, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
         name=f"lockstep_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
-        source=CUDA.prologue + read_source(name),
+        source=CUDA.prologue + read_source(f"experts/{name}"),
         header=HEADER,
     )
