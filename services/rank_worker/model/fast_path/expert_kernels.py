@@ -167,7 +167,7 @@ def _find_equal(
         routed = RoutedBlock(form, rule, kernels, few_rows)
         clear = _clearly_routed(form, rule, x)
         wanted = expected[clear]
-        if not relative_difference(wanted, routed(x[clear]), wanted):
+        if not relative_difference(wanted, routed.compute_own(x[clear]), wanted):
             return routed
     return None
 

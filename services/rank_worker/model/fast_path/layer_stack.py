@@ -17,7 +17,7 @@ from services.rank_worker.model.fast_path.forms import StackForm
 from services.rank_worker.model.fast_path.kernels.attention import RowPlaces, tile_count
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.rotation import Rotation
-from services.rank_worker.model.fast_path.routed_block import takes_rows
+from services.rank_worker.model.fast_path.routed_block import RoutedBlock, find_routed
 from services.rank_worker.model.forward import Observe
 
 
@@ -173,14 +173,23 @@ class LayerStack:
         form = layer.form
         change = self._part(form.attention, layer.attend, normalized, cache, new)
         hidden, normalized = self._add_norm(hidden, change, form.mlp_norm)
+        routed = find_routed(form.mlp)
         if form.has_gated_mlp:
             change = self._part(form.mlp, layer.transform, normalized, new)
-        elif takes_rows(form.mlp):
+        elif routed is not None and self._adds_experts(routed, normalized):
+            epsilon = self._epsilons[id(norm)]
+            return routed.add_norm(hidden, normalized, norm.weight, epsilon)
+        elif routed is not None:
             change = form.mlp(normalized)
         else:
             shaped = normalized.reshape(new.rows, new.count, -1)
             change = form.mlp(shaped).reshape(normalized.shape)
         return self._add_norm(hidden, change, norm)
+
+    def _adds_experts(self, routed: RoutedBlock, x: mx.array) -> bool:
+        """Tell whether a block's result is added and normalized in the same operation."""
+        is_measured = self.observe is not None
+        return routed.is_whole and routed.takes(x) and self.has_kernels and not is_measured
 
     def without_layers(self, tokens: mx.array) -> mx.array:
         """Return what the forward would be if no layer changed its input, for the proof."""

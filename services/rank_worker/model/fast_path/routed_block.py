@@ -9,7 +9,11 @@ import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
-from services.rank_worker.model.fast_path.kernels.routing import RoutingKernels, RoutingRule
+from services.rank_worker.model.fast_path.kernels.routing import (
+    ExpertResults,
+    RoutingKernels,
+    RoutingRule,
+)
 from services.rank_worker.model.fast_path.kernels.tensor_cores import can_multiply
 from services.rank_worker.model.sharding.local_experts import LocalExperts, is_expert_layer
 from services.rank_worker.model.sharding.mlp_split import is_linear, is_mlp
@@ -36,6 +40,8 @@ class BlockForm:
     """An MLP that computes every token; None: there is none."""
     shared_gate: Any
     """A matrix with one output: `shared` counts its sigmoid times; None: once."""
+    sum_over_ranks: Callable[[mx.array], mx.array] | None
+    """Completes the block's results; None: this rank has all of them."""
 
 
 def has_expert_layer(module: nn.Module) -> bool:
@@ -76,7 +82,16 @@ def read_block(block: nn.Module) -> BlockForm | None:
         next((float(getattr(one, _FACTOR)) for one in owners if hasattr(one, _FACTOR)), 1.0),
         shared[0] if shared else None,
         gates[0] if gates else None,
+        _sum_function(block),
     )
+
+
+def _sum_function(block: Any) -> Callable[[mx.array], mx.array] | None:
+    group = getattr(block, "sharding_group", None)
+    if group is not None:
+        return functools.partial(sum_in_group, group=group)
+    found: Callable[[mx.array], mx.array] | None = getattr(type(block), "sum_output", None)
+    return found
 
 
 def _is_router(module: Any, experts: int) -> bool:
@@ -89,7 +104,7 @@ def _is_router(module: Any, experts: int) -> bool:
 
 
 class RoutedBlock:
-    """Computes a block for few tokens, without the sum over ranks."""
+    """Computes a block for few tokens."""
 
     def __init__(
         self, form: BlockForm, rule: RoutingRule, kernels: RoutingKernels, few_rows: FewRows
@@ -116,15 +131,43 @@ class RoutedBlock:
 
     def __call__(self, x: mx.array) -> mx.array:
         """Build the block for tokens that it takes: [tokens, dim] -> [tokens, dim]."""
+        added = self.compute_own(x)
+        sum_over_ranks = self._form.sum_over_ranks
+        return added if sum_over_ranks is None else sum_over_ranks(added)
+
+    def compute_own(self, x: mx.array) -> mx.array:
+        """Build this rank's part of the block: [tokens, dim] -> [tokens, dim]."""
+        return self._kernels.add_experts(self._compute(x))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank computes the block without others."""
+        return self._form.sum_over_ranks is None
+
+    def add_norm(
+        self, hidden: mx.array, x: mx.array, weight: mx.array, epsilon: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Build a whole block, and add and normalize its result in the same operation.
+
+        Args:
+            hidden: what the result is added to, [tokens, dim].
+            x: tokens that it takes, [tokens, dim].
+            weight: of the norm; see `RoutingKernels.add_experts_norm`.
+            epsilon: of the norm.
+
+        Returns:
+            (sum, normalized sum), [tokens, dim].
+        """
+        return self._kernels.add_experts_norm(hidden, self._compute(x), weight, epsilon)
+
+    def _compute(self, x: mx.array) -> ExpertResults:
         form = self._form
-        logits = self._multiply_router(x)
-        routed = self._kernels.route(
-            logits, form.bias, self._factor, self._rule, form.local.experts
-        )
+        logits, local = self._multiply_router(x), form.local.experts
+        routed = self._kernels.route(logits, form.bias, self._factor, self._rule, local)
         product = form.experts(x, routed.experts, routed.groups)
         shared = None if form.shared is None else form.shared(x)
         gate = None if form.shared_gate is None else form.shared_gate(x)
-        return self._kernels.add_experts(product, routed.weights, shared, gate)
+        return ExpertResults(product, routed.weights, shared, gate)
 
     def _multiply_router(self, x: mx.array) -> mx.array:
         if self._few_rows is not None and x.dtype == self._form.router.dtype:
@@ -145,26 +188,15 @@ def use_kernels(block: nn.Module, routed: RoutedBlock) -> None:
         if not routed.takes(x):
             result: mx.array = original.__call__(module, x[None] if x.ndim == 2 else x)
             return result.reshape(x.shape)
-        if x.ndim == 2:
-            return sum_function(module)(routed(x))
-        rows = x.reshape(-1, x.shape[-1])
-        return sum_function(module)(routed(rows)).reshape(x.shape)
+        return routed(x) if x.ndim == 2 else routed(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
-    names = {"__call__": call, "takes_rows": True}
+    names = {"__call__": call, "routed": routed}
     block.__class__ = type(original.__name__, (original,), names)
 
 
-def takes_rows(module: Any) -> bool:
-    """Tell whether a module is a block that takes tokens [tokens, dim], see `use_kernels`."""
-    return hasattr(type(module), "takes_rows")
-
-
-def sum_function(block: Any) -> Callable[[mx.array], mx.array]:
-    """Return what sums a block's results over ranks."""
-    group = getattr(block, "sharding_group", None)
-    if group is not None:
-        return functools.partial(sum_in_group, group=group)
-    found: Callable[[mx.array], mx.array] = getattr(type(block), "sum_output", lambda one: one)
+def find_routed(module: Any) -> RoutedBlock | None:
+    """Return what computes a block's forwards of few tokens; None: mlx-lm's code does."""
+    found: RoutedBlock | None = getattr(type(module), "routed", None)
     return found
 
 

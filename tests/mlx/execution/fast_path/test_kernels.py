@@ -176,6 +176,11 @@ _CONSTANTS["experts/add_experts"] = {
     "HAS_GATE": 1,
 }
 _ARGUMENTS["experts/add_experts"] = ("product weights shared gate", "added")
+_CONSTANTS["experts/add_experts_norm"] = _CONSTANTS["experts/add_experts"] | {"THREADS": 256}
+_ARGUMENTS["experts/add_experts_norm"] = (
+    "product weights shared gate input weight constants",
+    "added normalized",
+)
 _CONSTANTS["experts/count_experts"] = {"WIDTH": 128, "TOP": 8, "HAS_REAL": 1, "THREADS": 128}
 _ARGUMENTS["experts/count_experts"] = ("counts places real experts0 experts1", "counted")
 

@@ -11,6 +11,8 @@ import mlx.core as mx
 
 _FOLDER = Path(__file__).parent / "sources"
 _VECTOR_BYTES = 16
+_ROW_THREADS_MAX = 512
+"""Most threads of a group that normalizes a row."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,3 +113,13 @@ def vector_size(count: int, dtype: mx.Dtype) -> int:
     while count % size:
         size //= 2
     return size
+
+
+def norm_threads(dim: int, dtype: mx.Dtype) -> int:
+    """Return the threads of a group that normalizes a row; each reads a vector at a time.
+
+    Args:
+        dim: numbers of the row.
+        dtype: of the numbers.
+    """
+    return min(-(-dim // (vector_size(dim, dtype) * 32)) * 32, _ROW_THREADS_MAX)

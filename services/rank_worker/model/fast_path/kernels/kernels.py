@@ -9,6 +9,7 @@ from services.rank_worker.model.fast_path.kernels.attention import Attention, At
 from services.rank_worker.model.fast_path.kernels.dialects import (
     CUDA,
     METAL,
+    norm_threads,
     read_source,
     vector_size,
 )
@@ -19,8 +20,6 @@ _log = Log("rank_worker.fast_path")
 
 _ROW_THREADS = 256
 """Threads of a group that computes an activation."""
-_ROW_THREADS_MAX = 512
-"""Most threads of a group that normalizes a row; each reads a vector at a time."""
 
 
 class Kernels:
@@ -83,13 +82,12 @@ class Kernels:
             (sum, normalized sum), both like `hidden`.
         """
         dim = hidden.shape[-1]
-        vector = vector_size(dim, hidden.dtype)
-        threads = min(-(-dim // (vector * 32)) * 32, _ROW_THREADS_MAX)
+        threads = norm_threads(dim, hidden.dtype)
         added, normalized = self._add_norm(
             inputs=[hidden, change, weight, epsilon],
             template=[
                 *(("T", hidden.dtype), ("DIM", dim)),
-                *(("VECTOR_SIZE", vector), ("THREADS", threads)),
+                *(("VECTOR_SIZE", vector_size(dim, hidden.dtype)), ("THREADS", threads)),
             ],
             grid=(threads, hidden.size // dim, 1),
             threadgroup=(threads, 1, 1),

@@ -6,7 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source, vector_size
+from services.rank_worker.model.fast_path.kernels.dialects import (
+    CUDA,
+    norm_threads,
+    read_source,
+    vector_size,
+)
 from services.rank_worker.model.fast_path.kernels.few_experts import sorting_constants
 from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 
@@ -41,6 +46,20 @@ class RoutedTokens:
     """The assignments sorted by expert, see `FewExperts.sort`."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertResults:
+    """What the experts of some tokens have computed, to be added up."""
+
+    product: mx.array
+    """[tokens, top, dim]."""
+    weights: mx.array
+    """float32 [tokens, top], by which these are multiplied."""
+    shared: mx.array | None
+    """[tokens, dim] of shared experts in the dtype of `product`, added; None: there are none."""
+    gate: mx.array | None
+    """[tokens, 1] in this dtype: `shared` counts sigmoid(gate) times; None: once."""
+
+
 class RoutingKernels:
     """Starts the kernels. Compiled kernels are kept by MLX."""
 
@@ -48,8 +67,10 @@ class RoutingKernels:
         """Prepare; nothing is compiled yet."""
         names = ["logits", "bias", "factor"]
         self._route = _kernel("route", names, ["chosen", "weights", "groups"])
-        names = ["product", "weights", "shared", "gate"]
-        self._add_experts = _kernel("add_experts", names, ["added"])
+        results = ["product", "weights", "shared", "gate"]
+        self._add_experts = _kernel("add_experts", results, ["added"])
+        names = [*results, "input", "weight", "constants"]
+        self._add_experts_norm = _kernel("add_experts_norm", names, ["added", "normalized"])
 
     def route(
         self,
@@ -85,44 +106,63 @@ class RoutingKernels:
         )
         return RoutedTokens(chosen, weights, groups)
 
-    def add_experts(
-        self,
-        product: mx.array,
-        weights: mx.array,
-        shared: mx.array | None,
-        gate: mx.array | None,
-    ) -> mx.array:
-        """Add up the results of each token's experts, times their weights.
-
-        Args:
-            product: [tokens, top, dim].
-            weights: float32 [tokens, top].
-            shared: [tokens, dim] in the dtype of `product`, added; or None.
-            gate: [tokens, 1] in this dtype: `shared` counts sigmoid(gate) times; or None: once.
-
-        Returns:
-            [tokens, dim].
-        """
-        tokens, top, dim = product.shape
-        vector = vector_size(dim, product.dtype)
-        groups = -(-dim // (vector * _ADD_THREADS))
+    def add_experts(self, results: ExpertResults) -> mx.array:
+        """Add up the results of each token's experts, times their weights: [tokens, dim]."""
+        tokens, _, dim = results.product.shape
+        template = _sum_template(results)
+        groups = -(-dim // (dict(template)["VECTOR_SIZE"] * _ADD_THREADS))
         added: mx.array
         (added,) = self._add_experts(
-            inputs=[
-                *(product, weights),
-                *(product if one is None else one for one in (shared, gate)),
-            ],
-            template=[
-                *(("T", product.dtype), ("DIM", dim), ("TOP", top)),
-                *(("VECTOR_SIZE", vector), ("THREADS", _ADD_THREADS)),
-                *(("HAS_SHARED", shared is not None), ("HAS_GATE", gate is not None)),
-            ],
+            inputs=_sum_inputs(results),
+            template=[*template, ("THREADS", _ADD_THREADS)],
             grid=(groups * _ADD_THREADS, tokens, 1),
             threadgroup=(_ADD_THREADS, 1, 1),
             output_shapes=[(tokens, dim)],
-            output_dtypes=[product.dtype],
+            output_dtypes=[results.product.dtype],
         )
         return added
+
+    def add_experts_norm(
+        self, hidden: mx.array, results: ExpertResults, weight: mx.array, epsilon: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Add up the results of each token's experts, and normalize the sum with the layer's input.
+
+        Args:
+            hidden: the layer's input, [tokens, dim] in the dtype of the results.
+            results: of the experts.
+            weight: [dim], of the norm.
+            epsilon: float32 [1], of the norm.
+
+        Returns:
+            (sum with `hidden`, normalized sum), as `Kernels.add_norm` of `add_experts`.
+        """
+        tokens, dim = hidden.shape
+        threads = norm_threads(dim, hidden.dtype)
+        added, normalized = self._add_experts_norm(
+            inputs=[*_sum_inputs(results), hidden, weight, epsilon],
+            template=[*_sum_template(results), ("THREADS", threads)],
+            grid=(threads, tokens, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[hidden.shape, hidden.shape],
+            output_dtypes=[hidden.dtype, hidden.dtype],
+        )
+        return added, normalized
+
+
+def _sum_inputs(results: ExpertResults) -> list[mx.array]:
+    product = results.product
+    others = (product if one is None else one for one in (results.shared, results.gate))
+    return [product, results.weights, *others]
+
+
+def _sum_template(results: ExpertResults) -> list[tuple[str, Any]]:
+    product = results.product
+    _, top, dim = product.shape
+    return [
+        *(("T", product.dtype), ("DIM", dim), ("TOP", top)),
+        ("VECTOR_SIZE", vector_size(dim, product.dtype)),
+        *(("HAS_SHARED", results.shared is not None), ("HAS_GATE", results.gate is not None)),
+    ]
 
 
 def _kernel(name: str, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
