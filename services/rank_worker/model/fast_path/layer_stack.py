@@ -59,6 +59,7 @@ class LayerStack:
         self._rotations: dict[int, Rotation] = {
             id(one.rotation): one.rotation for one in form.layers if one.rotation is not None
         }
+        self._query_heads = max(one.shape.query_heads for one in form.layers)
         self._counter = counter
         self._compiled: dict[int, Callable[..., list[mx.array]]] = {}
         """The decode, by the number of tiles: hidden states, then the experts of each layer that
@@ -145,7 +146,8 @@ class LayerStack:
             arrays: keys and values of each layer in turn.
         """
         rows = tokens.shape[0]
-        places = RowPlaces(lengths, slots, tiles)
+        arrived = mx.zeros((rows, self._query_heads), dtype=mx.int32) if tiles > 1 else None
+        places = RowPlaces(lengths, slots, tiles, arrived)
         tables, apart = self._tables(lengths, rows, 1), self._batch_invariant
         new = NewTokens(rows, 1, lengths, tables, places=places, apart=apart)
         pairs = list(zip(arrays[::2], arrays[1::2], strict=True))

@@ -129,6 +129,8 @@ inline int float_bits(float number) {
   std::memcpy(&bits, &number, 4);
   return bits;
 }
+#define FENCE
+#define READ_WRITTEN(pointer) *(pointer)
 #define FLOAT_BITS(number) float_bits(number)
 #define WARP_MAX(number) group::best_of_warp(number, [](int one, int other) { return one > other; })
 #define WARP_MIN(number) group::best_of_warp(number, [](int one, int other) { return one < other; })

@@ -129,7 +129,13 @@ def test_experts_of_few_tokens_are_those_of_mlx_lm_and_zero_for_other_ranks(
 _BFLOAT16 = "__nv_bfloat16"
 _TYPES = {"lengths": "int", "slots": "int", "rotations": "float", "constants": "float"}
 _TYPES |= {"tile_sums": "float", "experts": "unsigned", "groups": "int", "chosen": "int"}
-_TYPES |= {"weights": "float", "factor": "float", "counts": "unsigned", "counted": "unsigned"}
+_TYPES |= {
+    "weights": "float",
+    "factor": "float",
+    "arrived": "int",
+    "counts": "unsigned",
+    "counted": "unsigned",
+}
 _TYPES |= {"places": "int", "real": "bool", "experts0": "unsigned", "experts1": "unsigned"}
 _CONSTANTS = {
     "decode_attention": (
@@ -153,7 +159,10 @@ _ARGUMENTS = {
     "few_rows": ("rows weight bias", "product"),
 }
 _CONSTANTS["tensor_attention"] = _CONSTANTS["decode_attention"]
-_ARGUMENTS["tensor_attention"] = _ARGUMENTS["decode_attention"]
+_ARGUMENTS["tensor_attention"] = (
+    f"{_ARGUMENTS['decode_attention'][0]} arrived",
+    _ARGUMENTS["decode_attention"][1],
+)
 _CONSTANTS["experts/expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SHARING": 8}
 _ARGUMENTS["experts/expert_products"] = ("rows weight up experts groups", "product")
 _CONSTANTS["experts/group_experts"] = {

@@ -6,6 +6,7 @@ anew, which takes seconds on CUDA.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -75,6 +76,9 @@ class RowPlaces:
     """int32 [rows]: index of each row in the arrays."""
     tiles: int
     """Tiles of TILE_TOKENS that the longest row needs, its new token included."""
+    arrived: mx.array | None = None
+    """int32 zeros [rows, query heads], with which one forward's kernels count groups of threads
+    that have finished; None: there is one attention."""
 
 
 class Attention:
@@ -90,10 +94,10 @@ class Attention:
         inputs = ["qkv", "keys", "values", "lengths", "slots", "rotations"]
         inputs += ["query_weight", "key_weight", "constants"]
 
-        def kernel(name: str, header: str) -> Any:
+        def kernel(name: str, header: str, more_inputs: Sequence[str] = ()) -> Any:
             return make(
                 name=f"lockstep_{name}",
-                input_names=inputs,
+                input_names=[*inputs, *more_inputs],
                 output_names=["attended", "tile_sums"],
                 source=dialect.prologue + read_source(name),
                 header=header,
@@ -102,7 +106,9 @@ class Attention:
             )
 
         self._attend = kernel("decode_attention", dialect.header)
-        self._tensor_attend = kernel("tensor_attention", HEADER) if dialect is CUDA else None
+        self._tensor_attend = (
+            kernel("tensor_attention", HEADER, ["arrived"]) if dialect is CUDA else None
+        )
         """Uses tensor cores; None: this GPU has none that it can use."""
         self._add_tiles = make(
             name="lockstep_add_tiles",
@@ -174,25 +180,32 @@ class Attention:
             [rows, query_heads * head_dim] in the dtype of `qkv`.
         """
         rows, dtype, tiles = qkv.shape[0], qkv.dtype, places.tiles
+        inputs = [
+            *(qkv, keys, values, places.lengths, places.slots),
+            weights.constants if rotations is None else rotations,
+            *(weights.query_norm, weights.key_norm, weights.constants),
+        ]
+        by_tensor_cores = self._tensor_attend is not None and _fits_tensor_cores(shape, dtype)
         kernel, heads = self._attend, _divisor(shape, _heads_max(shape))
-        if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
+        if by_tensor_cores:
             kernel, heads = self._tensor_attend, _divisor(shape, _TENSOR_HEADS_MAX)
+            arrived = places.arrived
+            if arrived is None:
+                arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
+            inputs.append(arrived)
+        result, no_result = (rows, shape.query_heads * shape.head_dim), (1,)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
-        result = (rows, shape.query_heads * shape.head_dim)
-        sums = (rows, shape.query_heads, tiles, shape.head_dim + 2)
+        sums = (rows, shape.query_heads, tiles, shape.head_dim + 2) if tiles > 1 else (1,)
+        is_done = tiles == 1 or by_tensor_cores
         attended, tile_sums = kernel(
-            inputs=[
-                *(qkv, keys, values, places.lengths, places.slots),
-                weights.constants if rotations is None else rotations,
-                *(weights.query_norm, weights.key_norm, weights.constants),
-            ],
+            inputs=inputs,
             template=_template(shape, dtype, heads),
             grid=(tiles * _THREADS, shape.query_heads // heads, rows),
             threadgroup=(_THREADS, 1, 1),
-            output_shapes=[result, (1,)] if tiles == 1 else [(1,), sums],
+            output_shapes=[result if is_done else no_result, sums],
             output_dtypes=[dtype, mx.float32],
         )
-        done: mx.array = attended if tiles == 1 else self._add_up(tile_sums, places, shape, dtype)
+        done: mx.array = attended if is_done else self._add_up(tile_sums, places, shape, dtype)
         return done
 
     def _add_up(

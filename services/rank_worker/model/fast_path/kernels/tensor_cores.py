@@ -26,6 +26,8 @@ HEADER = (
 #define ZEROS make_uint4(0, 0, 0, 0)
 #define NUMBER(eight, index) (reinterpret_cast<T*>(&(eight))[index])
 #define ATOMIC_ADD(pointer, number) atomicAdd(pointer, number)
+#define FENCE __threadfence()
+#define READ_WRITTEN(pointer) __ldcg(pointer)
 #define FLOAT_BITS(number) __float_as_int(number)
 #define WARP_MAX(number) __reduce_max_sync(0xffffffffu, number)
 #define WARP_MIN(number) __reduce_min_sync(0xffffffffu, number)
