@@ -64,6 +64,14 @@ def test_decodes_with_kernels_have_the_tokens_and_the_counts_of_mlx_lms_experts(
     assert counts.sum() > 0
 
 
+def test_decodes_are_counted_by_a_kernel() -> None:
+    """Otherwise each layer would cost an operation."""
+    model = _model()
+    counter = ExpertCounter(model, 0, "none", 1)
+    open_expert_kernels(model, "cuda", bool, counter)
+    assert counter.kernel is not None
+
+
 def test_kernels_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank compares them with mlx-lm's code before it serves."""
     real = FewExperts.__call__

@@ -48,6 +48,31 @@ def test_attention_of_tensor_cores_computes_and_writes_like_mlx_lm(
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
+def test_layers_of_one_forward_count_finished_groups_in_one_array(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last group of a row leaves a 0, also in a row of one tile beside one of three."""
+    monkeypatch.setattr(attention, "DTYPES", (mx.float32,))
+    attend = attention.Attention(mx.fast.cuda_kernel, CUDA).attend
+    shape = attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)
+    constants = mx.array([0.25, 0.0, 0.0])
+    weights = attention.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), constants)
+    lengths = [3, 2 * attention.TILE_TOKENS + 9]
+    room = (2, 2, lengths[1] + 1, 16)
+    keys, values = (mx.random.normal(room, key=mx.random.key(one)) for one in (1, 2))
+    qkv = mx.random.normal((2, 8 * 16), key=mx.random.key(3))
+    arrived = mx.zeros((2, 4), dtype=mx.int32)
+    counts = attention.tile_count(lengths[1])
+    places = attention.RowPlaces(mx.array(lengths), mx.array([0, 1]), counts, arrived)
+    first, second = (attend(shape, weights, qkv, keys, values, places, None) for _ in range(2))
+    assert mx.array_equal(first, second).item()
+    assert not arrived.any().item()
+    alone = attention.RowPlaces(mx.array(lengths[:1]), mx.array([0]), 1)
+    one = attend(shape, weights, qkv[:1], keys, values, alone, None)
+    assert mx.allclose(one[0], first[0], rtol=1e-5, atol=1e-6).item()
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
 def test_heads_that_kernels_cannot_share_are_computed_without_them() -> None:
     """Eight threads share a head, so its width must be a multiple of 8."""
     opened = open_of(make("qwen3", 4, 2, 12), device="metal")

@@ -1,0 +1,218 @@
+"""Blocks of routed experts whose tokens kernels route, and whose results they add up."""
+
+import itertools
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from services.rank_worker.model.fast_path import expert_kernels
+from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
+from services.rank_worker.model.fast_path.kernels import tensor_cores
+from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
+from services.rank_worker.model.fast_path.kernels.few_experts import TOKENS_MAX, FewExperts
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels
+from services.rank_worker.model.fast_path.kernels.routing import (
+    ExpertResults,
+    RoutingKernels,
+    RoutingRule,
+)
+from services.rank_worker.model.fast_path.routed_block import RoutedBlock, find_routed
+from services.rank_worker.model.sharding.apply import apply_split
+from services.rank_worker.model.sharding.local_experts import keep_all
+from shared.model.sharding.shares import Split
+from tests.mlx.sharding.in_process_world import InProcessWorld
+from tests.mlx.sharding.moe_models import VOCAB, make_moe_model, moe_config
+
+SIZES = {"moe_intermediate_size": 32, "hidden_size": 64, "intermediate_size": 64}
+"""Multiples of 32, which tensor cores multiply at a time."""
+ROUTED = "experts and routing with kernels"
+TOKENS = mx.array([[(37 * place + 5) % VOCAB for place in range(11)]])
+
+
+@pytest.fixture(autouse=True)
+def _tensor_cores_of_4_bytes(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> None:
+    monkeypatch.setattr(tensor_cores, "DTYPES", (mx.float32,))
+
+
+def _model(family: str, **changes: Any) -> nn.Module:
+    model = make_moe_model(family, **{**SIZES, **changes})
+    keep_all(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen2_moe", {}),
+        ("qwen3_next", {}),
+        ("mixtral", {"intermediate_size": 32}),
+        ("deepseek_v2", {}),
+        ("deepseek_v3", {}),
+        ("kimi_k25", {}),
+        ("glm4_moe", {}),
+        ("minimax", {}),
+    ],
+)
+def test_block_with_kernels_computes_what_mlx_lm_does(family: str, changes: dict[str, Any]) -> None:
+    """Also with shared experts, their gate, a bias of the choice, and a factor of the weights."""
+    expected = _model(family, **changes)(TOKENS)
+    model = _model(family, **changes)
+    assert open_expert_kernels(model, "cuda", bool) == ROUTED
+    assert any(map(find_routed, model.modules()))
+    assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-4).item()
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        # It multiplies an expert's input by the weight.
+        ("llama4", "block 0 chooses in another way"),
+        # Its router is a module of its own kind.
+        ("granitemoe", "the block around them has no kernels"),
+    ],
+)
+def test_blocks_of_another_form_are_left_to_mlx_lm(family: str, reason: str) -> None:
+    """Their experts have kernels all the same."""
+    model = _model(family)
+    state = open_expert_kernels(model, "cuda", bool)
+    assert state == f"experts with kernels, mlx-lm's routing: {reason}"
+    assert not any(map(find_routed, model.modules()))
+
+
+def test_kernels_that_choose_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank compares the whole block before it serves."""
+    real = RoutedBlock.compute_own
+    monkeypatch.setattr(RoutedBlock, "compute_own", lambda *args: 1.1 * real(*args))
+    state = open_expert_kernels(_model("qwen3_moe"), "cuda", bool)
+    assert state.endswith("mlx-lm's routing: block 0 chooses in another way")
+
+
+def test_one_rank_without_kernels_keeps_all_ranks_from_them() -> None:
+    """The second vote is about the blocks."""
+    votes = iter([True, False])
+    model = _model("qwen3_moe")
+    state = open_expert_kernels(model, "cuda", lambda _: next(votes))
+    assert state.endswith("mlx-lm's routing: another rank has no kernels")
+    assert not any(map(find_routed, model.modules()))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "deepseek_v3"])
+def test_ranks_with_divided_experts_and_kernels_compute_logits_of_one_rank(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are summed over ranks as before: in mlx-lm's code, or behind it."""
+    whole = _model(family)(TOKENS)
+    ranks = InProcessWorld(monkeypatch, 2)
+    models = []
+    for one in ranks.worlds:
+        model = make_moe_model(family, **SIZES)
+        split = Split("expert", one.rank, one.world_size)
+        apply_split(model, moe_config(family, **SIZES), split, one)
+        assert open_expert_kernels(model, "cuda", bool) == ROUTED
+        models.append(model)
+    logits = ranks.run(models, TOKENS)
+    assert mx.array_equal(logits[0], logits[1]).item()
+    assert mx.allclose(logits[0], whole, rtol=1e-3, atol=1e-4).item()
+
+
+@pytest.mark.parametrize(("tokens", "is_few"), [(TOKENS_MAX, True), (TOKENS_MAX + 1, False)])
+def test_many_tokens_are_computed_by_mlx_lms_code(
+    tokens: int, is_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its grouped products are faster then. The block takes rows of tokens either way."""
+    calls: list[int] = []
+    real = RoutedBlock.compute_own
+
+    def counted(block: RoutedBlock, x: mx.array) -> mx.array:
+        calls.append(len(x))
+        return real(block, x)
+
+    model = _model("qwen3_moe")
+    open_expert_kernels(model, "cuda", bool)
+    monkeypatch.setattr(RoutedBlock, "compute_own", counted)
+    block: Any = next(one for one in model.modules() if find_routed(one))
+    x = mx.random.normal((tokens, 64), key=mx.random.key(3))
+    assert mx.allclose(block(x), block(x[:, None])[:, 0], rtol=1e-4, atol=1e-5).item()
+    assert calls == ([tokens] * 2 if is_few else [])
+
+
+@pytest.mark.parametrize("is_sigmoid", [False, True])
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_route_chooses_the_best_and_weighs_them(is_sigmoid: bool, normalizes: bool) -> None:
+    """More tokens than warps, and more experts than a warp has threads; a bias only chooses."""
+    rule, local = RoutingRule(4, is_sigmoid, normalizes), range(10, 30)
+    logits = mx.random.normal((70, 40), key=mx.random.key(1))
+    bias = mx.random.normal((40,), key=mx.random.key(2)) if is_sigmoid else None
+    routed = RoutingKernels().route(logits, bias, mx.array([2.5]), rule, local)
+    scores = mx.sigmoid(logits) if is_sigmoid else mx.softmax(logits, axis=-1)
+    order = mx.argsort(-(scores if bias is None else scores + bias), axis=-1)[:, :4]
+    weights = mx.take_along_axis(scores, order, axis=-1)
+    if normalizes:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    assert mx.array_equal(routed.experts, order).item()
+    assert mx.allclose(routed.weights, 2.5 * weights, rtol=1e-5).item()
+    assert mx.array_equal(routed.groups[280:], FewExperts().sort(order, local)[280:]).item()
+
+
+def test_equal_scores_are_chosen_in_the_order_of_experts() -> None:
+    """So that all ranks choose the same, and a token's choice does not depend on the others."""
+    logits = mx.array([[0.0] * 70, [1.0 if one in (3, 35, 67) else -0.0 for one in range(70)]])
+    rule = RoutingRule(5, is_sigmoid=False, normalizes=True)
+    routed = RoutingKernels().route(logits, None, mx.array([1.0]), rule, range(70))
+    assert routed.experts.tolist() == [[0, 1, 2, 3, 4], [3, 35, 67, 0, 1]]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_no_numbers_give_numbers_of_experts(number: float) -> None:
+    """A model that has gone wrong must not have the kernels read other memory."""
+    rule = RoutingRule(3, is_sigmoid=False, normalizes=True)
+    logits = mx.full((2, 40), number)
+    routed = RoutingKernels().route(logits, None, mx.array([1.0]), rule, range(40))
+    assert routed.experts.tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_sum_with_norm_has_the_bits_of_sum_and_norm(has_shared: bool) -> None:
+    """A measured step does both in turn, and must have the same tokens."""
+    keys = [mx.random.key(number) for number in range(5)]
+    product = mx.random.normal((3, 4, 96), key=keys[0])
+    weights, hidden = mx.random.uniform(shape=(3, 4), key=keys[1]), product[:, 0] * 3
+    shared = mx.random.normal((3, 96), key=keys[2]) if has_shared else None
+    gate = mx.random.normal((3, 1), key=keys[3]) if has_shared else None
+    norm, epsilon = mx.random.normal((96,), key=keys[4]), mx.array([1e-6])
+    results, kernels = ExpertResults(product, weights, shared, gate), RoutingKernels()
+    change = kernels.add_experts(results)
+    expected = (product * weights[..., None]).sum(axis=1)
+    if shared is not None and gate is not None:
+        expected = expected + mx.sigmoid(gate) * shared
+    assert mx.allclose(change, expected, rtol=1e-5, atol=1e-5).item()
+    found = kernels.add_experts_norm(hidden, results, norm, epsilon)
+    wanted = Kernels("cuda").add_norm(hidden, change, norm, epsilon)
+    assert all(mx.array_equal(*pair).item() for pair in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("has_real", [False, True])
+def test_kernel_counts_the_assignments_of_all_layers(has_real: bool) -> None:
+    """Layers that are left out keep their counts; a number that is no expert stays in its layer."""
+    chosen: dict[int, list[list[int]]] = {2: [[0, 3], [3, 99]], 0: [[1, 2], [0, 1]]}
+    noted = [(layer, mx.array(experts)) for layer, experts in chosen.items()]
+    real = mx.array([[True], [False]]) if has_real else None
+    counted = ExpertCounts().add(mx.arange(12, dtype=mx.uint32), 4, noted, real)
+    expected = list(range(12))
+    for layer, experts in chosen.items():
+        for expert in itertools.chain(*experts[: 1 if has_real else 2]):
+            expected[layer * 4 + min(expert, 3)] += 1
+    assert counted.tolist() == expected
+
+
+def test_counts_are_mlxs_where_the_kernel_counts_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is tried once, as all kernels are."""
+    assert expert_kernels._open_counts() is not None
+    monkeypatch.setattr(ExpertCounts, "add", lambda _, counts, *args: counts)
+    assert expert_kernels._open_counts() is None
