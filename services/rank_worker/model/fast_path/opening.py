@@ -156,9 +156,10 @@ def _open_kernels(
         fault = f"keys and values have {kv_bits} bits" if kv_bits else f"the model is {dtype}"
     else:
         kernels = Kernels(settings.device)
-        fault = kernels.find_fault(form.layers[0].shape, form.norm.weight)
-    if not settings.all_agree(not fault):
+        fault = kernels.find_fault({one.shape for one in form.layers}, form.norm.weight)
+    if not settings.all_agree(not fault) or kernels is None:
         return None, fault or "another rank has none"
+    kernels.keep_common(settings.all_agree)
     return kernels, ""
 
 

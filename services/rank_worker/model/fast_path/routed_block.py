@@ -37,7 +37,7 @@ class BlockForm:
     factor: float
     """Of the experts' weights."""
     shared: Any
-    """An MLP that computes every token; None: there is none."""
+    """An MLP that computes every token, if the block has one."""
     shared_gate: Any
     """A matrix with one output: `shared` counts its sigmoid times; None: once."""
     sum_over_ranks: Callable[[mx.array], mx.array] | None

@@ -14,6 +14,7 @@ from services.rank_worker.model.fast_path.kernels import attention
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
 
@@ -77,6 +78,36 @@ def test_heads_that_kernels_cannot_share_are_computed_without_them() -> None:
     """Eight threads share a head, so its width must be a multiple of 8."""
     opened = open_of(make("qwen3", 4, 2, 12), device="metal")
     assert opened.state == "fast path without kernels: no kernel for heads of 12 numbers"
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize("failing_rank", ["this one", "another one", "none"])
+def test_ranks_use_kernels_of_tensor_cores_only_together(
+    failing_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others round differently, and ranks would route a token to different experts."""
+    monkeypatch.setattr(attention, "DTYPES", (mx.float32,))
+    real: Any = mx.fast.cuda_kernel
+
+    def failing(**made: Any) -> object:
+        def refuse(**_: Any) -> list[mx.array]:
+            raise RuntimeError("no such instruction")
+
+        return refuse if made["name"] == "lockstep_tensor_attention" else real(**made)
+
+    if failing_rank == "this one":
+        monkeypatch.setattr(mx.fast, "cuda_kernel", failing)
+    kernels, votes = Kernels("cuda"), []
+    shapes = [attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)]
+    assert kernels.find_fault(shapes, mx.ones((32,))) == ""
+
+    def all_agree(vote: bool) -> bool:
+        votes.append(vote)
+        return vote and failing_rank != "another one"
+
+    kernels.keep_common(all_agree)
+    assert votes == [False, failing_rank != "this one"]
+    assert kernels.attention.has_tensor_cores == (failing_rank == "none")
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")

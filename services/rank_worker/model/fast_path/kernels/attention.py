@@ -6,7 +6,7 @@ anew, which takes seconds on CUDA.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -118,31 +118,43 @@ class Attention:
             header=dialect.header,
         )
 
-    def find_fault(self, shape: AttentionShape, dtype: mx.Dtype) -> str:
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether the kernel for tensor cores serves the shapes and dtypes that fit it."""
+        return self._tensor_attend is not None
+
+    def leave_tensor_cores(self) -> None:
+        """Have the other kernel serve all shapes."""
+        self._tensor_attend = None
+
+    def find_fault(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
         """Compile and run the kernels once; return why they cannot serve, "" if they can.
 
         Without the kernel for tensor cores the other one serves.
 
         Args:
-            shape: of an attention.
+            shapes: of all attentions, each once.
             dtype: of the model.
         """
-        if shape.head_dim % _LANES:
-            return f"no kernel for heads of {shape.head_dim} numbers"
-        if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
-            try:
-                self._try(shape, dtype)
-            except (RuntimeError, ValueError) as error:
-                _log.info("no_tensor_cores", detail=str(error).splitlines()[0])
-                self._tensor_attend = None
+        for shape in shapes:
+            if shape.head_dim % _LANES:
+                return f"no kernel for heads of {shape.head_dim} numbers"
+        if self._tensor_attend is not None and (fault := self._try(shapes, dtype)):
+            _log.info("no_tensor_cores", detail=fault)
+            self.leave_tensor_cores()
+        fault = self._try(shapes, dtype) if self._tensor_attend is None else ""
+        return f"a kernel does not run ({fault})" if fault else ""
+
+    def _try(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
+        """Attend to one row, of one tile and of two; return MLX's error, "" without one."""
         try:
-            self._try(shape, dtype)
+            for shape in shapes:
+                self._attend_once(shape, dtype)
         except (RuntimeError, ValueError) as error:
-            return f"a kernel does not run ({str(error).splitlines()[0]})"
+            return str(error).splitlines()[0]
         return ""
 
-    def _try(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
-        """Attend to one row, of one tile and of two."""
+    def _attend_once(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
         heads = shape.query_heads + 2 * shape.kv_heads
         row = mx.zeros((1, shape.kv_heads, TILE_TOKENS + 1, shape.head_dim), dtype=dtype)
         norm = mx.zeros((shape.head_dim,), dtype=dtype)

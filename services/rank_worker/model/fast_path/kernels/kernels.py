@@ -1,6 +1,6 @@
 """Kernels for layers of a known form: norms and activations, and those of other modules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -45,17 +45,17 @@ class Kernels:
             header=self._dialect.header,
         )
 
-    def find_fault(self, shape: AttentionShape, weight: mx.array) -> str:
+    def find_fault(self, shapes: Collection[AttentionShape], weight: mx.array) -> str:
         """Compile and run all kernels once; return why they cannot serve, "" if they can.
 
         Without a kernel for products of few rows the others still serve, and MLX multiplies.
 
         Args:
-            shape: of an attention.
+            shapes: of the attentions, each once.
             weight: [dim], of a norm of the model.
         """
         dtype, epsilon = weight.dtype, mx.zeros((1,), dtype=mx.float32)
-        if fault := self.attention.find_fault(shape, dtype):
+        if fault := self.attention.find_fault(shapes, dtype):
             return fault
         hidden = mx.ones((1, weight.size), dtype=dtype)
         try:
@@ -66,6 +66,20 @@ class Kernels:
             _log.info("mlx_products", detail=fault)
             self.few_rows = None
         return ""
+
+    def keep_common(self, all_agree: Callable[[bool], bool]) -> None:
+        """Keep only those of the kernels for special devices that all ranks have.
+
+        Other kernels round differently, and ranks that hold the same tokens must route them to the
+        same experts.
+
+        Args:
+            all_agree: tells whether a statement holds on all ranks; a collective.
+        """
+        if not all_agree(self.few_rows is not None):
+            self.few_rows = None
+        if not all_agree(self.attention.has_tensor_cores):
+            self.attention.leave_tensor_cores()
 
     def add_norm(
         self, hidden: mx.array, change: mx.array, weight: mx.array, epsilon: mx.array

@@ -55,7 +55,7 @@ class ExpertResults:
     weights: mx.array
     """float32 [tokens, top], by which these are multiplied."""
     shared: mx.array | None
-    """[tokens, dim] of shared experts in the dtype of `product`, added; None: there are none."""
+    """[tokens, dim] of shared experts in the dtype of `product`, added; None: without them."""
     gate: mx.array | None
     """[tokens, 1] in this dtype: `shared` counts sigmoid(gate) times; None: once."""
 
