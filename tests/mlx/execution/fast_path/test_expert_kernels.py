@@ -26,8 +26,6 @@ LAYERS = "fast path with kernels"
 def _tensor_cores_of_4_bytes(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> None:
     for module in (attention, tensor_cores):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
-    # The kernels on the CPU compute while the graph is built, which cannot be compiled.
-    monkeypatch.setattr(mx, "compile", lambda function: function)
 
 
 def _model(family: str = "qwen3_moe", width: int = 32) -> nn.Module:

@@ -81,6 +81,22 @@ def test_heads_that_kernels_cannot_share_are_computed_without_them() -> None:
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize("number", [0.0, float("nan")])
+def test_compiled_decode_that_computes_something_else_keeps_mlx_lms_code(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph of a whole decode is compared too, not only layers one by one."""
+
+    def compiled(function: Any) -> Any:
+        return lambda *args: [number * one for one in function(*args)]
+
+    monkeypatch.setattr(mx, "compile", compiled)
+    opened = open_of(make("qwen3", 4, 2, 16), device="metal")
+    assert opened.stack is None
+    assert opened.state.startswith("mlx-lm's layers: the compiled decode differs by")
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
 @pytest.mark.parametrize("failing_rank", ["this one", "another one", "none"])
 def test_ranks_use_kernels_of_tensor_cores_only_together(
     failing_rank: str, monkeypatch: pytest.MonkeyPatch
