@@ -11,21 +11,19 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path.forms import LayerForm
-from services.rank_worker.model.fast_path.kernels.attention import AttentionWeights, RowPlaces
-from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
-from services.rank_worker.model.fast_path.kernels.kernels import Kernels
-from services.rank_worker.model.fast_path.merged_linear import (
-    MergedLinear,
-    SummedLinear,
-    can_merge,
-    can_sum,
+from services.rank_worker.model.fast_path.gated_mlp import (
+    GatedMlp,
+    compile_product,
+    single_product,
 )
+from services.rank_worker.model.fast_path.kernels.attention import AttentionWeights, RowPlaces
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels
+from services.rank_worker.model.fast_path.merged_linear import MergedLinear, SummedLinear
 
 Pair = tuple[mx.array, mx.array]
 """Keys and values of all rows in one layer, [row_count, kv_heads, room, head_dim] each."""
@@ -61,11 +59,8 @@ class DecoderLayer:
         few_rows = kernels.few_rows if kernels is not None else None
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         self._qkv = MergedLinear(projections, few_rows)
-        self._output = _single(attention.o_proj, few_rows)
-        self._gate_up: MergedLinear | None = None
-        if form.has_gated_mlp:
-            self._gate_up = MergedLinear([form.mlp.gate_proj, form.mlp.up_proj], few_rows)
-            self._down = _single(form.mlp.down_proj, few_rows)
+        self._output = single_product(attention.o_proj, few_rows)
+        self._mlp = GatedMlp(form.mlp, kernels) if form.has_gated_mlp else None
         epsilons = [0.0, 0.0]
         norms = [mx.zeros((1,), dtype=form.input_norm.weight.dtype)] * 2
         if shape.normalizes:
@@ -85,22 +80,15 @@ class DecoderLayer:
             apart: as for `MergedLinear`.
         """
         self._qkv.compile(apart=apart)
-        singles = [self._output]
-        if self._gate_up is not None:
-            self._gate_up.compile(gated=True, apart=apart)
-            singles.append(self._down)
-        for one in singles:
-            part = one.part if isinstance(one, SummedLinear) else one
-            if isinstance(part, MergedLinear):
-                part.compile(apart=apart)
+        compile_product(self._output, apart=apart)
+        if self._mlp is not None:
+            self._mlp.compile(apart=apart)
 
     @property
     def has_plain_matrices(self) -> bool:
         """See `LayerStack`."""
-        if self._gate_up is None:
-            return False
-        singles = (self._output, self._down)
-        return all(isinstance(one, MergedLinear | SummedLinear) for one in singles)
+        has_plain_output = isinstance(self._output, MergedLinear | SummedLinear)
+        return self._mlp is not None and self._mlp.has_plain_matrices and has_plain_output
 
     def _merge_head_norms(self) -> mx.array:
         """Return the norms' weights of all heads of queries and keys, [heads, 1, head_dim]."""
@@ -132,10 +120,8 @@ class DecoderLayer:
         else:
             assert isinstance(cache, RowLayer)
             attended = self._attend_plainly(qkv, cache, tokens, table)
-        return self._project(self._output, attended, tokens)
-
-    def _project(self, matrix: Any, x: mx.array, tokens: NewTokens) -> mx.array:
-        product: mx.array = matrix(x, apart=True) if tokens.apart else matrix(x)
+        output = self._output
+        product: mx.array = output(attended, apart=True) if tokens.apart else output(attended)
         return product
 
     def _attend_plainly(
@@ -189,15 +175,8 @@ class DecoderLayer:
 
     def transform(self, normalized: mx.array, tokens: NewTokens) -> mx.array:
         """Compute the layer's MLP: [B * L, dim] -> [B * L, dim]."""
-        assert self._gate_up is not None
-        product = self._gate_up.gate(normalized, apart=tokens.apart)
-        if product is None:
-            gate_up = self._gate_up(normalized, apart=tokens.apart)
-            if self._kernels is not None:
-                product = self._kernels.silu_product(gate_up)
-            else:
-                product = swiglu(*mx.split(gate_up, 2, axis=-1))
-        return self._project(self._down, product, tokens)
+        assert self._mlp is not None
+        return self._mlp(normalized, apart=tokens.apart)
 
 
 def _attend_apart(
@@ -216,10 +195,3 @@ def _attend_apart(
 def _row(fetched: Any, row: int, end: int) -> Any:
     """Return one row's keys or values up to its end; of quantized ones all parts."""
     return tree_map(lambda one: one[row : row + 1, :, :end], fetched)
-
-
-def _single(module: Any, few_rows: FewRows | None) -> Any:
-    """Return a matrix whose product is one operation, and a sum if it is divided by its inputs."""
-    if can_sum(module):
-        return SummedLinear(module, few_rows)
-    return MergedLinear([module], few_rows) if can_merge([module]) else module

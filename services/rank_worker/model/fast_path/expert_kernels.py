@@ -12,7 +12,7 @@ from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
-from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.kernels.routing import (
     EXPERTS_MAX,
     TOP_MAX,
@@ -135,13 +135,13 @@ def _open_blocks(blocks: list[nn.Module]) -> tuple[list[RoutedBlock], str]:
     found: list[RoutedBlock] = []
     if not blocks:
         return found, ""
-    kernels, few_rows = RoutingKernels(), FewRows()
+    routing, kernels = RoutingKernels(), Kernels("cuda")
     for number, block in enumerate(blocks):
         form = read_block(block)
         if form is None:
             return [], "the block around them has no kernels"
         try:
-            routed = _find_equal(block, form, kernels, few_rows)
+            routed = _find_equal(block, form, routing, kernels)
         except (RuntimeError, ValueError) as error:
             return [], f"a kernel does not run ({str(error).splitlines()[0]})"
         if routed is None:
@@ -151,7 +151,7 @@ def _open_blocks(blocks: list[nn.Module]) -> tuple[list[RoutedBlock], str]:
 
 
 def _find_equal(
-    block: nn.Module, form: BlockForm, kernels: RoutingKernels, few_rows: FewRows
+    block: nn.Module, form: BlockForm, routing: RoutingKernels, kernels: Kernels
 ) -> RoutedBlock | None:
     """Return what computes the same as mlx-lm's code, if a rule of routing does."""
     weight = form.experts.gate_proj.weight
@@ -164,7 +164,7 @@ def _find_equal(
         return None
     for is_sigmoid, normalizes in itertools.product((False, True), (True, False)):
         rule = RoutingRule(top, is_sigmoid, normalizes)
-        routed = RoutedBlock(form, rule, kernels, few_rows)
+        routed = RoutedBlock(form, rule, routing, kernels)
         clear = _clearly_routed(form, rule, x)
         wanted = expected[clear]
         if not relative_difference(wanted, routed.compute_own(x[clear]), wanted):

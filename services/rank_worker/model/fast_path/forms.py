@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
+from services.rank_worker.model.fast_path.gated_mlp import has_gated_matrices
 from services.rank_worker.model.fast_path.kernels.attention import AttentionShape
 from services.rank_worker.model.fast_path.merged_linear import can_merge
 from services.rank_worker.model.fast_path.rotation import Rotation, read_rotation
@@ -20,7 +21,6 @@ _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _ATTENTION = {*_PROJECTIONS, "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
-_GATED_MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 class UnknownForm(Exception):
@@ -109,11 +109,7 @@ def _read_layer(
         normalizes=normalizes,
     )
     mlp = block.mlp
-    has_gated_mlp = (
-        set(mlp.children()) == _GATED_MLP
-        and is_linear_like(mlp.down_proj)
-        and can_merge([mlp.gate_proj, mlp.up_proj])
-    )
+    has_gated_mlp = has_gated_matrices(mlp) and is_linear_like(mlp.down_proj)
     return LayerForm(
         attention,
         shape,

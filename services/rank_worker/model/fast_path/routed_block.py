@@ -8,7 +8,12 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.gated_mlp import (
+    GatedMlp,
+    has_gated_matrices,
+    single_product,
+)
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.kernels.routing import (
     ExpertResults,
     RoutingKernels,
@@ -107,18 +112,24 @@ class RoutedBlock:
     """Computes a block for few tokens."""
 
     def __init__(
-        self, form: BlockForm, rule: RoutingRule, kernels: RoutingKernels, few_rows: FewRows
+        self, form: BlockForm, rule: RoutingRule, routing: RoutingKernels, kernels: Kernels
     ) -> None:
-        """Take the block's weights.
+        """Take the block's weights; waits for the device.
 
         Args:
             form: of the block.
             rule: how its router chooses.
-            kernels: route tokens, and add up what the experts compute.
-            few_rows: multiplies with the router's matrix, where it can.
+            routing: routes tokens, and adds up what the experts compute.
+            kernels: compute the shared experts, and multiply with the router's matrix.
         """
-        self._form, self._rule, self._kernels = form, rule, kernels
-        self._few_rows = few_rows if can_multiply(form.router) else None
+        self._form, self._rule, self._routing = form, rule, routing
+        self._few_rows = kernels.few_rows if can_multiply(form.router) else None
+        self._shared = form.shared
+        if form.shared is not None and has_gated_matrices(form.shared):
+            self._shared = GatedMlp(form.shared, kernels)
+        self._shared_gate = form.shared_gate
+        if form.shared_gate is not None:
+            self._shared_gate = single_product(form.shared_gate, kernels.few_rows)
         # A view, once: otherwise each step would have a node for it.
         self._transposed = form.router.T
         self._factor = mx.array([form.factor], dtype=mx.float32)
@@ -137,7 +148,7 @@ class RoutedBlock:
 
     def compute_own(self, x: mx.array) -> mx.array:
         """Build this rank's part of the block: [tokens, dim] -> [tokens, dim]."""
-        return self._kernels.add_experts(self._compute(x))
+        return self._routing.add_experts(self._compute(x))
 
     @property
     def is_whole(self) -> bool:
@@ -158,15 +169,15 @@ class RoutedBlock:
         Returns:
             (sum, normalized sum), [tokens, dim].
         """
-        return self._kernels.add_experts_norm(hidden, self._compute(x), weight, epsilon)
+        return self._routing.add_experts_norm(hidden, self._compute(x), weight, epsilon)
 
     def _compute(self, x: mx.array) -> ExpertResults:
         form = self._form
         logits, local = self._multiply_router(x), form.local.experts
-        routed = self._kernels.route(logits, form.bias, self._factor, self._rule, local)
+        routed = self._routing.route(logits, form.bias, self._factor, self._rule, local)
         product = form.experts(x, routed.experts, routed.groups)
-        shared = None if form.shared is None else form.shared(x)
-        gate = None if form.shared_gate is None else form.shared_gate(x)
+        shared = None if self._shared is None else self._shared(x)
+        gate = None if self._shared_gate is None else self._shared_gate(x)
         return ExpertResults(product, routed.weights, shared, gate)
 
     def _multiply_router(self, x: mx.array) -> mx.array:
