@@ -15,8 +15,11 @@ from shared.messages import RankReady, SlotMove
 
 _SHORT_ROWS_MIN = 4
 """Smallest number of rows that are allocated at once while rows are short."""
+_SHORT_ROW_TOKENS = 512
+"""Rows longer than this are allocated as they are needed, with doubling. On a CPU the first touch
+of 4 MiB takes 2 ms, so four rows of 1,280 tokens took longer than restoring 1,024 from SSD."""
 _LONG_ROW_TOKENS = 2_048
-"""Rows longer than this are allocated as they are needed, with doubling."""
+"""Idle rows longer than this may be dropped, although sequences have used them."""
 
 _UNLIMITED_BYTES = 2**62
 """The budget of a rank that keeps no KV memory."""
@@ -109,6 +112,8 @@ class Rows:
         self.row_count = 0
         self.row_tokens = 0
         self._slots_max = slots_max
+        self._slots_needed_max = 0
+        """The most rows that were needed at once in this epoch."""
         self._tokens_step = tokens_step
         self.budget = RowBudget(0, 1, 0)
         """Memory that rows and blocks may use on each rank in this epoch, and the size of a row."""
@@ -156,6 +161,7 @@ class Rows:
         self._holders.clear()
         self.row_count = 0
         self.row_tokens = 0
+        self._slots_needed_max = 0
 
     def longest_sequence_tokens(self) -> int:
         """Return the most tokens that a sequence can have when it is alone in memory.
@@ -169,7 +175,8 @@ class Rows:
         """Grow the shape as needed to hold `slots` rows (0 .. slots - 1) of `tokens` tokens.
 
         Tries, in this order: the present shape, shapes with spare rows and an eighth more tokens,
-        the smallest shape. Blocks are evicted only when no shape fits beside them.
+        the smallest shape. Blocks are evicted only when no shape fits beside them. Rows that were
+        never needed are dropped rather than lengthened, unless they stay short.
 
         Args:
             slots: number of rows that are needed.
@@ -178,6 +185,7 @@ class Rows:
         Returns:
             False, with the shape unchanged, when there is too little memory.
         """
+        self._slots_needed_max = max(self._slots_needed_max, slots)
         if slots <= self.row_count and tokens <= self.row_tokens:
             return True
         shapes, evicting_shapes = self._shapes(slots, tokens)
@@ -300,7 +308,8 @@ class Rows:
         self, slots: int, tokens: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return (row count, row tokens) to try without evictions, and with them."""
-        idle_rows = 0 if self.drops_idle_rows(tokens) else self.row_count
+        used_rows = min(self.row_count, self._slots_needed_max)
+        idle_rows = 0 if self.drops_idle_rows(tokens) else used_rows
         wide = max(idle_rows, self._generous_slots(slots, tokens))
         count = max(slots, idle_rows)
         long = self._generous_tokens(tokens)
@@ -330,6 +339,6 @@ class Rows:
         return self._round(tokens + tokens // 8)
 
     def _generous_slots(self, slots: int, tokens: int) -> int:
-        # A single long sequence, such as an agent's, mostly stays alone: spare rows cost memory.
-        least = _SHORT_ROWS_MIN if tokens <= _LONG_ROW_TOKENS else 1
+        # A single sequence that is not short, such as an agent's, mostly stays alone.
+        least = _SHORT_ROWS_MIN if tokens <= _SHORT_ROW_TOKENS else 1
         return min(self._slots_max, max(least, 1 << max(0, slots - 1).bit_length()))

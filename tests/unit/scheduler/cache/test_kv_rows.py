@@ -47,6 +47,35 @@ def test_kv_rows_are_reduced_to_one_for_single_long_sequence() -> None:
     assert (rows.row_count, rows.row_tokens >= 100_000) == (1, True)
 
 
+@pytest.mark.parametrize("tokens", [600, 1_040, 2_000])
+def test_spare_kv_rows_that_were_never_needed_are_not_lengthened(tokens: int) -> None:
+    """After a short request, one of some length gets one row: allocating spare rows of that length
+    took longer than to restore its prefix from SSD."""
+    rows = make_rows(tokens=1_000_000)
+    assert rows.resize(slots=1, tokens=16)
+    assert rows.row_count == 4
+    assert rows.resize(slots=1, tokens=tokens)
+    assert (rows.row_count, rows.row_tokens >= tokens) == (1, True)
+    counts = []
+    for slots in range(1, 9):
+        assert rows.resize(slots=slots, tokens=tokens)
+        counts.append(rows.row_count)
+    assert counts == [1, 2, 4, 4, 8, 8, 8, 8]
+
+
+def test_kv_rows_that_were_needed_are_lengthened_with_a_growing_one() -> None:
+    """Rows of short requests that come and go are kept beside one of middle length, so that they
+    are not allocated again each time; in a new epoch no row has been needed yet."""
+    rows = make_rows(tokens=1_000_000)
+    assert rows.resize(slots=3, tokens=16)
+    assert rows.resize(slots=1, tokens=1_040)
+    assert rows.row_count == 3
+    rows.start(rows.budget)
+    assert rows.resize(slots=1, tokens=16)
+    assert rows.resize(slots=1, tokens=1_040)
+    assert rows.row_count == 1
+
+
 def test_growing_kv_row_keeps_rows_of_short_requests_beside_it() -> None:
     """A row that grows keeps the rows of short requests that come and go."""
     rows = make_rows(tokens=4_000_000)
