@@ -37,8 +37,8 @@ _log = Log("rank_worker.fast_path")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _TOKENS, _EXPERTS_PER_TOKEN = 9, 2
 """Of the compared forward: more than one tile of rows."""
-_ROUTED_TOKENS = 64
-"""Tokens of which `_TOKENS` are compared: those that are routed most clearly."""
+_ROUTED_TOKENS, _CLEAR_TOKENS = 64, 16
+"""Tokens that a block is given, and those of them that are compared: the most clearly routed."""
 
 
 def open_expert_kernels(
@@ -173,7 +173,7 @@ def _find_equal(
 
 
 def _clearly_routed(form: BlockForm, rule: RoutingRule, x: mx.array) -> mx.array:
-    """Return the tokens whose last chosen expert is clearest, int32 [_TOKENS].
+    """Return the tokens whose last chosen expert is clearest, integer [_CLEAR_TOKENS].
 
     Between two experts with equal scores kernels and mlx-lm may choose differently.
 
@@ -188,10 +188,10 @@ def _clearly_routed(form: BlockForm, rule: RoutingRule, x: mx.array) -> mx.array
         scores = scores + form.bias
     ordered = mx.sort(scores, axis=-1)
     if rule.top == ordered.shape[-1]:
-        return mx.arange(_TOKENS)
+        return mx.arange(_CLEAR_TOKENS)
     last = ordered[:, -rule.top]
     gaps = (last - ordered[:, -rule.top - 1]) / mx.abs(last)
-    return mx.argsort(-gaps)[:_TOKENS]
+    return mx.argsort(-gaps)[:_CLEAR_TOKENS]
 
 
 def _open_counts() -> ExpertCounts | None:

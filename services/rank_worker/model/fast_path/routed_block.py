@@ -25,7 +25,8 @@ from services.rank_worker.model.sharding.mlp_split import is_linear, is_mlp
 from services.rank_worker.peers.collectives import sum_in_group
 
 _BIASES, _FACTOR = ("e_score_correction_bias", "expert_bias"), "routed_scaling_factor"
-"""Names that the families of mlx-lm have in common, of a router or of its block."""
+_GROUPS = ("n_group", "num_expert_group")
+"""Names that the families of mlx-lm have in common, of a router, its block, or their settings."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,16 +80,25 @@ def read_block(block: nn.Module) -> BlockForm | None:
     if len(routers) != 1 or len(shared) > 1 or len(gates) > len(shared):
         return None
     owners: list[Any] = [routers[0], block]
+    if any((_setting(owners, name) or 1) > 1 for name in _GROUPS):
+        # Only experts of the best groups are chosen from, which few tokens may not show.
+        return None
     return BlockForm(
         experts[0],
         local,
         routers[0].weight,
         next((one[name] for one in owners for name in _BIASES if name in one), None),
-        next((float(getattr(one, _FACTOR)) for one in owners if hasattr(one, _FACTOR)), 1.0),
+        float(_setting(owners, _FACTOR) or 1.0),
         shared[0] if shared else None,
         gates[0] if gates else None,
         _sum_function(block),
     )
+
+
+def _setting(owners: list[Any], name: str) -> Any:
+    """Return what modules or their settings have under a name; None: they have nothing."""
+    settings = (getattr(one, kept, None) for one in owners for kept in ("args", "config"))
+    return next((getattr(one, name) for one in (*owners, *settings) if hasattr(one, name)), None)
 
 
 def _sum_function(block: Any) -> Callable[[mx.array], mx.array] | None:

@@ -72,17 +72,21 @@ def test_block_with_kernels_computes_what_mlx_lm_does(family: str, changes: dict
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"),
+    ("family", "changes", "reason"),
     [
         # It multiplies an expert's input by the weight.
-        ("llama4", "block 0 chooses in another way"),
+        ("llama4", {}, "block 0 chooses in another way"),
         # Its router is a module of its own kind.
-        ("granitemoe", "the block around them has no kernels"),
+        ("granitemoe", {}, "the block around them has no kernels"),
+        # Two of three groups of experts are chosen from.
+        ("deepseek_v3", {"n_group": 3, "topk_group": 2}, "the block around them has no kernels"),
     ],
 )
-def test_blocks_of_another_form_are_left_to_mlx_lm(family: str, reason: str) -> None:
+def test_blocks_of_another_form_are_left_to_mlx_lm(
+    family: str, changes: dict[str, Any], reason: str
+) -> None:
     """Their experts have kernels all the same."""
-    model = _model(family)
+    model = _model(family, **changes)
     state = open_expert_kernels(model, "cuda", bool)
     assert state == f"experts with kernels, mlx-lm's routing: {reason}"
     assert not any(map(find_routed, model.modules()))
