@@ -1,6 +1,5 @@
 """Has kernels compute layers of routed experts for few tokens, in models of any form."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +38,10 @@ _TOKENS, _EXPERTS_PER_TOKEN = 9, 2
 """Of the compared forward: more than one tile of rows."""
 _ROUTED_TOKENS, _CLEAR_TOKENS = 64, 16
 """Tokens that a block is given, and those of them that are compared: the most clearly routed."""
+_LOGITS_SPREAD, _LEAST_SPREAD = 2.0, 0.02
+"""Standard deviation of these tokens' logits, and the least one from which they are enlarged."""
+_RULES = 4
+"""Softmax or sigmoid, of the chosen experts or of all."""
 
 
 def open_expert_kernels(
@@ -70,14 +73,17 @@ def open_expert_kernels(
     for _, local in layers:
         local.few = kernels
     blocks = [one for one in model.modules() if has_expert_layer(one)] if layers else []
-    routed, fault = _open_blocks(blocks)
-    if not all_agree(not fault):
+    routed, fits, fault = _try_rules(blocks)
+    # A rank whose experts were hardly chosen cannot tell rules apart, so all vote on each.
+    agreed = [all_agree(one) for one in fits]
+    if not any(agreed):
         reason = fault or "another rank has no kernels"
         return f"experts with kernels, mlx-lm's routing: {reason}" if layers else ""
     for block, one in zip(blocks, routed, strict=True):
+        one.rule = _rule(agreed.index(True), one.rule.top)
         use_kernels(block, one)
     if counter is not None and blocks:
-        counter.kernel = _open_counts()
+        counter.kernel = _open_counts(len(blocks))
     return "experts and routing with kernels" if layers else ""
 
 
@@ -130,46 +136,55 @@ def _compare(layer: Any, local: LocalExperts, kernels: FewExperts) -> float:
     return relative_difference(expected, found, expected)
 
 
-def _open_blocks(blocks: list[nn.Module]) -> tuple[list[RoutedBlock], str]:
-    """Return what computes the blocks with kernels; and why one has none, "" if all have."""
-    found: list[RoutedBlock] = []
+def _rule(number: int, top: int) -> RoutingRule:
+    return RoutingRule(top, is_sigmoid=number // 2 == 1, normalizes=number % 2 == 0)
+
+
+def _try_rules(blocks: list[nn.Module]) -> tuple[list[RoutedBlock], list[bool], str]:
+    """Return what computes the blocks, with which rules it does, and a cause if with none."""
+    routed: list[RoutedBlock] = []
+    fits, no_fits = [True] * _RULES, [False] * _RULES
     if not blocks:
-        return found, ""
+        return routed, fits, ""
     routing, kernels = RoutingKernels(), Kernels("cuda")
     for number, block in enumerate(blocks):
-        form = read_block(block)
-        if form is None:
-            return [], "the block around them has no kernels"
         try:
-            routed = _find_equal(block, form, routing, kernels)
-        except (RuntimeError, ValueError) as error:
-            return [], f"a kernel does not run ({str(error).splitlines()[0]})"
-        if routed is None:
-            return [], f"block {number} chooses in another way"
-        found.append(routed)
-    return found, ""
+            form = read_block(block)
+            if form is None:
+                return [], no_fits, "the block around them has no kernels"
+            routed.append(RoutedBlock(form, routing, kernels))
+            found = _find_rules(block, form, routed[-1])
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            return [], no_fits, f"a kernel does not run ({str(error).splitlines()[0]})"
+        fits = [one and other for one, other in zip(fits, found, strict=True)]
+        if not any(fits):
+            return [], no_fits, f"block {number} chooses in another way"
+    return routed, fits, ""
 
 
-def _find_equal(
-    block: nn.Module, form: BlockForm, routing: RoutingKernels, kernels: Kernels
-) -> RoutedBlock | None:
-    """Return what computes the same as mlx-lm's code, if a rule of routing does."""
+def _find_rules(block: nn.Module, form: BlockForm, routed: RoutedBlock) -> list[bool]:
+    """Return for each rule whether the block computes with it what mlx-lm's code does."""
     weight = form.experts.gate_proj.weight
     shape = (_ROUTED_TOKENS, weight.shape[2])
     x = mx.random.normal(shape, key=mx.random.key(1)).astype(weight.dtype)
+    # Rules are alike for logits that are.
+    spread = mx.maximum(mx.std((x @ form.router.T).astype(mx.float32)), _LEAST_SPREAD)
+    x = (x * (_LOGITS_SPREAD / spread)).astype(weight.dtype)
     expected = call_without_sum(block, x[:, None])[:, 0]
-    mx.eval(expected)
+    mx.eval(x, expected)
     top = form.local.experts_per_token
     if top > TOP_MAX or form.local.total > EXPERTS_MAX:
-        return None
-    for is_sigmoid, normalizes in itertools.product((False, True), (True, False)):
-        rule = RoutingRule(top, is_sigmoid, normalizes)
-        routed = RoutedBlock(form, rule, routing, kernels)
-        clear = _clearly_routed(form, rule, x)
-        wanted = expected[clear]
-        if not relative_difference(wanted, routed.compute_own(x[clear]), wanted):
-            return routed
-    return None
+        return [False] * _RULES
+    found = []
+    for number in range(_RULES):
+        routed.rule = _rule(number, top)
+        clear = _clearly_routed(form, routed.rule, x)
+        whole, wanted = routed.compute_own(x[clear]), expected[clear]
+        experts = routed.compute_own(x[clear], with_shared=False).astype(mx.float32)
+        # A difference is compared with the experts' part: that of shared ones may be much larger.
+        other = experts + (wanted.astype(mx.float32) - whole.astype(mx.float32))
+        found.append(not relative_difference(other, experts, wanted))
+    return found
 
 
 def _clearly_routed(form: BlockForm, rule: RoutingRule, x: mx.array) -> mx.array:
@@ -194,13 +209,13 @@ def _clearly_routed(form: BlockForm, rule: RoutingRule, x: mx.array) -> mx.array
     return mx.argsort(-gaps)[:_CLEAR_TOKENS]
 
 
-def _open_counts() -> ExpertCounts | None:
-    """Return the kernel that counts assignments, if it counts two tokens rightly."""
+def _open_counts(layers: int) -> ExpertCounts | None:
+    """Return the kernel that counts assignments of some layers, if it counts two tokens rightly."""
     kernel, experts = ExpertCounts(), mx.array([[0, 2], [2, 5]], dtype=mx.int32)
-    real = mx.array([True, False])
+    noted = [(layer, experts) for layer in range(layers)]
     try:
-        counts = kernel.add(mx.ones((6,), dtype=mx.uint32), 3, [(1, experts)], real)
-        return kernel if counts.tolist() == [1, 1, 1, 2, 1, 2] else None
+        counts = kernel.add(mx.ones((3 * layers + 3,), dtype=mx.uint32), 3, noted, None)
+        return kernel if counts.tolist() == [2, 1, 4] * layers + [1] * 3 else None
     except (RuntimeError, ValueError) as error:
         _log.info("no_kernel_counts", detail=str(error).splitlines()[0])
         return None

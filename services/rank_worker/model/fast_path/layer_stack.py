@@ -125,6 +125,9 @@ class LayerStack:
 
     def _decode_and_note(self, tiles: int, *args: mx.array) -> list[mx.array]:
         """Build a decode; return also the arrays that layers of experts note while it is built."""
+        if self._counter is not None:
+            # Those of earlier decodes outside of a counted forward, as in the proof.
+            self._counter.take_noted()
         hidden = self._decode_in_place(tiles, *args)
         if self._counter is None:
             return [hidden]

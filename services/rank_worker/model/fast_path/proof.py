@@ -50,17 +50,16 @@ def find_difference(
         What differs, as a clause; None: nothing.
     """
     lengths = _LENGTHS_OF_KERNELS if stack.has_kernels else _LENGTHS
-    difference = _compare_ends(stack, inner, plain, parts)
-    if difference is not None:
-        return difference
+    # Everything is compared also after a difference: other ranks may not find it, and all must run
+    # the same collectives.
+    found = [_compare_ends(stack, inner, plain, parts)]
     blocks: list[Any] = inner.children()["layers"]
     for number, (block, layer_parts) in enumerate(zip(blocks, parts, strict=True)):
         differs = _compare_layer(stack, number, block, layer_parts, lengths)
-        if differs:
-            return f"layer {number} differs by {differs:.1%}"
+        found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
     if stack.has_kernels and (differs := _compare_graph(stack, parts, lengths)):
-        return f"the compiled decode differs by {differs:.1%}"
-    return None
+        found.append(f"the compiled decode differs by {differs:.1%}")
+    return next(filter(None, found), None)
 
 
 def depends_on_other_rows(

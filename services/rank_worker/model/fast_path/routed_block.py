@@ -121,18 +121,17 @@ def _is_router(module: Any, experts: int) -> bool:
 class RoutedBlock:
     """Computes a block for few tokens."""
 
-    def __init__(
-        self, form: BlockForm, rule: RoutingRule, routing: RoutingKernels, kernels: Kernels
-    ) -> None:
+    def __init__(self, form: BlockForm, routing: RoutingKernels, kernels: Kernels) -> None:
         """Take the block's weights; waits for the device.
 
         Args:
             form: of the block.
-            rule: how its router chooses.
             routing: routes tokens, and adds up what the experts compute.
             kernels: compute the shared experts, and multiply with the router's matrix.
         """
-        self._form, self._rule, self._routing = form, rule, routing
+        self._form, self._routing = form, routing
+        self.rule = RoutingRule(form.local.experts_per_token, is_sigmoid=False, normalizes=True)
+        """How the router chooses; the proof finds the right one."""
         self._few_rows = kernels.few_rows if can_multiply(form.router) else None
         self._shared = form.shared
         if form.shared is not None and has_gated_matrices(form.shared):
@@ -148,7 +147,7 @@ class RoutedBlock:
     def takes(self, x: mx.array) -> bool:
         """Tell whether the kernels compute the block for tokens [..., dim]."""
         few = self._form.local.few
-        return few is not None and few.takes(self._form.experts, x, self._rule.top)
+        return few is not None and few.takes(self._form.experts, x, self.rule.top)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Build the block for tokens that it takes: [tokens, dim] -> [tokens, dim]."""
@@ -156,9 +155,17 @@ class RoutedBlock:
         sum_over_ranks = self._form.sum_over_ranks
         return added if sum_over_ranks is None else sum_over_ranks(added)
 
-    def compute_own(self, x: mx.array) -> mx.array:
-        """Build this rank's part of the block: [tokens, dim] -> [tokens, dim]."""
-        return self._routing.add_experts(self._compute(x))
+    def compute_own(self, x: mx.array, *, with_shared: bool = True) -> mx.array:
+        """Build this rank's part of the block: [tokens, dim] -> [tokens, dim].
+
+        Args:
+            x: tokens that it takes.
+            with_shared: add the result of shared experts, if there are any.
+        """
+        results = self._compute(x)
+        if not with_shared:
+            results = dataclasses.replace(results, shared=None, gate=None)
+        return self._routing.add_experts(results)
 
     @property
     def is_whole(self) -> bool:
@@ -184,7 +191,7 @@ class RoutedBlock:
     def _compute(self, x: mx.array) -> ExpertResults:
         form = self._form
         logits, local = self._multiply_router(x), form.local.experts
-        routed = self._routing.route(logits, form.bias, self._factor, self._rule, local)
+        routed = self._routing.route(logits, form.bias, self._factor, self.rule, local)
         product = form.experts(x, routed.experts, routed.groups)
         shared = None if self._shared is None else self._shared(x)
         gate = None if self._shared_gate is None else self._shared_gate(x)
@@ -192,7 +199,8 @@ class RoutedBlock:
 
     def _multiply_router(self, x: mx.array) -> mx.array:
         if self._few_rows is not None and x.dtype == self._form.router.dtype:
-            return self._few_rows.multiply(x, self._form.router, None)
+            # Of 16 bits, many logits would be equal.
+            return self._few_rows.multiply(x, self._form.router, None, dtype=mx.float32)
         return x @ self._transposed
 
 
@@ -223,13 +231,12 @@ def find_routed(module: Any) -> RoutedBlock | None:
 
 def call_without_sum(block: Any, x: mx.array) -> mx.array:
     """Call a block that has no kernels, without its sum over ranks: [..., dim] -> [..., dim]."""
-    has_group = getattr(block, "sharding_group", None) is not None
-    group, found = getattr(block, "sharding_group", None), getattr(type(block), "unsummed", None)
-    if has_group:
-        block.sharding_group = None
+    kind = getattr(type(block), "unsummed", type(block))
+    group = getattr(block, "sharding_group", None)
+    if group is None:
+        return kind.__call__(block, x)  # type: ignore[no-any-return]
+    block.sharding_group = None
     try:
-        result: mx.array = (found or type(block)).__call__(block, x)
+        return kind.__call__(block, x)  # type: ignore[no-any-return]
     finally:
-        if has_group:
-            block.sharding_group = group
-    return result
+        block.sharding_group = group

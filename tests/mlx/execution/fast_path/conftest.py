@@ -5,7 +5,8 @@ import pytest
 
 from tests.mlx.execution.fast_path.metal_kernels import COMPILER, KernelOnCpu
 
-collect_ignore = [] if COMPILER else ["test_kernels.py", "test_rows_in_place.py"]
+_OF_KERNELS = ["kernels", "rows_in_place", "expert_kernels", "routed_blocks"]
+collect_ignore = [] if COMPILER else [f"test_{name}.py" for name in _OF_KERNELS]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

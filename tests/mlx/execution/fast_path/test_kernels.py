@@ -293,7 +293,7 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
         "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cstdint>\n"
         f"{HEADER if is_of_cuda else CUDA.header}\n"
         f"__global__ void kernel({', '.join(arguments)}) {{\n"
-        f"using T = {_BFLOAT16};\n{constants}{body}\n}}\n"
+        f"using T = {_BFLOAT16};\nusing R = T;\n{constants}{body}\n}}\n"
     )
     command = [NVCC, "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", "/dev/null", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

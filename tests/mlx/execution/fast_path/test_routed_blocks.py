@@ -22,7 +22,7 @@ from services.rank_worker.model.fast_path.routed_block import RoutedBlock, find_
 from services.rank_worker.model.sharding.apply import apply_split
 from services.rank_worker.model.sharding.local_experts import keep_all
 from shared.model.sharding.shares import Split
-from tests.mlx.sharding.in_process_world import InProcessWorld
+from tests.mlx.sharding.in_process_world import InProcessWorld, unlinked_collectives
 from tests.mlx.sharding.moe_models import VOCAB, make_moe_model, moe_config
 
 SIZES = {"moe_intermediate_size": 32, "hidden_size": 64, "intermediate_size": 64}
@@ -94,15 +94,15 @@ def test_blocks_of_another_form_are_left_to_mlx_lm(
 
 def test_kernels_that_choose_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank compares the whole block before it serves."""
-    real = RoutedBlock.compute_own
-    monkeypatch.setattr(RoutedBlock, "compute_own", lambda *args: 1.1 * real(*args))
+    real = RoutingKernels.add_experts
+    monkeypatch.setattr(RoutingKernels, "add_experts", lambda *args: 1.1 * real(*args))
     state = open_expert_kernels(_model("qwen3_moe"), "cuda", bool)
     assert state.endswith("mlx-lm's routing: block 0 chooses in another way")
 
 
 def test_one_rank_without_kernels_keeps_all_ranks_from_them() -> None:
-    """The second vote is about the blocks."""
-    votes = iter([True, False])
+    """The votes after the first are about the rules of routing."""
+    votes = iter([True, False, False, False, False])
     model = _model("qwen3_moe")
     state = open_expert_kernels(model, "cuda", lambda _: next(votes))
     assert state.endswith("mlx-lm's routing: another rank has no kernels")
@@ -134,6 +134,44 @@ def test_ranks_with_divided_experts_and_kernels_compute_logits_of_one_rank(
     assert mx.allclose(logits[0], whole, rtol=1e-3, atol=1e-4).item()
 
 
+def _votes(model: nn.Module) -> list[bool]:
+    votes: list[bool] = []
+
+    def all_agree(vote: bool) -> bool:
+        votes.append(vote)
+        return vote
+
+    open_expert_kernels(model, "cuda", all_agree)
+    return votes
+
+
+@pytest.mark.parametrize("family", ["minimax", pytest.param("qwen3_moe", marks=pytest.mark.proof)])
+def test_ranks_find_the_rule_that_their_experts_do_not_show(family: str) -> None:
+    """A rank with one of six experts may find several rules right; all ranks take the same one."""
+    votes = []
+    for rank in range(4):
+        model = make_moe_model(family, **SIZES)
+        split = Split("expert", rank, 4)
+        apply_split(model, moe_config(family, **SIZES), split, unlinked_collectives(rank, 4))
+        votes.append(_votes(model)[1:])
+    common = [all(of_rule) for of_rule in zip(*votes, strict=True)]
+    is_sigmoid = family == "minimax"
+    assert common == [not is_sigmoid, False, is_sigmoid, False]
+
+
+@pytest.mark.parametrize("spread", [0.05, pytest.param(20.0, marks=pytest.mark.proof)])
+def test_rule_is_found_whether_logits_are_alike_or_not(spread: float) -> None:
+    """Softmax and sigmoid give the same weights for equal logits, so these are enlarged."""
+    model = _model("deepseek_v3")
+    for module in model.modules():
+        if "e_score_correction_bias" in module:
+            module.weight = module.weight * spread / (mx.std(module.weight) * 8)
+            module.e_score_correction_bias = mx.zeros_like(module.e_score_correction_bias)
+    assert open_expert_kernels(model, "cuda", bool) == ROUTED
+    rules = [one.rule for one in map(find_routed, model.modules()) if one is not None]
+    assert all(one.is_sigmoid and one.normalizes for one in rules)
+
+
 @pytest.mark.parametrize(("tokens", "is_few"), [(TOKENS_MAX, True), (TOKENS_MAX + 1, False)])
 def test_many_tokens_are_computed_by_mlx_lms_code(
     tokens: int, is_few: bool, monkeypatch: pytest.MonkeyPatch
@@ -142,9 +180,9 @@ def test_many_tokens_are_computed_by_mlx_lms_code(
     calls: list[int] = []
     real = RoutedBlock.compute_own
 
-    def counted(block: RoutedBlock, x: mx.array) -> mx.array:
+    def counted(block: RoutedBlock, x: mx.array, **options: bool) -> mx.array:
         calls.append(len(x))
-        return real(block, x)
+        return real(block, x, **options)
 
     model = _model("qwen3_moe")
     open_expert_kernels(model, "cuda", bool)
@@ -157,11 +195,14 @@ def test_many_tokens_are_computed_by_mlx_lms_code(
 
 @pytest.mark.parametrize("is_sigmoid", [False, True])
 @pytest.mark.parametrize("normalizes", [False, True])
-def test_route_chooses_the_best_and_weighs_them(is_sigmoid: bool, normalizes: bool) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_route_chooses_the_best_and_weighs_them(
+    is_sigmoid: bool, normalizes: bool, has_bias: bool
+) -> None:
     """More tokens than warps, and more experts than a warp has threads; a bias only chooses."""
     rule, local = RoutingRule(4, is_sigmoid, normalizes), range(10, 30)
     logits = mx.random.normal((70, 40), key=mx.random.key(1))
-    bias = mx.random.normal((40,), key=mx.random.key(2)) if is_sigmoid else None
+    bias = 0.1 * mx.random.normal((40,), key=mx.random.key(2)) if has_bias else None
     routed = RoutingKernels().route(logits, bias, mx.array([2.5]), rule, local)
     scores = mx.sigmoid(logits) if is_sigmoid else mx.softmax(logits, axis=-1)
     order = mx.argsort(-(scores if bias is None else scores + bias), axis=-1)[:, :4]
@@ -171,6 +212,14 @@ def test_route_chooses_the_best_and_weighs_them(is_sigmoid: bool, normalizes: bo
     assert mx.array_equal(routed.experts, order).item()
     assert mx.allclose(routed.weights, 2.5 * weights, rtol=1e-5).item()
     assert mx.array_equal(routed.groups[280:], FewExperts().sort(order, local)[280:]).item()
+
+
+def test_weights_are_zeros_where_all_scores_are() -> None:
+    """A sum of zeros must not make them infinite."""
+    rule = RoutingRule(2, is_sigmoid=True, normalizes=True)
+    logits = mx.full((1, 5), -200.0)
+    routed = RoutingKernels().route(logits, None, mx.array([1.0]), rule, range(5))
+    assert routed.weights.tolist() == [[0.0, 0.0]]
 
 
 def test_equal_scores_are_chosen_in_the_order_of_experts() -> None:
@@ -228,6 +277,6 @@ def test_counts_are_mlxs_where_the_kernel_counts_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is tried once, as all kernels are."""
-    assert expert_kernels._open_counts() is not None
+    assert expert_kernels._open_counts(3) is not None
     monkeypatch.setattr(ExpertCounts, "add", lambda _, counts, *args: counts)
-    assert expert_kernels._open_counts() is None
+    assert expert_kernels._open_counts(3) is None

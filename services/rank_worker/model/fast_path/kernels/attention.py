@@ -78,7 +78,7 @@ class RowPlaces:
     """Tiles of TILE_TOKENS that the longest row needs, its new token included."""
     arrived: mx.array | None = None
     """int32 zeros [rows, query heads], with which one forward's kernels count groups of threads
-    that have finished; None: there is one attention."""
+    that have finished; None: the forward has one attention, or its rows one tile."""
 
 
 class Attention:
@@ -202,9 +202,10 @@ class Attention:
         if by_tensor_cores:
             kernel, heads = self._tensor_attend, _divisor(shape, _TENSOR_HEADS_MAX)
             arrived = places.arrived
-            if arrived is None:
+            if tiles > 1 and arrived is None:
                 arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
-            inputs.append(arrived)
+            # With one tile there is nothing to count.
+            inputs.append(places.lengths if arrived is None else arrived)
         result, no_result = (rows, shape.query_heads * shape.head_dim), (1,)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
         sums = (rows, shape.query_heads, tiles, shape.head_dim + 2) if tiles > 1 else (1,)

@@ -135,7 +135,7 @@ class FewExperts:
         (product,) = self._products(
             inputs=[rows, weight, weight if up is None else up, experts, groups],
             template=[
-                ("T", weight.dtype),
+                *(("T", weight.dtype), ("R", weight.dtype)),
                 ("FIRST", first),
                 ("SHARING", 1 if up is None else per_token),
                 ("ROW_TILES", 1 if tokens <= TILE_ROWS else 2),

@@ -54,7 +54,13 @@ class FewRows:
         return ""
 
     def multiply(
-        self, rows: mx.array, weight: mx.array, bias: mx.array | None, *, gated: bool = False
+        self,
+        rows: mx.array,
+        weight: mx.array,
+        bias: mx.array | None,
+        *,
+        gated: bool = False,
+        dtype: mx.Dtype | None = None,
     ) -> mx.array:
         """Compute rows * weight^T + bias.
 
@@ -65,6 +71,7 @@ class FewRows:
             weight: [outputs, inputs] for which `can_multiply` holds.
             bias: [outputs] in this dtype, or None.
             gated: the outputs are gate, then up; the result is silu(gate) * up.
+            dtype: of the product; None: that of `weight`. Sums are float32.
 
         Returns:
             [rows, outputs], or [rows, outputs / 2] if gated.
@@ -80,7 +87,7 @@ class FewRows:
         (product,) = self._kernel(
             inputs=[rows, weight, weight if bias is None else bias],
             template=[
-                ("T", weight.dtype),
+                *(("T", weight.dtype), ("R", dtype or weight.dtype)),
                 ("ROW_TILES", row_tiles),
                 ("WARPS", warps),
                 ("GATED", gated),
@@ -89,7 +96,7 @@ class FewRows:
             grid=(groups * warps * 32, -(-row_count // (row_tiles * TILE_ROWS)), 1),
             threadgroup=(warps * 32, 1, 1),
             output_shapes=[(row_count, width)],
-            output_dtypes=[weight.dtype],
+            output_dtypes=[dtype or weight.dtype],
         )
         return product
 
