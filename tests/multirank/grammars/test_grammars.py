@@ -151,5 +151,6 @@ def test_slow_grammar_delays_its_own_request_and_not_the_stream_beside_it() -> N
             lambda: bool(client.tokens["slow"]), 60.0, "the slow request has no token"
         )
         assert "plain" not in client.ends
-        # Steps that wait for a grammar would bring none but those of plans already on their way.
-        assert len(client.tokens["plain"]) - before > 20
+        # Steps that wait for a grammar would bring none but those of plans already on their way,
+        # which are two or three.
+        assert len(client.tokens["plain"]) - before > 8
