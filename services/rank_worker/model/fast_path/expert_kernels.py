@@ -1,5 +1,6 @@
 """Has kernels compute layers of routed experts for few tokens, in models of any form."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +40,10 @@ _TOKENS, _EXPERTS_PER_TOKEN = 9, 2
 _ROUTED_TOKENS, _CLEAR_TOKENS = 64, 16
 """Tokens that a block is given, and those of them that are compared: the most clearly routed."""
 _LOGITS_SPREAD, _LEAST_SPREAD = 2.0, 0.02
-"""Standard deviation of these tokens' logits, and the least one from which they are enlarged."""
-_RULES = 4
-"""Softmax or sigmoid, of the chosen experts or of all."""
+"""Standard deviation that these tokens' logits are given, and the least one that they may have had
+for it."""
+_RULES = tuple(itertools.product((False, True), (True, False)))
+"""Whether scores are sigmoids, and whether weights are divided by the sum of the chosen ones."""
 
 
 def open_expert_kernels(
@@ -80,7 +82,7 @@ def open_expert_kernels(
         reason = fault or "another rank has no kernels"
         return f"experts with kernels, mlx-lm's routing: {reason}" if layers else ""
     for block, one in zip(blocks, routed, strict=True):
-        one.rule = _rule(agreed.index(True), one.rule.top)
+        one.rule = RoutingRule(one.rule.top, *_RULES[agreed.index(True)])
         use_kernels(block, one)
     if counter is not None and blocks:
         counter.kernel = _open_counts(len(blocks))
@@ -136,14 +138,14 @@ def _compare(layer: Any, local: LocalExperts, kernels: FewExperts) -> float:
     return relative_difference(expected, found, expected)
 
 
-def _rule(number: int, top: int) -> RoutingRule:
-    return RoutingRule(top, is_sigmoid=number // 2 == 1, normalizes=number % 2 == 0)
-
-
 def _try_rules(blocks: list[nn.Module]) -> tuple[list[RoutedBlock], list[bool], str]:
-    """Return what computes the blocks, with which rules it does, and a cause if with none."""
+    """Try all rules for all blocks.
+
+    Returns:
+        (what computes the blocks, whether each rule holds for all, why none does).
+    """
     routed: list[RoutedBlock] = []
-    fits, no_fits = [True] * _RULES, [False] * _RULES
+    fits, no_fits = [True] * len(_RULES), [False] * len(_RULES)
     if not blocks:
         return routed, fits, ""
     routing, kernels = RoutingKernels(), Kernels("cuda")
@@ -167,17 +169,17 @@ def _find_rules(block: nn.Module, form: BlockForm, routed: RoutedBlock) -> list[
     weight = form.experts.gate_proj.weight
     shape = (_ROUTED_TOKENS, weight.shape[2])
     x = mx.random.normal(shape, key=mx.random.key(1)).astype(weight.dtype)
-    # Rules are alike for logits that are.
+    # For logits that are nearly equal, softmax and sigmoid give nearly the same weights.
     spread = mx.maximum(mx.std((x @ form.router.T).astype(mx.float32)), _LEAST_SPREAD)
     x = (x * (_LOGITS_SPREAD / spread)).astype(weight.dtype)
     expected = call_without_sum(block, x[:, None])[:, 0]
     mx.eval(x, expected)
     top = form.local.experts_per_token
     if top > TOP_MAX or form.local.total > EXPERTS_MAX:
-        return [False] * _RULES
+        return [False] * len(_RULES)
     found = []
-    for number in range(_RULES):
-        routed.rule = _rule(number, top)
+    for rule in _RULES:
+        routed.rule = RoutingRule(top, *rule)
         clear = _clearly_routed(form, routed.rule, x)
         whole, wanted = routed.compute_own(x[clear]), expected[clear]
         experts = routed.compute_own(x[clear], with_shared=False).astype(mx.float32)

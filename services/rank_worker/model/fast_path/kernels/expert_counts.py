@@ -6,8 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
-from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
+from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kernel
 
 _THREADS = 128
 
@@ -63,15 +62,13 @@ class ExpertCounts:
 @functools.cache
 def _kernel(layers: int) -> Any:
     """Return the kernel for the arrays of this number of layers."""
-    make: Any = mx.fast.cuda_kernel
     names = [f"experts{place}" for place in range(layers)]
-    given = f"const int* given[] = {{{', '.join(names)}}};\n"
-    return make(
-        name=f"lockstep_count_experts_{layers}",
-        input_names=["counts", "places", "real", *names],
-        output_names=["counted"],
-        source=CUDA.prologue + given + read_source("experts/count_experts"),
-        header=HEADER,
+    return cuda_kernel(
+        "experts/count_experts",
+        ["counts", "places", "real", *names],
+        ["counted"],
+        start=f"const int* given[] = {{{', '.join(names)}}};\n",
+        suffix=f"_{layers}",
     )
 
 

@@ -9,12 +9,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
-from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER, OUTPUTS, TILE_ROWS
+from services.rank_worker.model.fast_path.kernels.tensor_cores import (
+    OUTPUTS,
+    TILE_ROWS,
+    cuda_kernel,
+)
 
 TOKENS_MAX = 256
 """Most tokens for which the kernels are faster."""
 ASSIGNMENTS_MAX = 2_048
+"""Most assignments that one group of threads sorts."""
 _THREADS = 1_024
 _WARPS = 4
 
@@ -35,21 +39,9 @@ class FewExperts:
 
     def __init__(self) -> None:
         """Prepare; nothing is compiled yet."""
-        make: Any = mx.fast.cuda_kernel
-        self._group = make(
-            name="lockstep_group_experts",
-            input_names=["experts"],
-            output_names=["groups"],
-            source=CUDA.prologue + read_source("experts/group_experts"),
-            header=HEADER,
-        )
-        self._products = make(
-            name="lockstep_expert_products",
-            input_names=["rows", "weight", "up", "experts", "groups"],
-            output_names=["product"],
-            source=CUDA.prologue + read_source("experts/expert_products"),
-            header=HEADER,
-        )
+        self._group = cuda_kernel("experts/group_experts", ["experts"], ["groups"])
+        names = ["rows", "weight", "up", "experts", "groups"]
+        self._products = cuda_kernel("experts/expert_products", names, ["product"])
 
     def takes(self, layer: Any, x: mx.array, experts_per_token: int) -> bool:
         """Tell whether the kernels compute a layer for tokens [..., dim]: few, and of its dtype."""

@@ -5,17 +5,14 @@ takes the host 20 microseconds each, as long as the device needs to read a small
 is encoded in 5 and reads matrices as fast. With more rows the library's kernels are faster.
 """
 
-from typing import Any
-
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
     DTYPES,
-    HEADER,
     OUTPUTS,
     TILE_ROWS,
+    cuda_kernel,
 )
 
 ROWS_MAX = 16
@@ -29,14 +26,7 @@ class FewRows:
 
     def __init__(self) -> None:
         """Prepare; nothing is compiled yet."""
-        make: Any = mx.fast.cuda_kernel
-        self._kernel = make(
-            name="lockstep_few_rows",
-            input_names=["rows", "weight", "bias"],
-            output_names=["product"],
-            source=CUDA.prologue + read_source("few_rows"),
-            header=HEADER,
-        )
+        self._kernel = cuda_kernel("few_rows", ["rows", "weight", "bias"], ["product"])
 
     def find_fault(self, dtype: mx.Dtype) -> str:
         """Compile and run the kernel once; return why it cannot serve, "" if it can.

@@ -68,7 +68,7 @@ class Kernels:
         return ""
 
     def keep_common(self, all_agree: Callable[[bool], bool]) -> None:
-        """Keep only those of the kernels for special devices that all ranks have.
+        """Leave the kernels for few rows or for tensor cores if another rank has to do without.
 
         Other kernels round differently, and ranks that hold the same tokens must route them to the
         same experts.

@@ -1,24 +1,20 @@
 """Routing of few tokens to experts, and the sum of the experts' results, on CUDA."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.dialects import (
-    CUDA,
-    norm_threads,
-    read_source,
-    vector_size,
-)
+from services.rank_worker.model.fast_path.kernels.dialects import norm_threads, vector_size
 from services.rank_worker.model.fast_path.kernels.few_experts import sorting_constants
-from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
+from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kernel
 
 TOP_MAX = 32
 """Most experts per token: one per thread of a warp."""
 EXPERTS_MAX = 1_024
+"""Most experts of a layer: their preferences stand in registers."""
 _EXPERTS_OF_ALL_THREADS = 512
+"""Most experts with which 1,024 threads have registers enough."""
 _ADD_THREADS = 128
 
 
@@ -66,11 +62,12 @@ class RoutingKernels:
     def __init__(self) -> None:
         """Prepare; nothing is compiled yet."""
         names = ["logits", "bias", "factor"]
-        self._route = _kernel("route", names, ["chosen", "weights", "groups"])
+        self._route = cuda_kernel("experts/route", names, ["chosen", "weights", "groups"])
         results = ["product", "weights", "shared", "gate"]
-        self._add_experts = _kernel("add_experts", results, ["added"])
+        self._add_experts = cuda_kernel("experts/add_experts", results, ["added"])
         names = [*results, "input", "weight", "constants"]
-        self._add_experts_norm = _kernel("add_experts_norm", names, ["added", "normalized"])
+        outputs = ["added", "normalized"]
+        self._add_experts_norm = cuda_kernel("experts/add_experts_norm", names, outputs)
 
     def route(
         self,
@@ -163,14 +160,3 @@ def _sum_template(results: ExpertResults) -> list[tuple[str, Any]]:
         ("VECTOR_SIZE", vector_size(dim, product.dtype)),
         *(("HAS_SHARED", results.shared is not None), ("HAS_GATE", results.gate is not None)),
     ]
-
-
-def _kernel(name: str, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-    make: Any = mx.fast.cuda_kernel
-    return make(
-        name=f"lockstep_{name}",
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=CUDA.prologue + read_source(f"experts/{name}"),
-        header=HEADER,
-    )

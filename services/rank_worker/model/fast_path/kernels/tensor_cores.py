@@ -6,9 +6,12 @@ It gets these rows' sums for columns lane % 4 * 2 and the next one. Which 8 of t
 thread holds does not matter as long as both sides agree, so it reads 8 that stand side by side.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
 
 DTYPES: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)
 """Types of the numbers that they multiply."""
@@ -79,3 +82,25 @@ def can_multiply(weight: mx.array) -> bool:
         weight: [..., outputs, inputs].
     """
     return weight.dtype in DTYPES and weight.shape[-1] % CHUNK == 0
+
+
+def cuda_kernel(
+    path: str, inputs: Sequence[str], outputs: Sequence[str], *, start: str = "", suffix: str = ""
+) -> Any:
+    """Return a kernel that only CUDA has, as `mx.fast.cuda_kernel` does; nothing is compiled yet.
+
+    Args:
+        path: of its text, see `read_source`.
+        inputs: names of the arrays that it reads.
+        outputs: names of those that it writes.
+        start: text before that of the file.
+        suffix: of its name, where kernels of different `start` have one file.
+    """
+    make: Any = mx.fast.cuda_kernel
+    return make(
+        name=f"lockstep_{path.rpartition('/')[2]}{suffix}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=CUDA.prologue + start + read_source(path),
+        header=HEADER,
+    )
