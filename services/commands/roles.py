@@ -1,6 +1,7 @@
 """Commands that run a role: one process of Lockstep, or all of a host. Imports only that role."""
 
 import contextlib
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -87,12 +88,15 @@ def rank_worker(sources: SettingSources, *, rank: int, spare: bool) -> int:
     share = sources.share()
     host_selection.check_rank_is_here(share, rank)
     blas_library = None
+    name = f"rank-{rank}" if rank >= 0 else "rank"
     if spare:
         from services.rank_worker import main
 
         # It has no file in the run folder before it has the place.
+        if share.config.rank_worker.spare == "loaded":
+            claim = functools.partial(_create_process_file, share.config, name)
+            return main.run_as_loaded_spare(share.config, rank, claim)
         blas_library = main.wait_as_spare(share.config, rank)
-    name = f"rank-{rank}" if rank >= 0 else "rank"
     with process_file_held(share.config, name, by_pid=rank == _ANY_RANK):
         from services.rank_worker import main
 
@@ -144,17 +148,7 @@ def process_file_held(config: Config, name: str, *, by_pid: bool = False) -> Ite
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         try:
-            folder = prepare_run_dir(config)
-            running.register(folder)
-            file = ProcessFile(folder, name, by_pid=by_pid, facts=running.facts(config))
-        except OSError as error:
-            # A role can serve without its file, for example on a full disk.
-            log.report(
-                f"Cannot write to {config.run_dir}: {error.strerror}. `lockstep restart` will not "
-                "find this process.",
-                config.log,
-                "warning",
-            )
+            file = _create_process_file(config, name, by_pid=by_pid)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
         yield
@@ -166,6 +160,23 @@ def process_file_held(config: Config, name: str, *, by_pid: bool = False) -> Ite
                 signal.signal(number, handler)
         if file:
             file.release()
+
+
+def _create_process_file(config: Config, name: str, *, by_pid: bool = False) -> ProcessFile | None:
+    """Write the file of `process_file_held`; None, with a warning, if it cannot be written."""
+    try:
+        folder = prepare_run_dir(config)
+        running.register(folder)
+        return ProcessFile(folder, name, by_pid=by_pid, facts=running.facts(config))
+    except OSError as error:
+        # A role can serve without its file, for example on a full disk.
+        log.report(
+            f"Cannot write to {config.run_dir}: {error.strerror}. `lockstep restart` will not "
+            "find this process.",
+            config.log,
+            "warning",
+        )
+        return None
 
 
 def check_before_start(share: HostShare) -> None:

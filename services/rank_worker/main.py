@@ -1,7 +1,8 @@
 """Entry points of a rank worker. Prepares the process and maps every error to an exit code.
 
 `run` is a rank. A spare process calls `wait_as_spare` first: interpreter, imports and the BLAS are
-most of the time from a rank's end to its successor's hello, and need no epoch.
+most of the time from a rank's end to its successor's hello, and need no epoch. A loaded spare
+process runs as a rank of the spare world, which waits for the end of the epoch before it.
 
 MLX is imported inside functions only: the BLAS and the GPU must be chosen before.
 """
@@ -9,6 +10,8 @@ MLX is imported inside functions only: the BLAS and the GPU must be chosen befor
 import contextlib
 import os
 import signal
+import threading
+from collections.abc import Callable
 
 from services.rank_worker.device import blas, cuda_variables, description, gpu_choice
 from services.rank_worker.device.description import Device
@@ -42,10 +45,30 @@ def run(config: Config, rank: int = -1, *, blas_library: str | None = None) -> i
         rank: this rank; -1: the scheduler assigns it.
         blas_library: what `wait_as_spare` has returned; None: this process was no spare.
     """
+    return _run(config, rank, blas_library)
+
+
+def run_as_loaded_spare(config: Config, rank: int, on_place_taken: Callable[[], object]) -> int:
+    """Run one rank of the spare world, and of the epoch that follows; return as `run` does.
+
+    Args:
+        config: the settings.
+        rank: whose place this process will take.
+        on_place_taken: called in a thread when the process before this one has ended.
+    """
+    return _run(config, rank, None, on_place_taken)
+
+
+def _run(
+    config: Config,
+    rank: int,
+    blas_library: str | None,
+    on_place_taken: Callable[[], object] | None = None,
+) -> int:
     _set_up_process(config, rank)
     try:
         blas_used = _prepare_for_mlx(config) if blas_library is None else blas_library
-        return _run_epoch(config, rank, SystemClock(), blas_used)
+        return _run_epoch(config, rank, SystemClock(), blas_used, on_place_taken)
     except LockstepError as error:
         _log.error("rank_failed", detail=str(error))
         return error.exit_code
@@ -116,7 +139,13 @@ def _set_signal_handlers() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _run_epoch(config: Config, rank: int, clock: Clock, blas_library: str) -> int:
+def _run_epoch(
+    config: Config,
+    rank: int,
+    clock: Clock,
+    blas_library: str,
+    on_place_taken: Callable[[], object] | None,
+) -> int:
     is_unlaunched = join.launched_rank() is None
     port = (
         join.DataPort(config.world.data_host)
@@ -130,9 +159,13 @@ def _run_epoch(config: Config, rank: int, clock: Clock, blas_library: str) -> in
         if config.backend == "nccl" and port
         else _describe_device()
     )
-    hello = join.hello(rank, port.address if port else "", device)
+    is_spare = on_place_taken is not None
+    hello = join.hello(rank, port.address if port else "", device, is_spare=is_spare)
     link = SchedulerLink(config.rank_address, hello, clock, keys_dir=config.keys_dir)
     link.start()
+    if on_place_taken is not None:
+        waiter = threading.Thread(target=_take_place, args=(link, on_place_taken), daemon=True)
+        waiter.start()
     order = link.orders.get()
     if not isinstance(order, JoinWorld):
         raise TypeError(f"expected JoinWorld as the first order, got {type(order).__name__}")
@@ -163,6 +196,13 @@ def _run_epoch(config: Config, rank: int, clock: Clock, blas_library: str) -> in
         _log.exception("rank_failed")
         detail = f"{type(error).__name__}: {error}"
         return _report_failure(link, order, error, detail, limits.EXIT_WORLD_LOST)
+
+
+def _take_place(link: SchedulerLink, on_place_taken: Callable[[], object]) -> None:
+    """Wait until the supervisor gives this spare process its place; tell the scheduler."""
+    lifeline.wait_for_turn()
+    link.take_place()
+    on_place_taken()
 
 
 def _describe_device() -> Device:

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import structs
+
 from shared import limits
 from shared.clock import Clock, SystemClock
 from shared.errors import LinkFull, PeerUnknown
@@ -21,6 +23,7 @@ from shared.messages import (
     JoinWorld,
     LeaveWorld,
     Message,
+    PlaceTaken,
     RankFailed,
     RankHello,
     RestoreBlocks,
@@ -111,6 +114,11 @@ class SchedulerLink:
         if isinstance(message, RankFailed):
             self.awaits_report = False
         self._link.wake()
+
+    def take_place(self) -> None:
+        """Tell the scheduler that the process before this spare one has ended; thread-safe."""
+        self._hello = structs.replace(self._hello, spare=False)
+        self.send(PlaceTaken(rank=self._hello.rank))
 
     def wait_until_sent(self) -> None:
         """Wait until all queued messages have left, `FLUSH_S` at most.

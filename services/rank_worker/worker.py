@@ -125,8 +125,7 @@ class Worker:
         link.on_restore = tier.restore
         ready = self._ready_message(loaded, drafter, executor, canary, budget)
         link.send(ready)
-        fingerprint = ready.model_fingerprint
-        _log.info("rank_ready", rank=order.rank, fingerprint=fingerprint, kv_bytes=budget)
+        _log.info("rank_ready", fingerprint=ready.model_fingerprint, kv_bytes=budget)
         self._run_steps(executor, tier, proof.recorder(canary.findings))
 
     def _start_tier(self) -> StoredTier:
@@ -167,8 +166,7 @@ class Worker:
         left_s = max(INIT_MIN_S, order.init_deadline_s - (self.clock.now() - began_s))
         remedy = "check the links with `lockstep doctor`, or raise scheduler.init_deadline_s"
         if order.backend != "off":
-            # Said now, because MLX holds the GIL while it waits for the other ranks: at the
-            # deadline this process can only write its stacks.
+            # Said now: MLX's init holds the GIL, so later this process can only write its stacks.
             _log.info(
                 "mlx_init_begins",
                 backend=order.backend,
@@ -247,7 +245,8 @@ class Worker:
             lambda fraction: self._report("loading", fraction),
         )
         needs = drafter.needs if drafter is not None else None
-        check_fits(opened.needs, opened.context_tokens_max, memory_bytes, needs)
+        copies = config.rank_worker.weight_copies
+        check_fits(opened.needs, opened.context_tokens_max, memory_bytes, needs, copies=copies)
         grammars = GrammarCompiler(opened.folder, self._report_grammar)
         loaded = opened.read(self._report)
         return loaded, drafter.read() if drafter is not None else None, grammars
@@ -331,11 +330,14 @@ class Worker:
 
     def _kv_budget_bytes(self) -> int:
         """Return the memory that KV may use on this rank, in bytes."""
-        return self.config.rank_worker.kv_bytes_max or self._free_kv_bytes()
+        # Before a spare process takes its place, the process before it uses the memory.
+        ordered = self.order.kv_budget_bytes or self.config.rank_worker.kv_bytes_max
+        return ordered or self._free_kv_bytes()
 
     def _free_kv_bytes(self) -> int:
-        """Return the part of the free memory that KV may use, in bytes."""
-        return int(KV_MEMORY_SHARE * self._free_bytes())
+        """Return the part of the free memory that KV may use, in bytes, beside a loaded spare."""
+        spares = 0 if self.order.kv_budget_bytes else self.config.rank_worker.weight_copies - 1
+        return int(KV_MEMORY_SHARE * max(0, self._free_bytes() - spares * hardware.used_bytes()))
 
     def _free_bytes(self) -> int:
         """Return the memory that is free now for this rank, in bytes."""

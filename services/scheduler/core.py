@@ -51,6 +51,7 @@ from shared.messages import (
     Heartbeat,
     OrderDrain,
     OrderProfile,
+    PlaceTaken,
     QueryStatus,
     RankFailed,
     RankHello,
@@ -123,7 +124,6 @@ class SchedulerCore:
             self._waiting,
             self._drain,
         )
-        self._context_tokens_max = 0
         self._has_stopped = False
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -218,7 +218,7 @@ class SchedulerCore:
         else:
             bounds = RequestLimits(
                 self._tokens_limit(),
-                self._world.vocab_size(),
+                self._world.model.vocab_size,
                 self._batch.speculation.can_roll_back,
             )
             self._requests.accept(gateway, message, now_s=now_s, bounds=bounds)
@@ -243,8 +243,8 @@ class SchedulerCore:
                 if problem := self._pipeline.receive(peer, message, now_s):
                     self._world.passed_canary.forget()
                     self._end_epoch("receipts", problem, now_s)
-            case RankHello():
-                if replaced := self._world.handle_hello(peer, message, now_s):
+            case RankHello() | PlaceTaken():
+                if replaced := self._world.handle_process(peer, message, now_s):
                     self._end_epoch("replaced", replaced, now_s)
             case RankLoading():
                 self._world.handle_loading(peer, message)
@@ -271,7 +271,7 @@ class SchedulerCore:
     def _begin_epoch(self, now_s: float) -> None:
         """Begin steps with ready ranks, or end the epoch if the settings do not fit the model."""
         reports = self._world.reports()
-        budget = self._world.kv_budget()
+        budget = self._world.model.kv_budget()
         try:
             form = make_block_format(self._config, reports, budget)
             may_draft = check_roll_back(self._config.speculation, reports)
@@ -299,7 +299,7 @@ class SchedulerCore:
                 )
 
     def _end_epoch(self, kind: str, cause: str, now_s: float, *, is_symptom: bool = False) -> None:
-        """End the epoch: dismiss its ranks and return running sequences to the waiting queue."""
+        """End the epoch: its sequences wait for the next, which a spare world begins at once."""
         self._counters[f"epochs_ended_{kind}_total"] += 1
         was_stuck = self._pipeline.is_stuck
         suspects = self._batch.running
@@ -310,6 +310,8 @@ class SchedulerCore:
             self._fail(sequence, "failed", detail)
         if self._world.state is WorldState.FAILED:
             self._fail_all("failed", self._world.explain())
+        elif self._world.state is WorldState.READY:
+            self._begin_epoch(now_s)
         self._report_to_gateways(now_s)
 
     # --- time --------------------------------------------------------------------------------
@@ -379,9 +381,8 @@ class SchedulerCore:
     # --- reports -----------------------------------------------------------------------------
 
     def _tokens_limit(self) -> int:
-        # Between epochs no rank reports a limit, so the last one is used.
-        self._context_tokens_max = self._world.context_tokens_max() or self._context_tokens_max
-        return min(self._context_tokens_max, self._batch.rows.longest_sequence_tokens())
+        model, rows = self._world.model, self._batch.rows
+        return min(model.context_tokens_max, rows.longest_sequence_tokens())
 
     def _report_to_gateways(self, now_s: float) -> None:
         self._status_at_s = now_s

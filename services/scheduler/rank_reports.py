@@ -32,8 +32,9 @@ class RankReports:
             message: the report.
             now_s: the monotonic time in seconds.
         """
-        rank, cache = self._world.rank_of(peer), self._batch.cache
-        if rank is None or message.epoch != self._world.epoch:
+        member, cache = self._world.find(peer), self._batch.cache
+        rank = member.rank if member is not None else None
+        if member is None or rank is None or message.epoch != self._world.epoch:
             self._requests.counters["stale_receipts_total"] += 1
         elif isinstance(message, StepsMeasured):
             self._telemetry.add_report(rank, message, self._world.size)
@@ -47,8 +48,7 @@ class RankReports:
             if order is not None:
                 self._telemetry.block_transfers.add_restore(rank, order, message, now_s)
         elif cache.state.is_on and isinstance(message, BlocksSpilled):
-            host = self._world.host_of(peer)
-            ordered_at_s = cache.spiller.handle_spilled(rank, host, message, now_s)
+            ordered_at_s = cache.spiller.handle_spilled(rank, member.hello.host, message, now_s)
             if ordered_at_s is not None:
                 self._telemetry.block_transfers.add_spill(rank, ordered_at_s, message, now_s)
 

@@ -109,8 +109,9 @@ class StepPipeline:
         Returns:
             Why the epoch must end, one sentence, or None.
         """
-        rank = self._world.rank_of(peer)
-        if rank is None or receipt.epoch != self._world.epoch:
+        member = self._world.find(peer)
+        rank = member.rank if member is not None else None
+        if member is None or rank is None or receipt.epoch != self._world.epoch:
             self._counters["stale_receipts_total"] += 1
             return None
         if self.in_flight.has_receipt(rank, receipt):
@@ -119,11 +120,11 @@ class StepPipeline:
         problem = self.in_flight.add_receipt(rank, receipt)
         if problem is not None:
             return problem
-        self._world.note_memory(peer, receipt.memory_bytes)
+        member.memory_bytes = receipt.memory_bytes
         has_requests = self._had_open_requests
         self._telemetry.add_receipt(rank, receipt, now_s, has_requests=has_requests)
         while (step := self.in_flight.pop_finished(self._world.size, now_s)) is not None:
-            disagreement = find_disagreement(step, self._world.vocab_size())
+            disagreement = find_disagreement(step, self._world.model.vocab_size)
             if disagreement is not None:
                 self._counters["receipts_mismatched_total"] += 1
                 evidence = _evidence(step, disagreement)

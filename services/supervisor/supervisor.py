@@ -129,13 +129,16 @@ class Supervisor:
             code = child.reap(now_s)
             if code in PERMANENT and not self._continues_without(child, code):
                 return code
+            if code is not None and child in self._children.ranks:
+                # A world that continues with loaded spare processes may be ready again already.
+                self._loaded_since_s = None
             child.start_if_due(now_s)
             stopped_max_s = self._stopped_max_s(child)
             if child.stopped_s(now_s) >= stopped_max_s:
                 child.kill_stuck(f"has been stopped for {stopped_max_s:.0f} s")
         self._check_spares(now_s)
         lingering = self._lingering_ranks.due(now_s)
-        for rank in self._children.ranks:
+        for rank in [*self._children.ranks, *self._children.spares]:
             if rank.pid in lingering:
                 rank.kill_stuck("does not leave its ended epoch")
         if self._store_watch and self._store_watch.has_reported_on():

@@ -82,10 +82,17 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ranks."""
     pin_cores: Literal["auto", "on", "off"] = "auto"
     """Give each rank its own CPU cores (Linux). "auto": on if several ranks run on this machine."""
-    spare: Literal["off", "started"] = "started"
+    spare: Literal["off", "started", "loaded"] = "started"
     """Keep a spare process of each rank (`lockstep up`) that takes the place of one that ends.
     "started": it has imported MLX and mlx-lm (beside an NVIDIA GPU neither, because they would
-    take its memory) and holds no weights. It takes about 160 MB of memory (Linux, CPU)."""
+    take its memory) and holds no weights. It takes about 160 MB of memory (Linux, CPU).
+    "loaded": the spares have also joined a world of their own and loaded the model, so streams
+    continue at once; the weights need their memory twice."""
     blas: Literal["auto", "off"] = "auto"
     """Matrix library on Linux CPUs. "auto": OpenBLAS, about 5 times faster. "off": the one in MLX's
     wheel."""
+
+    @property
+    def weight_copies(self) -> int:
+        """How many processes hold the weights of each rank: 2 with a loaded spare process."""
+        return 2 if self.spare == "loaded" else 1

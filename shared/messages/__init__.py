@@ -42,6 +42,7 @@ from shared.messages.rank_link import HeadExchanges as HeadExchanges
 from shared.messages.rank_link import Heartbeat as Heartbeat
 from shared.messages.rank_link import JoinWorld as JoinWorld
 from shared.messages.rank_link import LeaveWorld as LeaveWorld
+from shared.messages.rank_link import PlaceTaken as PlaceTaken
 from shared.messages.rank_link import RankFailed as RankFailed
 from shared.messages.rank_link import RankHello as RankHello
 from shared.messages.rank_link import RankLoading as RankLoading
@@ -123,6 +124,7 @@ ToScheduler = (
     | BlocksRestored
     | BlocksSpilled
     | GrammarCompiled
+    | PlaceTaken
     | RankFailed
     | Heartbeat
     | StepsMeasured

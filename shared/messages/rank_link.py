@@ -46,6 +46,14 @@ class RankHello(Message, frozen=True, kw_only=True):
     """Device memory that the rank may use."""
     fast_synch: Literal["unproven", "proven"] = "unproven"
     """`proven`: the canary has passed with Metal's fast synchronization on this build of macOS."""
+    spare: bool = False
+    """It is the spare process of a rank whose own process still runs."""
+
+
+class PlaceTaken(Message, frozen=True, kw_only=True):
+    """Fact: the process of a rank has ended, and this spare process has its place now."""
+
+    rank: Annotated[int, Meta(ge=-1, lt=limits.RANKS_MAX)]
 
 
 class JoinWorld(Message, frozen=True, kw_only=True):
@@ -65,6 +73,9 @@ class JoinWorld(Message, frozen=True, kw_only=True):
     vocabulary: VocabularySplit = "off"
     """Which matrices with a row per token are divided by token ids: none, the head, or the head and
     the embedding. `auto`: the head, if it is large."""
+    kv_budget_bytes: Count = 0
+    """Memory for rows on this rank: a spare process gets that of the process whose place it will
+    take. 0: the rank measures it."""
     experts_every_steps: Count = 0
     """Steps after which a rank reads its counts of assignments to experts; 0: it counts none."""
     canary: bool = True

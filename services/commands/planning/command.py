@@ -165,6 +165,7 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
         kv_bits=kv_bits,
         kv_row_growth_tokens=config.scheduler.kv_row_growth_tokens,
         kv_bytes_max=config.rank_worker.kv_bytes_max,
+        weight_copies=config.rank_worker.weight_copies,
         backend=inputs.backend,
         vocabulary=config.world.split_vocabulary,
     )
@@ -362,6 +363,8 @@ def _notes(model: PlannedModel, inputs: Inputs, recommendation: Recommendation |
             "layers of this family keep state whose size is not in the headers, so KV is larger "
             "than shown; `lockstep status` shows it once the model runs",
         )
+    if inputs.config.rank_worker.spare == "loaded":
+        notes.append("as much memory as the weights take is left for loaded spare processes")
     part = inputs.config.rank_worker.memory_share
     if part and inputs.kind != "cuda":
         notes.append(f"each rank may use {part:g} of its host's memory (rank_worker.memory_share)")

@@ -41,6 +41,8 @@ class MemoryDemand:
     """Tokens by which rows grow."""
     kv_bytes_max: int = 0
     """`rank_worker.kv_bytes_max`; 0: no such limit."""
+    weight_copies: int = 1
+    """Processes that hold the weights of each rank; 2 with loaded spare processes."""
     backend: str = ""
     """Backend of the ranks' collectives; "": not decided."""
     vocabulary: VocabularySplit = "auto"
@@ -171,10 +173,12 @@ def rank_parts(
     # All ranks have rows of one shape, and the scheduler counts them by the rank that stores most.
     counted = KVBytes(max(kv.per_token for *_, kv in held), max(kv.per_row for *_, kv in held))
     per_token, limit = model.draft.kv_bytes_per_token, asked.kv_bytes_max
-    return [
-        RankPart(whole, own, kv, KVRoom(free, whole + own, counted, per_token, limit))
-        for free, (whole, own, kv) in zip(usable, held, strict=True)
-    ]
+    parts = []
+    for free, (whole, own, kv) in zip(usable, held, strict=True):
+        beside = free - (asked.weight_copies - 1) * (whole + own)
+        room = KVRoom(beside, whole + own, counted, per_token, limit)
+        parts.append(RankPart(whole, own, kv, room))
+    return parts
 
 
 def _held(model: PlannedModel, split: Split, kv_bits: int) -> tuple[int, int, KVBytes]:

@@ -50,6 +50,11 @@ def free_bytes(device: Device, ranks_on_host: int, machine_share: float = 0.0) -
     return max(0, own_part(device, ranks_on_host, machine_share) - mx.get_active_memory())
 
 
+def used_bytes() -> int:
+    """Return the bytes that MLX's arrays use in this process now."""
+    return int(mx.get_active_memory())
+
+
 def wire_memory(device: Device) -> None:
     """Let MLX wire as much memory as the device has, on Metal; does nothing elsewhere.
 

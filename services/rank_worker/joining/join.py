@@ -96,7 +96,7 @@ class DataPort:
         self._socket.close()
 
 
-def hello(rank: int, data_address: str, device: Device) -> RankHello:
+def hello(rank: int, data_address: str, device: Device, *, is_spare: bool = False) -> RankHello:
     """Return this process's first message to the scheduler.
 
     Args:
@@ -104,6 +104,7 @@ def hello(rank: int, data_address: str, device: Device) -> RankHello:
             precedence.
         data_address: host:port for collectives; not sent for a launched rank.
         device: the rank's device.
+        is_spare: the rank's own process still runs.
 
     Raises:
         ConfigError: the launcher's rank is not a number.
@@ -120,6 +121,7 @@ def hello(rank: int, data_address: str, device: Device) -> RankHello:
         mlx_version=fast_synch.mlx_version(),
         build=code_version.build_id(),
         memory_bytes=device.memory_bytes,
+        spare=is_spare,
         fast_synch=fast_synch.proof_state(fast_synch.proof_file(), build) if build else "unproven",
     )
 

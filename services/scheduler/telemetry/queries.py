@@ -87,7 +87,7 @@ class TelemetryQueries:
     def _experts(self) -> ExpertsReported:
         return ExpertsReported(
             model=self._config.served_name,
-            model_fingerprint=self._world.fingerprint(),
+            model_fingerprint=self._world.model.fingerprint(),
             sharding=self._config.sharding,
             world_size=self._world.size,
             layers=self._telemetry.experts.report(),

@@ -32,7 +32,12 @@ class JoinOrders:
         self._passed_canary = passed_canary
 
     def make(
-        self, epoch: Epoch, backend: Backend, chosen: Sequence[RankProcess], now_s: float
+        self,
+        epoch: Epoch,
+        backend: Backend,
+        chosen: Sequence[RankProcess],
+        now_s: float,
+        kv_budgets: Sequence[int] = (),
     ) -> list[JoinWorld]:
         """Return the JoinWorld message for each process, in rank order.
 
@@ -41,6 +46,7 @@ class JoinOrders:
             backend: backend of its collectives.
             chosen: the processes, by rank.
             now_s: the monotonic time in seconds.
+            kv_budgets: memory for rows on each rank, in bytes; (): each rank measures it.
 
         Raises:
             ConfigError: when these processes cannot connect with the backend.
@@ -64,6 +70,7 @@ class JoinOrders:
                 memory_bytes=[one.hello.memory_bytes for one in chosen],
                 expert_shares=config.world.expert_shares if config.sharding == "expert" else [],
                 vocabulary=config.vocabulary_split,
+                kv_budget_bytes=kv_budgets[rank] if kv_budgets else 0,
                 experts_every_steps=config.scheduler.experts_every_steps,
                 canary=config.world.canary,
                 canary_prompt=not has_passed,

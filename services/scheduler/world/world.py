@@ -2,32 +2,29 @@
 
 An epoch begins when enough rank processes have said hello. It ends with the first rank that is
 lost, fails, or differs from the others. A process serves one epoch only, because MLX's groups
-cannot be rebuilt, so each rank of an ended epoch must be started again. `recovery` owns the
-consequences for the next epoch.
+cannot be rebuilt, so each rank of an ended epoch must be started again, or a spare process takes
+its place. `recovery` owns the consequences for the next epoch.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 
-from services.scheduler.cache.kv_rows import RowBudget, smallest_budget
-from services.scheduler.events import Action, AllowSilence, SendToRanks, WriteLog
-from services.scheduler.world.canary_comparison import explain_difference, explain_mismatch
+from msgspec import structs
+
+from services.scheduler.events import Action, WriteLog
 from services.scheduler.world.dismissed_ranks import DismissedRanks
+from services.scheduler.world.epoch_ranks import EpochRanks
 from services.scheduler.world.join_orders import JoinOrders
-from services.scheduler.world.late_ranks import explain_lateness, explain_place
-from services.scheduler.world.members import RankProcess, assign_ranks, is_same_process, replaces
+from services.scheduler.world.late_ranks import explain_place
+from services.scheduler.world.members import RankProcess, assign_ranks, is_same_process
 from services.scheduler.world.passed_canary import PassedCanary
 from services.scheduler.world.recovery import FailedEpoch, FailureKind, Recovery, failure_kind_of
+from services.scheduler.world.reported_model import ReportedModel
+from services.scheduler.world.spare_world import SpareWorld
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.identifiers import Epoch, PeerId
-from shared.messages import (
-    LeaveWorld,
-    RankFailed,
-    RankHello,
-    RankLoading,
-    RankReady,
-    RankStatus,
-)
+from shared.messages import PlaceTaken, RankFailed, RankHello, RankLoading, RankReady, RankStatus
 
 
 class WorldState(Enum):
@@ -61,21 +58,22 @@ class World:
         self.epoch = Epoch(0)
         self.was_ready = False
         self.recovery = Recovery(config, actions)
+        self.model = ReportedModel(self.reports, self.recovery)
         self.dismissed = DismissedRanks()
         self._config = config
         self.passed_canary = PassedCanary(config.sharding)
         self._orders = JoinOrders(config, jaccl_devices, hostfile, self.passed_canary)
         self._actions = actions
-        self._members: dict[PeerId, RankProcess] = {}
-        self._started_at_s = 0.0
+        self._waiting: dict[PeerId, RankProcess] = {}
+        """Processes that wait for an epoch."""
+        self._ranks: EpochRanks | None = None
+        """Those of the current epoch; None between epochs."""
+        self._spares = SpareWorld(config, self.passed_canary, self.dismissed, actions)
+        self._last_epoch = Epoch(0)
+        """The latest that has begun, of this world or of a spare world."""
         self._now_s = 0.0
-        self._vocab_size = 0
         self._failure_kind: FailureKind = ""
         """Why the current epoch ends, as far as it is known."""
-        self._kv_bytes = 0
-        """KV budget of the current epoch, or of the last one until another begins."""
-        self._ring_obstacle = ""
-        """Why the current epoch's processes cannot use the ring backend; "" if they can."""
 
     @property
     def size(self) -> int:
@@ -85,63 +83,63 @@ class World:
     @property
     def peers(self) -> tuple[PeerId, ...]:
         """The ranks of this epoch, in rank order."""
-        return tuple(member.peer for member in self._ranked())
+        return self._ranks.peers if self._ranks is not None else ()
+
+    def find(self, peer: PeerId) -> RankProcess | None:
+        """Return what is known of a rank of this epoch; None for another peer."""
+        return self._ranks.find(peer) if self._ranks is not None else None
 
     def rank_of(self, peer: PeerId) -> int | None:
         """Return the rank of a peer in this epoch, or None if it has none."""
-        member = self._members.get(peer)
+        member = self.find(peer)
         return member.rank if member else None
 
     def explain_loss(self, peer: PeerId, cause: str) -> str:
         """Return a sentence about a lost link, which says where in joining the rank was."""
-        member = self._members.get(peer)
+        member = self.find(peer)
         place = explain_place(member, self.recovery.backend) if member else ""
         return f"Rank {self.rank_of(peer)} is lost{place} ({cause})."
 
-    def host_of(self, peer: PeerId) -> str:
-        """Return the host name that a rank process has reported; "" for an unknown peer."""
-        member = self._members.get(peer)
-        return member.hello.host if member else ""
-
-    def handle_hello(self, peer: PeerId, message: RankHello, now_s: float) -> str | None:
-        """Add a rank process; begin an epoch if none exists and enough processes wait.
+    def handle_process(
+        self, peer: PeerId, message: RankHello | PlaceTaken, now_s: float
+    ) -> str | None:
+        """Add a rank process, or let a spare one be a rank; begin an epoch if enough wait.
 
         Args:
             peer: the process.
-            message: its hello.
+            message: its hello, or that the process before it has ended.
             now_s: when it arrived, in seconds.
 
         Returns:
             None, or why the current epoch must end: the process replaces one of its ranks or is one
             of them over a new connection, or the processes cannot form a world.
         """
-        known = self._members.get(peer)
-        if known is not None and known.rank is not None:
+        if self.find(peer) is not None:
+            return None
+        if isinstance(message, PlaceTaken):
+            waiting = self._spares.remove(peer)
+            if waiting is None:
+                is_loaded = self._spares.has(peer)
+                return f"The process of rank {message.rank} has ended." if is_loaded else None
+            message = structs.replace(waiting.hello, spare=False)
+        if message.spare:
+            self._spares.handle_hello(peer, message, now_s)
+            self._try_to_begin_spares(now_s)
             return None
         self.dismissed.forget_replaced(message)
-        for other in list(self._members.values()):
-            if other.rank is None and is_same_process(message, other.hello):
-                del self._members[other.peer]
-        self._members[peer] = RankProcess(peer, message)
-        for member in self._ranked():
-            if replaces(message, member.hello):
-                return f"Rank {member.rank} was started again (process {message.pid})."
-            if is_same_process(message, member.hello):
-                return f"Rank {member.rank} has lost its connection (process {message.pid})."
-        if self.state is WorldState.GATHERING:
-            return self._try_to_begin_epoch(now_s)
-        return None
+        for other in list(self._waiting.values()):
+            if is_same_process(message, other.hello):
+                del self._waiting[other.peer]
+        self._waiting[peer] = RankProcess(peer, message)
+        if self._ranks is not None and (replaced := self._ranks.explain_replacement(message)):
+            return replaced
+        return self._try_to_begin_epoch(now_s) if self.state is WorldState.GATHERING else None
 
     def handle_loading(self, peer: PeerId, message: RankLoading) -> None:
         """Record how far a rank has joined and loaded, for the status and the deadlines."""
-        member = self._members.get(peer)
-        if member is not None and member.rank is not None and member.state != "ready":
-            is_joining = message.stage in ("joining", "init")
-            if not is_joining:
-                self._judge_silence(member)
-            member.is_in_init = message.stage == "init"
-            member.state = "joining" if is_joining else "loading"
-            member.loaded = message.loaded
+        for ranks in (self._ranks, self._spares.ranks):
+            if ranks is not None:
+                ranks.note_loading(peer, message)
 
     def handle_ready(self, peer: PeerId, message: RankReady) -> str | None:
         """Record that a rank has loaded; `state` becomes READY with the last rank.
@@ -153,35 +151,33 @@ class World:
         Returns:
             None, or why the epoch must end: its ranks differ in model, settings or canary results.
         """
-        member = self._members.get(peer)
-        if self.state is not WorldState.LOADING or member is None or member.rank is None:
+        spares = self._spares.ranks
+        if spares is not None and spares.find(peer) is not None:
+            self._spares.handle_ready(peer, message, self._now_s)
+        if self.state is not WorldState.LOADING or self._ranks is None or not self.find(peer):
             return None
-        self._judge_silence(member)
-        member.ready = message
-        member.state = "ready"
-        member.loaded = 1.0
-        reports = self.reports()
-        hosts = [one.hello.host for one in self._ranked() if one.ready is not None]
-        mismatch = explain_mismatch(reports, hosts)
+        self._ranks.note_ready(peer, message)
+        mismatch = self._ranks.explain_mismatch()
         if mismatch is not None:
             # Another start would end in the same mismatch.
             self.recovery.abandon_start("configuration", mismatch)
             return mismatch
-        if len(reports) == self.size:
-            difference = explain_difference(reports)
-            if difference is not None:
-                self._failure_kind = "canary"
-                return difference
-            self.state = WorldState.READY
-            self.was_ready = True
-            self.passed_canary.note(
-                self.recovery.backend, [one.hello for one in self._ranked()], self._now_s
-            )
-            self.recovery.note_ready()
-            # Remembers the size, which is needed between epochs too.
-            self.vocab_size()
-            self._log("info", "world_ready", seconds=round(self._age_s(), 1))
+        difference = self._ranks.explain_difference()
+        if difference is not None:
+            self._failure_kind = "canary"
+            return difference
+        if self._ranks.is_loaded:
+            self.passed_canary.note(self._ranks.backend, self._ranks.hellos, self._now_s)
+            self._become_ready(self._ranks.age_s(self._now_s))
         return None
+
+    def _become_ready(self, seconds: float) -> None:
+        self.state = WorldState.READY
+        self.was_ready = True
+        self.recovery.note_ready()
+        self.model.note_ready()
+        self._log("info", "world_ready", seconds=round(seconds, 1))
+        self._try_to_begin_spares(self._now_s)
 
     def handle_lost(self, peer: PeerId, cause: str, now_s: float) -> bool:
         """Remove a rank process whose link is lost; return whether it was a rank of this epoch.
@@ -193,12 +189,14 @@ class World:
             cause: why the transport considers the link lost.
             now_s: when that was found, in seconds.
         """
-        member = self._members.pop(peer, None)
-        is_ranked = member is not None and member.rank is not None
-        if member is not None and is_ranked:
+        self._waiting.pop(peer, None)
+        member = self._ranks.remove(peer) if self._ranks is not None else None
+        if member is not None:
             self.dismissed.add(member, now_s)
+        elif self._spares.remove(peer) is None and self._spares.has(peer):
+            self._spares.end(f"The link of a spare process is lost ({cause}).", now_s, peer)
         self.dismissed.note_link_lost(peer, cause)
-        return is_ranked
+        return member is not None
 
     def handle_failed(self, peer: PeerId, message: RankFailed, now_s: float) -> bool:
         """Remove a rank process that has failed; return whether the epoch must end.
@@ -214,25 +212,30 @@ class World:
         Returns:
             True if the process was a rank of this epoch, or no further epoch may start.
         """
-        member = self._members.pop(peer, None)
-        is_ranked = member is not None and member.rank is not None
-        if member is not None and is_ranked:
-            self._judge_silence(member)
+        if self._spares.has(peer):
+            if self._spares.remove(peer) is None:
+                self._spares.end(f"A spare process has failed: {message.detail}", now_s, peer)
+            return False
+        was_waiting = self._waiting.pop(peer, None) is not None
+        member = self._ranks.remove(peer) if self._ranks is not None else None
+        is_ranked = member is not None
+        if self._ranks is not None and member is not None:
+            self._ranks.judge_silence(member)
             self.dismissed.add(member, now_s)
             self._failure_kind = failure_kind_of(message, is_joining=member.state == "joining")
-        elif member is None and self.state is not WorldState.READY:
+        elif not was_waiting and self.state is not WorldState.READY:
             # Its progress is no longer known, but only joined ranks report late causes.
             self.recovery.note_late_failure(message, failure_kind_of(message, is_joining=False))
-        if message.cause == "memory" and self._kv_bytes:
-            self.recovery.reduce_kv_budget(self._kv_bytes)
-            self._kv_bytes = 0
+        if message.cause == "memory":
+            self.model.reduce_kv_budget()
         if message.permanent and (is_ranked or self.state is not WorldState.READY):
             self.recovery.abandon_start("configuration", message.detail)
         return is_ranked or (bool(self.recovery.failure) and self.state is not WorldState.FAILED)
 
     def knows(self, peer: PeerId) -> bool:
         """Tell whether a peer is a rank process, or was dismissed and may still run."""
-        return peer in self._members or self.dismissed.has(peer)
+        is_present = peer in self._waiting or self.find(peer) is not None
+        return is_present or self._spares.has(peer) or self.dismissed.has(peer)
 
     def overdue_reason(self, now_s: float) -> str | None:
         """Return a sentence if the ranks have not joined or loaded before the deadline, else None.
@@ -241,15 +244,17 @@ class World:
             now_s: the monotonic time in seconds.
         """
         self._now_s = now_s
-        if self.state is not WorldState.LOADING:
+        self._spares.check_deadlines(now_s)
+        if self.state is not WorldState.LOADING or self._ranks is None:
             return None
-        backend = self.recovery.backend
-        return explain_lateness(self._ranked(), self._age_s(), backend, self._config.scheduler)
+        return self._ranks.overdue_reason(now_s, self._config.scheduler)
 
     def end_epoch(
         self, cause: str, now_s: float, *, was_stuck: bool = True, is_symptom: bool = False
     ) -> None:
-        """End the epoch, dismiss its ranks, and begin the next epoch if enough processes wait.
+        """End the epoch and dismiss its ranks; begin the next one if processes for it are there.
+
+        A spare world becomes the next epoch: if it has loaded, the state is READY at once.
 
         Args:
             cause: why it ends, one sentence.
@@ -261,38 +266,41 @@ class World:
             was_ready = self.state is WorldState.READY
             self._log("warning", "epoch_ended", cause=cause)
             if was_stuck or not was_ready:
-                known = (self._failure_kind, self._ring_obstacle, is_symptom)
+                obstacle = self._ranks.ring_obstacle if self._ranks is not None else ""
+                known = (self._failure_kind, obstacle, is_symptom)
                 failed = FailedEpoch(self.epoch, cause, was_ready, *known)
                 self.recovery.epoch_failed(failed, now_s)
                 self.passed_canary.forget()
-        self.dismiss_ranks(cause, now_s)
+        self._dismiss_ranks(cause, now_s)
         self._failure_kind = ""
         if self.recovery.failure:
             self.state = WorldState.FAILED
+            self._spares.end(cause, now_s)
+        elif (spares := self._spares.take(self.recovery.backend, now_s)) is not None:
+            self._set_current(spares)
+            self._log("info", "epoch_begins", ranks=self.size, backend=spares.backend)
+            if spares.is_loaded:
+                self._become_ready(0.0)
         else:
             self._try_to_begin_epoch(now_s)
 
     def dismiss_ranks(self, cause: str, now_s: float) -> None:
-        """Tell all ranks of the epoch to leave, without beginning another epoch.
+        """Tell all ranks, and those of a spare world, to leave, without beginning another epoch.
 
         Args:
             cause: why the epoch ends, one sentence for the ranks.
             now_s: the monotonic time in seconds, from which the ranks are listed as dismissed.
         """
+        self._dismiss_ranks(cause, now_s)
+        self._spares.end(cause, now_s)
+
+    def _dismiss_ranks(self, cause: str, now_s: float) -> None:
         self._now_s = now_s
-        peers = self.peers
-        if peers:
-            leave = LeaveWorld(
-                epoch=self.epoch,
-                detail=cause[:4_000],
-                cause="canary" if self._failure_kind == "canary" else "other",
-            )
-            self._actions.append(SendToRanks(peers, leave, self.epoch))
-        for peer in peers:
-            member = self._members.pop(peer)
-            self._judge_silence(member)
-            self.dismissed.add(member, now_s)
-        for member in self._members.values():
+        if self._ranks is not None:
+            is_canary = self._failure_kind == "canary"
+            self._ranks.dismiss(cause, now_s, self.dismissed, is_canary=is_canary)
+            self._ranks = None
+        for member in self._waiting.values():
             # It may have said hello before the process that it replaces was dismissed.
             self.dismissed.forget_replaced(member.hello)
         self.state = WorldState.GATHERING
@@ -304,39 +312,13 @@ class World:
             seconds: how long the scheduler did not run, by which they are postponed.
             now_s: the monotonic time in seconds; the deadlines count from then at the latest.
         """
-        self._started_at_s = min(now_s, self._started_at_s + seconds)
+        for ranks in (self._ranks, self._spares.ranks):
+            if ranks is not None:
+                ranks.extend_deadlines(seconds, now_s)
 
     def reports(self) -> list[RankReady]:
         """Return the reports of the ranks that have loaded, in rank order."""
-        return [member.ready for member in self._ranked() if member.ready is not None]
-
-    def kv_budget(self) -> RowBudget:
-        """Return the KV memory that each rank may use, as reported by the rank with the least.
-
-        After an epoch that ran out of device memory, all later ones get less.
-        """
-        budget = self.recovery.limit_budget(smallest_budget(self.reports()))
-        self._kv_bytes = budget.bytes_max
-        return budget
-
-    def context_tokens_max(self) -> int:
-        """Return the model's longest context in tokens; 0 before a rank has loaded."""
-        return min((report.context_tokens_max for report in self.reports()), default=0)
-
-    def vocab_size(self) -> int:
-        """Return the vocabulary size of the model of the current or the last epoch."""
-        self._vocab_size = min((r.vocab_size for r in self.reports()), default=self._vocab_size)
-        return self._vocab_size
-
-    def fingerprint(self) -> str:
-        """Return the model's fingerprint; "" before a rank has loaded."""
-        return next((report.model_fingerprint for report in self.reports()), "")
-
-    def note_memory(self, peer: PeerId, memory_bytes: int) -> None:
-        """Record a rank's memory use in bytes, for the status."""
-        member = self._members.get(peer)
-        if member is not None:
-            member.memory_bytes = memory_bytes
+        return self._ranks.reports() if self._ranks is not None else []
 
     def explain(self) -> str:
         """Return a sentence on why the world is not ready; "" if it is."""
@@ -346,54 +328,71 @@ class World:
             case WorldState.FAILED:
                 return self.recovery.detail
             case WorldState.LOADING:
-                done = [member.loaded for member in self._ranked()]
-                text = f"The ranks are loading the model ({100 * min(done, default=0.0):.0f} %)."
+                done = self._ranks.loaded if self._ranks is not None else 0.0
+                text = f"The ranks are loading the model ({100 * done:.0f} %)."
             case WorldState.GATHERING:
-                text = f"{len(self._members)} of {self.size} ranks are connected."
+                text = f"{len(self._waiting)} of {self.size} ranks are connected."
         return text + self.recovery.explain()
 
     def statuses(self) -> list[RankStatus]:
         """Return the status of every rank of the world, including missing ones."""
-        known = {member.rank: member.status() for member in self._ranked()}
+        members = self._ranks.members if self._ranks is not None else []
+        known = {member.rank: member.status() for member in members}
         ranks = range(self.size)
         return [known.get(rank) or RankStatus(rank=rank, state="missing") for rank in ranks]
 
-    def _ranked(self) -> list[RankProcess]:
-        ranked = [member for member in self._members.values() if member.rank is not None]
-        return sorted(ranked, key=lambda member: member.rank or 0) if len(ranked) > 1 else ranked
+    def explain_spares(self) -> str:
+        """Return what the loaded spare processes do, in words; "" without any."""
+        return self._spares.explain()
 
     def _try_to_begin_epoch(self, now_s: float) -> str | None:
         """Begin an epoch if enough processes wait; return why they cannot form a world, or None."""
-        chosen = assign_ranks([m for m in self._members.values() if m.rank is None], self.size)
+        chosen = assign_ranks(self._waiting.values(), self.size)
         if chosen is None:
             return None
-        epoch = Epoch(self.epoch + 1)
         try:
-            orders = self._orders.make(epoch, self.recovery.backend, chosen, now_s)
+            ranks = self._begin(chosen, now_s)
         except ConfigError as error:
             self.recovery.abandon_start("configuration", str(error))
             self.state = WorldState.FAILED
             return str(error)
-        self.epoch = epoch
-        self.state = WorldState.LOADING
-        self._started_at_s = self._now_s = now_s
-        self._ring_obstacle = self._orders.find_ring_obstacle(chosen)
-        self._kv_bytes = 0
-        self._log("info", "epoch_begins", ranks=self.size, backend=self.recovery.backend)
-        # Until they have joined, only the deadline for joining counts.
-        self._actions.append(AllowSilence(tuple(one.peer for one in chosen), is_allowed=True))
-        for rank, member in enumerate(chosen):
-            member.rank = rank
-            self._actions.append(SendToRanks((member.peer,), orders[rank], epoch))
+        for peer in ranks.peers:
+            del self._waiting[peer]
+        self._set_current(ranks)
+        self._log("info", "epoch_begins", ranks=self.size, backend=ranks.backend)
         return None
 
-    def _judge_silence(self, member: RankProcess) -> None:
-        """End the time in which a joining rank may be silent."""
-        if member.state == "joining":
-            self._actions.append(AllowSilence((member.peer,), is_allowed=False))
+    def _try_to_begin_spares(self, now_s: float) -> None:
+        """Begin the spare world if this world serves and each rank has a spare process."""
+        chosen = self._spares.choose() if self.state is WorldState.READY else None
+        if chosen is None:
+            return
+        budgets = [report.kv_budget_bytes for report in self.reports()]
+        try:
+            self._spares.begin(self._begin(chosen, now_s, budgets))
+        except ConfigError as error:
+            self._log("warning", "spare_world_impossible", cause=str(error))
 
-    def _age_s(self) -> float:
-        return self._now_s - self._started_at_s
+    def _begin(
+        self, chosen: Sequence[RankProcess], now_s: float, kv_budgets: Sequence[int] = ()
+    ) -> EpochRanks:
+        """Order processes to join an epoch.
+
+        Raises:
+            ConfigError: they cannot connect with the backend.
+        """
+        epoch, backend = Epoch(self._last_epoch + 1), self.recovery.backend
+        orders = self._orders.make(epoch, backend, chosen, now_s, kv_budgets)
+        self._last_epoch = epoch
+        ranks = EpochRanks(epoch, backend, chosen, orders, now_s, self._actions)
+        ranks.ring_obstacle = self._orders.find_ring_obstacle(chosen)
+        return ranks
+
+    def _set_current(self, ranks: EpochRanks) -> None:
+        self._ranks = ranks
+        self.epoch = ranks.epoch
+        self.state = WorldState.LOADING
+        self.model.forget_kv_budget()
 
     def _log(self, level: str, event: str, **fields: object) -> None:
         self._actions.append(WriteLog(level, event, {"epoch": self.epoch, **fields}))

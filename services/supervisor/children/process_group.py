@@ -67,7 +67,7 @@ def create_group(share: HostShare, folder: Path, console: Console) -> ProcessGro
     for role in roles(share):
         variables = environment if role.name == "gateway" else without_keys
         spare = None
-        if role.name.startswith(RANK) and share.config.rank_worker.spare == "started":
+        if role.name.startswith(RANK) and share.config.rank_worker.spare != "off":
             spare = Child(spare_of(role), files, variables, console)
         child = Child(role, files, variables, console, spare)
         created[role.name.partition(" ")[0]].append(child)

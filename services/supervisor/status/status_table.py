@@ -46,6 +46,8 @@ def render(status: StatusReported, *, formats: str = "", stored: str = "") -> st
     if formats:
         lines.append(f"  formats      {formats}")
     lines += _titled("layers", sorted({rank.layers for rank in status.ranks if rank.layers}))
+    if status.spare_world:
+        lines.append(f"  spares       {status.spare_world}")
     if status.world_change:
         lines.append(f"  change       {status.world_change}")
     if stored:

@@ -198,14 +198,14 @@ def ranks_are_not_told_to_leave(stack: ExitStack) -> None:
 @planted_bug
 def a_lost_rank_does_not_end_the_epoch(stack: ExitStack) -> None:
     """The loss or the failure of a rank does not end the epoch."""
-    real = World.handle_hello
+    real = World.handle_process
 
     def hello(self: World, peer: Any, message: Any, now_s: float) -> None:
         real(self, peer, message, now_s)
 
     replace(stack, World, "handle_lost", lambda self, peer, cause, now_s: False)
     replace(stack, World, "handle_failed", lambda self, peer, message, now_s: False)
-    replace(stack, World, "handle_hello", hello)
+    replace(stack, World, "handle_process", hello)
 
 
 # --- receipts and tokens --------------------------------------------------------------------------

@@ -166,7 +166,7 @@ class HostileWorld:
                 )
             )
         else:
-            known = [*self.ranks, *self.core._world._members]
+            known = [*self.ranks, *self.core._world._waiting]
             self.tell(
                 RankMessageReceived(self.draw(st.sampled_from(known + UNKNOWN_PEERS)), message)
             )

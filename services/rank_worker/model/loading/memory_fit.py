@@ -70,6 +70,8 @@ def check_fits(
     context_tokens: int,
     memory_bytes: int,
     drafter: MemoryNeeds | None = None,
+    *,
+    copies: int = 1,
 ) -> None:
     """Compare what weights, KV of one sequence and memory in use need with this rank's memory.
 
@@ -80,6 +82,7 @@ def check_fits(
         context_tokens: longest sequence in tokens.
         memory_bytes: memory that the rank may use; 0: unknown, so everything fits.
         drafter: needs of the draft model or head, which every rank holds whole.
+        copies: how many processes hold the weights; 2 with a loaded spare process.
 
     Raises:
         ConfigError: when memory is too small; names the sizes and the remedy.
@@ -88,7 +91,7 @@ def check_fits(
     parts = [one for one in (shard, drafter) if one is not None]
     kv_bytes = sum(one.kv_bytes(tokens) for one in parts)
     used_bytes = mx.get_active_memory()
-    need = sum(one.weight_bytes for one in parts) + kv_bytes + used_bytes
+    need = copies * sum(one.weight_bytes for one in parts) + kv_bytes + used_bytes
     if not memory_bytes or need <= memory_bytes:
         return
     subject, drafter_size = "This rank's shard does not fit", ""
@@ -97,6 +100,9 @@ def check_fits(
         subject = "This rank's shard and the draft model do not fit"
         drafter_size = f", {_size(drafter.weight_bytes)} of speculation.draft_model's"
         remedy = "no or a smaller draft model, or a smaller or more strongly"
+    if copies > 1:
+        drafter_size += ", twice because of a loaded spare process,"
+        remedy = f'set rank_worker.spare to "started", {remedy}'
     in_use = f" and {_size(used_bytes)} that are in use" if used_bytes > kv_bytes else ""
     raise ConfigError(
         f"{subject}: {_size(shard.weight_bytes)} of weights{drafter_size} and "
