@@ -153,6 +153,18 @@ def test_shard_exceeding_memory_is_refused_with_sizes(
         rank.load(settings, memory_bytes=100_000)
 
 
+def test_shard_that_fits_once_is_refused_where_spare_process_loads_it_too() -> None:
+    """The error names the spare process, and the setting that saves its memory."""
+    needs = memory_fit.MemoryNeeds(weight_bytes=10**12)
+    memory = mx.get_active_memory() + 15 * 10**11
+    memory_fit.check_fits(needs, 1_024, memory)
+
+    with pytest.raises(
+        ConfigError, match=r"twice because of.*set rank_worker.spare to \"started\""
+    ):
+        memory_fit.check_fits(needs, 1_024, memory, copies=2)
+
+
 def test_shard_fitting_beside_used_memory_is_loaded(tmp_path: Path) -> None:
     """A shard is loaded when its needs and the memory in use fit."""
     model = MODEL_FACTORIES["mamba2"]()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.rank_worker import scheduler_link
@@ -17,6 +18,7 @@ from shared.messages import (
     JoinWorld,
     LeaveWorld,
     Message,
+    PlaceTaken,
     RankFailed,
     RankLoading,
     RestoreBlocks,
@@ -143,6 +145,18 @@ def test_rank_without_world_sends_hello_again_after_reconnect(pair: LinkPair) ->
 
     assert pair.received == [HELLO, HELLO]
     assert pair.ended.empty()
+
+
+def test_spare_that_takes_place_says_so_and_is_no_spare_after_reconnect(pair: LinkPair) -> None:
+    """The scheduler learns at once that the process before it has ended, and a later hello is that
+    of a rank."""
+    pair.rank_link._hello = msgspec.structs.replace(HELLO, spare=True)
+    pair.rank_link.take_place()
+    pair.poll_until(lambda: len(pair.received) == 2)
+    pair.link.drop(pair.peer)
+    pair.poll_until(lambda: len(pair.received) == 3)
+
+    assert pair.received == [HELLO, PlaceTaken(rank=HELLO.rank), HELLO]
 
 
 def test_join_and_plans_reach_main_thread_in_sent_order(pair: LinkPair) -> None:

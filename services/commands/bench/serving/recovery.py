@@ -1,7 +1,8 @@
 """`lockstep bench recovery`: how long streams pause when a rank is killed, and where the time goes.
 
 Clients stream without end from a whole stack. Each repeat kills one rank with SIGKILL, the ranks in
-turn, once the previous recovery is `--interval` seconds old, so that spare processes wait again.
+turn, once the previous recovery is `--interval` seconds old, so that spare processes wait again;
+with `--set rank_worker.spare=loaded` also once these have loaded.
 The pause lasts from the kill to the first token of the next epoch; the scheduler's log divides it.
 """
 
@@ -37,6 +38,8 @@ PARTS = {
 """Metric -> event of the scheduler's log at which that part of a pause ends."""
 COLUMNS = ["pause_ms", *PARTS, "first_token_ms", FOREIGN_CORES]
 RECOVERY_MAX_S = 120.0
+SPARES_MAX_S = 300.0
+"""Longest wait for spare processes that load the model."""
 KEEPALIVE_S = "300"
 _POLL_S = 0.02
 
@@ -96,6 +99,8 @@ def measure(plan: RecoveryPlan, report: Report) -> None:
 
         def measure_kill() -> Measured:
             time.sleep(plan.interval)
+            if stack.config.rank_worker.spare == "loaded":
+                _wait_for_loaded_spares(stack)
             return {STACK: _kill_and_wait(stack, streams, next(victims))}
 
         try:
@@ -168,6 +173,21 @@ class EndlessStream:
                     return
         finally:
             connection.close()
+
+
+def _wait_for_loaded_spares(stack: Stack) -> None:
+    """Wait until the spare world has loaded.
+
+    Raises:
+        UnavailableError: it does not load in time.
+    """
+    until_s = time.monotonic() + SPARES_MAX_S
+    while (state := stack.world().get("spare_world")) != "loaded":
+        stack.require_running()
+        if time.monotonic() > until_s:
+            detail = f"The spare processes have not loaded within {SPARES_MAX_S:.0f} s"
+            raise UnavailableError(f"{detail}: {state or 'there are none'}.")
+        time.sleep(1.0)
 
 
 def _kill_and_wait(

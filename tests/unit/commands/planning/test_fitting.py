@@ -17,6 +17,7 @@ from services.commands.planning.splits import (
     PlannedModel,
     all_splits,
     plan_split,
+    rank_parts,
 )
 from shared.messages.rank_link import VocabularySplit
 from tests.unit.commands.planning import sparse_checkpoints
@@ -53,6 +54,18 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
             folder, sparse_checkpoints.EXPERTS, sparse_checkpoints.expert_shapes()
         )
     )
+
+
+def test_plan_leaves_memory_for_weights_of_loaded_spares(dense: PlannedModel) -> None:
+    """With loaded spare processes each rank has as much less memory as its weights take."""
+    memory = memory_of_sizes([256 * GIB] * 2, "metal")
+    (once, _), (twice, _) = (
+        rank_parts(dense, "tensor", memory, dataclasses.replace(DEMAND, weight_copies=copies))
+        for copies in (1, 2)
+    )
+
+    assert twice.room.usable_bytes == once.room.usable_bytes - once.room.weights_bytes
+    assert twice.room.weights_bytes == once.room.weights_bytes
 
 
 @given(room=ROOMS, tokens=st.integers(1, 2**21), sequences=st.integers(1, 64))

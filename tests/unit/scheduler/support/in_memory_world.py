@@ -132,8 +132,8 @@ class InMemoryWorld:
         for rank in range(self.config.world.size):
             self.start_rank(rank)
 
-    def start_rank(self, rank: int) -> PeerId:
-        """Start a process for a rank; it joins as soon as the core orders it."""
+    def start_rank(self, rank: int, *, spare: bool = False) -> PeerId:
+        """Start a process for a rank, or a spare one; it joins as soon as the core orders it."""
         self._processes += 1
         peer = PeerId(f"rank-{self._processes}".encode())
         hello = msgspec.structs.replace(
@@ -142,6 +142,7 @@ class InMemoryWorld:
             host=self.host,
             pid=self._processes,
             data_address=f"127.0.0.1:{5_000 + self._processes}",
+            spare=spare,
         )
         self.tell(RankMessageReceived(peer, hello))
         return peer
@@ -274,8 +275,9 @@ class InMemoryWorld:
         index = self.core._batch.cache.state.index
         entries = [entry for node in index for entry in node.entries]
         resident = {entry.hash for entry in entries if entry.is_resident}
+        serving = self.core._world.peers
         for peer, rank in self.ranks.items():
-            if not self.pending_plans[peer]:
+            if peer in serving and not self.pending_plans[peer]:
                 assert set(rank.blocks) == resident
                 assert rank.resident_bytes == index.resident_bytes
 
