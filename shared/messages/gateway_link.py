@@ -331,7 +331,7 @@ class StatusReported(Message, frozen=True, kw_only=True):
     namespace: Namespace = ""
     """Namespace of the blocks of the current or the last epoch; "" before the first."""
     spare_world: ShortText = ""
-    """What the loaded spare processes of the ranks do, in words; "": there are none."""
+    """State of the loaded spare processes, in words; "": the ranks have no such spares."""
     world_change: ShortText = ""
     """How the world differs from that of the last start, and the consequence for stored blocks; ""
     without a difference, or a day later."""

@@ -15,7 +15,7 @@ from shared.messages.rank_link import Backend
 
 
 class EpochRanks:
-    """The processes that have the ranks of one epoch, and what they have reported."""
+    """The processes that have the ranks of one epoch, with their reports."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class EpochRanks:
 
     @property
     def members(self) -> list[RankProcess]:
-        """The same with what is known of them."""
+        """These processes, with their reports."""
         return list(self._members.values())
 
     @property

@@ -86,7 +86,7 @@ class World:
         return self._ranks.peers if self._ranks is not None else ()
 
     def find(self, peer: PeerId) -> RankProcess | None:
-        """Return what is known of a rank of this epoch; None for another peer."""
+        """Return the process of a rank of this epoch; None for another peer."""
         return self._ranks.find(peer) if self._ranks is not None else None
 
     def rank_of(self, peer: PeerId) -> int | None:
