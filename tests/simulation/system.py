@@ -28,6 +28,9 @@ DEADLINE_STATUS = 504
 DRAFT_METHODS = ("", "", "draft_model", "draft_model", "eagle")
 """Draft methods of ranks in systems without n-grams; "": none."""
 
+SPARES_SHARE = 0.4
+"""Part of the systems whose ranks have spare processes."""
+
 _REQUESTED_METHODS: tuple[Literal["default", "ngram", "off"], ...] = (
     "default",
     "default",
@@ -47,6 +50,8 @@ class SystemPlan:
     gateways: int
     requests: int
     kv_tokens: int
+    has_spares: bool
+    """Each rank has a loaded spare process."""
     config: Config
 
 
@@ -86,6 +91,7 @@ def draw_system_plan(heap: EventHeap) -> SystemPlan:
         gateways=rng.choice([1, 1, 2]),
         requests=rng.randrange(4, 15),
         kv_tokens=rng.choice([300, 1_000, 20_000]),
+        has_spares=heap.random_stream("spares").random() < SPARES_SHARE,
         config=config,
     )
 
@@ -115,6 +121,7 @@ class System:
         )
         self.scheduler: SchedulerProcess | None = None
         self.ranks: list[RankProcess | None] = [None] * self.plan.ranks
+        self.spares: list[RankProcess | None] = [None] * self.plan.ranks
         self.gateways: list[GatewayProcess | None] = [None] * self.plan.gateways
         self.clients: list[Client] = []
         self.checkers: list[ProtocolChecker] = []
@@ -122,6 +129,7 @@ class System:
         self.may_end_epoch = False
         """A fault that may end an epoch has been injected."""
         self._restart_rng = heap.random_stream("restarts")
+        self._spares_rng = heap.random_stream("starts of spares")
         self._processes = 0
         self._traffic_rng = heap.random_stream("talk")
         self._method_rng = heap.random_stream("methods")
@@ -135,6 +143,9 @@ class System:
         """Start every process in a random order, and let clients arrive."""
         for rank in range(self.plan.ranks):
             self.heap.call_after(self._restart_rng.random() * 0.2, self._start_rank, rank)
+        if self.plan.has_spares:
+            for rank in range(self.plan.ranks):
+                self.heap.call_after(0.5 + 0.5 * self._spares_rng.random(), self._start_spare, rank)
         for number in range(self.plan.gateways):
             self.heap.call_after(self._restart_rng.random() * 0.2, self._start_gateway, number)
         self.heap.call_after(self._restart_rng.random() * 0.2, self._start_scheduler)
@@ -145,7 +156,8 @@ class System:
     @property
     def processes(self) -> list[Process]:
         """Processes that are alive."""
-        known: list[Process | None] = [self.scheduler, *self.ranks, *self.gateways]
+        known: list[Process | None] = [self.scheduler, *self.ranks, *self.spares]
+        known += self.gateways
         return [process for process in known if process is not None and process.is_alive]
 
     def _start_scheduler(self) -> None:
@@ -160,6 +172,14 @@ class System:
         pid = self._processes
         process = RankProcess(name, self.heap, self.network, self.rank_environment, rank, pid)
         self.ranks[rank] = process
+        self._observe(process)
+
+    def _start_spare(self, rank: int) -> None:
+        name = self._name(f"spare of rank {rank}")
+        environment = self.rank_environment
+        pid = self._processes
+        process = RankProcess(name, self.heap, self.network, environment, rank, pid, spare=True)
+        self.spares[rank] = process
         self._observe(process)
 
     def _start_gateway(self, number: int) -> None:
@@ -190,7 +210,7 @@ class System:
         if isinstance(process, RankProcess):
             for group in self.rank_environment.groups.values():
                 group.leave(process)
-            self.heap.call_after(delay_s, self._start_rank, self.ranks.index(process))
+            self._replace_rank(process, delay_s)
         elif isinstance(process, GatewayProcess):
             for client in self.clients:
                 if client.gateway is process:
@@ -199,6 +219,28 @@ class System:
             self._expect_aborts(process)
         else:
             self.heap.call_after(delay_s, self._start_scheduler)
+
+    def _replace_rank(self, process: RankProcess, delay_s: float) -> None:
+        """Replace a rank that has ended, at once if it has a spare, or the spare itself."""
+        if process in self.spares:
+            rank = self.spares.index(process)
+            self.spares[rank] = None
+            self.heap.call_after(delay_s, self._start_spare, rank)
+            return
+        rank = self.ranks.index(process)
+        self.ranks[rank] = None
+        if self.spares[rank] is not None:
+            delay_s = 0.0
+        self.heap.call_after(delay_s, self._start_rank_or_take_spare, rank)
+
+    def _start_rank_or_take_spare(self, rank: int) -> None:
+        spare = self.spares[rank]
+        if spare is None:
+            self._start_rank(rank)
+            return
+        self.ranks[rank], self.spares[rank] = spare, None
+        spare.call_later(0.01 * self._spares_rng.random(), spare.link.take_place)
+        self.heap.call_after(0.2 + self._spares_rng.random(), self._start_spare, rank)
 
     def _expect_aborts(self, gateway: GatewayProcess) -> None:
         """Check that the requests of a dead gateway are aborted soon, unless a fault delays

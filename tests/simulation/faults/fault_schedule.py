@@ -204,7 +204,7 @@ class FaultSchedule:
         scheduler, rank = self._running_scheduler(), self._pick_rank()
         if scheduler is not None and rank is not None:
             plan = StepPlan(
-                epoch=rank.epoch + 1, step_id=1, deadline_s=5.0, row_count=0, row_tokens=0
+                epoch=rank.epoch + 1_000, step_id=1, deadline_s=5.0, row_count=0, row_tokens=0
             )
             self._heap.record(rank.name, "is sent a plan of another epoch")
             for peer in scheduler.shell.rank_peers:

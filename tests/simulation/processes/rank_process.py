@@ -68,6 +68,8 @@ class RankProcess(Process):
         rank_environment: RankEnvironment,
         rank: int,
         pid: int,
+        *,
+        spare: bool = False,
     ) -> None:
         super().__init__(name, heap, network)
         self.pid = pid
@@ -90,6 +92,7 @@ class RankProcess(Process):
             device="cpu",
             mlx_version="0",
             memory_bytes=1,
+            spare=spare,
         )
         with self.owning_sockets():
             self.link = SchedulerLink(rank_environment.config.rank_address, hello, heap, self.exit)

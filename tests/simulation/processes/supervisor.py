@@ -20,6 +20,7 @@ class Supervised(Protocol):
 
     heap: EventHeap
     ranks: list[RankProcess | None]
+    spares: list[RankProcess | None]
 
     @property
     def scheduler(self) -> SchedulerProcess | None:
@@ -56,7 +57,7 @@ class Supervisor:
         if scheduler is not None and scheduler.is_alive:
             self._check_scheduler(scheduler, now_s)
         due = self._lingering_ranks.due(now_s)
-        for rank in self._system.ranks:
+        for rank in [*self._system.ranks, *self._system.spares]:
             if rank is not None and rank.is_alive and rank.pid in due:
                 if not rank.is_impaired and not (scheduler is None or scheduler.is_impaired):
                     raise Violation(f"{rank.name} was dismissed, is connected, and does not leave")
