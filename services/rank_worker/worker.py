@@ -1,11 +1,9 @@
 """Main thread of a rank: joins a world, loads a shard and executes step plans. Decides nothing."""
 
 import dataclasses
-import functools
 import gc
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import NoReturn
 
 from services.rank_worker.batch.decode_groups import forward_cost_of
@@ -16,9 +14,11 @@ from services.rank_worker.device.execution_profile import execution_profile
 from services.rank_worker.device.fast_synch_proof import FastSynchProof
 from services.rank_worker.execution.executor import Executor
 from services.rank_worker.execution.measurements import StepMeasurements
+from services.rank_worker.execution.prefill_time import NOT_TIMED, PrefillTime, time_prefill
 from services.rank_worker.execution.step_loop import StepLoop
 from services.rank_worker.execution.warmup import warm_up
 from services.rank_worker.joining import agreement, code_version, rendezvous
+from services.rank_worker.joining.start_deadlines import StartDeadlines
 from services.rank_worker.kv_cache.stored import arrays
 from services.rank_worker.kv_cache.stored.context import TierSettings
 from services.rank_worker.kv_cache.stored.tier import StoredTier
@@ -27,19 +27,18 @@ from services.rank_worker.model.fast_path.opening import fast_path_settings
 from services.rank_worker.model.loading.loader import LoadedModel, Stage, open_model
 from services.rank_worker.model.loading.memory_fit import check_fits, rank_memory_bytes
 from services.rank_worker.model.loading.source import ModelSource, find_source
-from services.rank_worker.peers import collectives, failure, watchdog
+from services.rank_worker.peers import collectives, failure
 from services.rank_worker.peers.collectives import Collectives
-from services.rank_worker.peers.watchdog import Watchdog, hard_deadline
+from services.rank_worker.peers.watchdog import Watchdog
 from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
 from services.rank_worker.scheduler_link import SchedulerLink
 from services.rank_worker.speculation.load import check_drafter, open_drafter
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter
-from shared import limits
 from shared.clock import Clock
 from shared.configuration.settings import Config
 from shared.errors import ConfigError
 from shared.log import Log
-from shared.messages import GrammarCompiled, JoinWorld, RankFailed, RankLoading, RankReady
+from shared.messages import GrammarCompiled, JoinWorld, RankLoading, RankReady
 from shared.model.sharding.shares import Split
 from shared.os import lifeline
 from shared.os.cpu_cores import available_cores
@@ -76,6 +75,8 @@ class Worker:
     are unknown."""
     expert_counter: ExpertCounter | None = None
     """Counts assignments to experts; None: the model has none, or they are not counted."""
+    prefill_time: PrefillTime = NOT_TIMED
+    """Measured once the rank is warm; on a CPU it is not."""
 
     def serve(self, on_joined: Callable[[], None]) -> NoReturn:
         """Join the world, load this rank's shard and execute plans until the process ends.
@@ -89,6 +90,7 @@ class Worker:
                 wrong.
         """
         config, order, link = self.config, self.order, self.link
+        deadlines = StartDeadlines(order, link)
         source = find_source(config.model, order.world_size, order.sharding)
         check_drafter(config)
         # Started before this thread is pinned, because new threads inherit the pinning.
@@ -97,24 +99,24 @@ class Worker:
         on_joined()
         proof = FastSynchProof(self.device)
         link.on_leave = proof.world_left
-        with self._load_deadline(), failure.name_model_code_line():
+        with deadlines.loading(), failure.name_model_code_line():
             hardware.wire_memory(self.device)
             loaded, drafter, grammars = self._load(source, world)
             world.check()
             self._compare_ranks(world, loaded, drafter, grammars)
         # Sums are checked before the warm-up, where wrong sums would look like damaged weights.
         canary = Canary(order, world, self.clock)
-        sums_deadline = self._deadline(
+        sums_deadline = deadlines.within(
             "The known sums over all ranks",
             SUMS_DEADLINE_S,
             "check the links with `lockstep doctor`",
         )
         with sums_deadline, proof.withheld(), failure.name_model_code_line():
             canary.check_sums(loaded.model, loaded.vocabulary)
-        with self._load_deadline(), proof.withheld(), failure.name_model_code_line():
+        with deadlines.loading(), proof.withheld(), failure.name_model_code_line():
             executor = self._build_executor(world, loaded, tier, drafter, grammars)
             self._report("warming", 1.0)
-            self._warm_up(executor, loaded, canary)
+            self._warm_up(executor, loaded, canary, world)
             grammars.wait_until_ready()
             if self._has_store:
                 cache = config.cache
@@ -175,7 +177,9 @@ class Worker:
             )
             self._report("init", 0.0)
             self.link.wait_until_sent()
-        in_time = self._deadline(f"MLX's init of {order.backend}", left_s, remedy)
+        in_time = StartDeadlines(order, self.link).within(
+            f"MLX's init of {order.backend}", left_s, remedy
+        )
         with in_time, lifeline.killed_with_parent():
             world = collectives.init(order.backend, order.rank, order.world_size)
             if hostfile and has_few_cores and sys.platform == "linux":
@@ -201,30 +205,6 @@ class Worker:
                 failure=failure[:4_000],
             )
         )
-
-    def _load_deadline(self) -> AbstractContextManager[None]:
-        """Return a context in which a part of loading must end within its deadline."""
-        remedy = "raise scheduler.load_deadline_s, or use a faster disk"
-        return self._deadline("Loading", self.order.load_deadline_s, remedy)
-
-    def _deadline(self, what: str, seconds: float, remedy: str) -> AbstractContextManager[None]:
-        """Return a context that ends this process, with a sentence, after too long a time.
-
-        Args:
-            what: subject of the sentence: the work that must end in time.
-            seconds: its longest time.
-            remedy: the end of the sentence.
-        """
-        detail = f"{what} took longer than {seconds:.0f} s: {remedy}."
-        return hard_deadline(seconds, functools.partial(self._end_late, detail))
-
-    def _end_late(self, detail: str) -> None:
-        _log.error("rank_failed", detail=detail)
-        watchdog.write_stacks()
-        order = self.order
-        failed = RankFailed(rank=order.rank, epoch=order.epoch, detail=detail, permanent=False)
-        self.link.send(failed)
-        self.link.exit(limits.EXIT_DEADLINE)
 
     def _load(
         self, source: ModelSource | None, world: Collectives
@@ -318,8 +298,10 @@ class Worker:
             vocabulary=loaded.vocabulary,
         )
 
-    def _warm_up(self, executor: Executor, loaded: LoadedModel, canary: Canary) -> None:
-        """Run the warm-up and the prompt of the canary."""
+    def _warm_up(
+        self, executor: Executor, loaded: LoadedModel, canary: Canary, world: Collectives
+    ) -> None:
+        """Run the warm-up and the prompt of the canary, and time a prefill on a GPU."""
         tokens_max = loaded.context_tokens_max
         warm_up(executor, tokens_max, speculates=self.config.speculation.method != "off")
         # rank_worker.kv_bytes_max may exceed the free memory.
@@ -327,6 +309,9 @@ class Worker:
         per_token = executor.store.bytes_per_token + executor.proposer.bytes_per_token
         row_tokens_max = max(0, row_bytes - executor.kv_bytes_per_row) // max(1, per_token)
         canary.check_prompt(executor, tokens_max, row_tokens_max, on_cpu=self._on_cpu)
+        if not self._on_cpu:
+            longest = min(tokens_max - 1, row_tokens_max)
+            self.prefill_time = time_prefill(executor, self.clock, longest, world.all_agree)
 
     def _kv_budget_bytes(self) -> int:
         """Return the memory that KV may use on this rank, in bytes."""
@@ -367,6 +352,8 @@ class Worker:
             kv_layout=store.layout_text if self.config.cache.enabled else "",
             draft_method=drafter.method if drafter else self.config.speculation.method,
             batch_invariant=self.config.rank_worker.batch_invariant,
+            prefill_tokens=self.prefill_time.tokens,
+            prefill_ms=self.prefill_time.milliseconds,
             draft_bytes_per_token=executor.proposer.bytes_per_token,
             shard_bytes=loaded.shard_bytes,
             share=loaded.share,

@@ -280,6 +280,7 @@ class SchedulerCore:
             self._end_epoch("configuration", str(error), now_s)
             return
         self._batch.start(budget, form, self._world.epoch, can_roll_back=may_draft)
+        self._batch.timing.assume_prefill(*self._world.model.prefill_time())
         self._change.note_ready(self._world.statuses(), form.namespace if form else "", now_s)
         self._counters["epochs_total"] += 1
         self._report_to_gateways(now_s)

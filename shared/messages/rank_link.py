@@ -139,6 +139,11 @@ class RankReady(Message, frozen=True, kw_only=True):
     batch_invariant: bool = False
     """Its decodes of a sequence do not depend on other sequences. Must equal the scheduler's
     setting."""
+    prefill_tokens: Count = 0
+    """Length of a prompt that the rank has timed; 0: none, the scheduler begins with short
+    chunks."""
+    prefill_ms: Milliseconds = 0.0
+    """The time of its prefill."""
     draft_bytes_per_token: Count = 0
     """Additional bytes per token of a row for the draft model or head; 0 without one. Not part of
     blocks."""

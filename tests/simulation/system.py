@@ -314,12 +314,22 @@ class System:
             return left
         if unready:
             return [*left, unready]
-        for rank in self.ranks:
-            if rank is None or rank.reference is None or rank.is_busy:
-                left.append("a rank that is not idle")
-            elif not rank.is_hung:
+        serving = [
+            one for one in [*self.ranks, *self.spares] if one is not None and self._serves(one)
+        ]
+        if len(serving) != self.plan.ranks:
+            left.append(f"{len(serving)} ranks that are idle")
+        for rank in serving:
+            if rank.reference is not None and not rank.is_hung:
                 left += core_inspection.rank_leftovers(core, rank.name, rank.reference)
         return left
+
+    def _serves(self, process: RankProcess) -> bool:
+        """Tell whether a process is an idle rank of the current epoch; a spare may be one before
+        the supervisor has moved it."""
+        assert self.scheduler is not None
+        is_current = process.epoch == core_inspection.epoch(self.scheduler.core)
+        return is_current and process.reference is not None and not process.is_busy
 
     def _gateways_with_requests(self) -> list[GatewayProcess]:
         return [one for one in self.gateways if one is not None and len(one.requests)]

@@ -90,6 +90,16 @@ class StepTiming:
         """By depth in powers of two, because attention makes deep tokens cost more."""
         self._largest_chunk = 0
 
+    def assume_prefill(self, tokens: int, milliseconds: float) -> None:
+        """Begin with a time that the ranks have measured before the first step.
+
+        Args:
+            tokens: length of the prompt; 0: none was measured.
+            milliseconds: the time of its prefill.
+        """
+        if tokens:
+            self.record_step(tokens, 0, milliseconds)
+
     def prefill_token_ms(self, position: int = 0) -> float:
         """Return the milliseconds per prefill token at a position of a prompt; 0: unknown.
 

@@ -51,6 +51,12 @@ class ReportedModel:
             self._recovery.reduce_kv_budget(self._kv_bytes)
             self._kv_bytes = 0
 
+    def prefill_time(self) -> tuple[int, float]:
+        """Return tokens and milliseconds of a prompt on the slowest rank; 0 tokens: unknown."""
+        reports = self._reports()
+        slowest = max(reports, key=lambda report: report.prefill_ms)
+        return slowest.prefill_tokens, slowest.prefill_ms
+
     def fingerprint(self) -> str:
         """Return the model's fingerprint; "" before a rank has loaded."""
         return next((report.model_fingerprint for report in self._reports()), "")

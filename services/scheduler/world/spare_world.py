@@ -8,7 +8,7 @@ it, so no weights are read while streams wait.
 from services.scheduler.events import Action, WriteLog
 from services.scheduler.world.dismissed_ranks import DismissedRanks
 from services.scheduler.world.epoch_ranks import EpochRanks
-from services.scheduler.world.members import RankProcess, assign_ranks, is_same_process, replaces
+from services.scheduler.world.members import RankProcess, assign_ranks, is_same_process
 from services.scheduler.world.passed_canary import PassedCanary
 from shared.configuration.settings import Config
 from shared.identifiers import PeerId
@@ -59,7 +59,9 @@ class SpareWorld:
             now_s: the monotonic time in seconds.
         """
         for other in list(self._waiting.values()):
-            if replaces(message, other.hello) or is_same_process(message, other.hello):
+            # One that waits beside a newer one of its rank may have taken its place already, with
+            # the message still on its way.
+            if is_same_process(message, other.hello):
                 del self._waiting[other.peer]
         if self.ranks is not None and (replaced := self.ranks.explain_replacement(message)):
             self.end(replaced, now_s)

@@ -29,6 +29,18 @@ def test_prefill_chunks_grow_at_most_twofold_up_to_decode_stall_limit() -> None:
     assert 1_250 <= sizes[-1] <= 1_350, "0.9 of the allowed stall"
 
 
+def test_first_chunk_follows_prefill_time_that_ranks_have_measured() -> None:
+    """A fast device begins with a chunk twice as long as the measured prompt, a slow one with one
+    that fits the allowed stall; without a measurement the first chunk is short."""
+    fast, slow, unknown = (StepTiming(decode_stall_ms=150.0) for _ in range(3))
+    fast.assume_prefill(1_024, 40.0)
+    slow.assume_prefill(64, 640.0)
+    unknown.assume_prefill(0, 0.0)
+    assert fast.chunk_tokens(decoding=True) == 2_048
+    assert slow.chunk_tokens(decoding=True) == 16
+    assert unknown.chunk_tokens(decoding=True) == 128
+
+
 def test_slow_first_prefill_chunk_makes_next_chunk_small() -> None:
     """A slow first chunk is enough to make the next one small."""
     timing = StepTiming(decode_stall_ms=150.0)

@@ -196,6 +196,16 @@ def test_spare_without_spare_world_becomes_rank_when_it_takes_place() -> None:
     assert [one.kv_budget_bytes for one in found.values()] == [0, 0]
 
 
+def test_spare_that_takes_place_after_hello_of_next_spare_becomes_rank() -> None:
+    """The message that a spare has its place may be later than the hello of the spare after it: the
+    first becomes the rank, and the other one stays a spare."""
+    world = serving_world(1)
+    world.core._world._spares._starts_failed = STARTS_MAX
+    world.tell(b"s0", rank_hello(0, 50, spare=True))
+    world.tell(b"t0", rank_hello(0, 51, spare=True))
+    assert orders(world.act(b"s0", PlaceTaken(rank=0))).keys() == {b"s0"}
+
+
 def test_lost_spare_ends_spare_world_and_nothing_else() -> None:
     """Its peers in the spare world leave, the serving ranks do not notice, and later spares begin
     another epoch."""

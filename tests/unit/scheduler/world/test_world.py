@@ -220,3 +220,17 @@ def test_hello_of_rank_restarted_while_idle_ends_epoch(make_world: MakeWorld) ->
     assert world.tokens["a"] == completion([1, 2], 3)
     assert world.status is not None
     assert world.status.epoch == 2
+
+
+def test_first_prompt_chunk_follows_prefill_time_of_slowest_rank() -> None:
+    """Ranks report how long a prompt took before they were ready, and the first chunks fit the
+    slowest of them."""
+    core = make_core()
+    join_orders(core, b"x", HELLO)
+    join_orders(core, b"y", OTHER)
+    for peer, rank, milliseconds in ((b"x", 0, 10.0), (b"y", 1, 640.0)):
+        ready = msgspec.structs.replace(
+            READY, rank=rank, prefill_tokens=64, prefill_ms=milliseconds
+        )
+        core.handle(RankMessageReceived(PeerId(peer), ready), 1.0)
+    assert core._batch.timing.prefill_token_ms() == 10.0
