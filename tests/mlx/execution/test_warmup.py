@@ -1,10 +1,15 @@
-"""Warm-up of a rank between loading and the first request."""
+"""Warm-up of a rank between loading and the first request, and the time of a prefill."""
+
+import itertools
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
+from services.rank_worker.execution import prefill_time
+from services.rank_worker.execution.prefill_time import LENGTHS, NOT_TIMED, time_prefill
 from services.rank_worker.execution.warmup import warm_up
+from shared.clock import SystemClock
 from shared.errors import ConfigError
 from tests.mlx import models
 from tests.mlx.executor_driver import ExecutorDriver, generate_alone, make_prompt
@@ -43,3 +48,63 @@ def test_warm_up_refuses_model_with_nan_weights(make_model: MakeModel) -> None:
 
     with pytest.raises(ConfigError, match="computes logits that are not finite"):
         warm_up(ExecutorDriver(model).executor, 4_096)
+
+
+class SteadyClock(SystemClock):
+    """A clock that advances by the same time with each call."""
+
+    def __init__(self, seconds: float) -> None:
+        self._times = itertools.count()
+        self._seconds = seconds
+
+    def now(self) -> float:
+        """Return the next time."""
+        return next(self._times) * self._seconds
+
+
+def test_timed_prefill_is_that_of_longest_prompt_and_changes_no_token(
+    make_model: MakeModel,
+) -> None:
+    """All lengths run while they are fast, no row and no receipt is left, and later tokens are
+    those of a fresh executor."""
+    model = make_model("llama")
+    timed, fresh = ExecutorDriver(model), ExecutorDriver(model)
+    found = time_prefill(timed.executor, SteadyClock(0.001), 4_096)
+    prompt = make_prompt(3, 20)
+    for driver in (timed, fresh):
+        driver.start(1, 0, prompt)
+        for _ in range(3):
+            driver.step(decodes=[1])
+
+    assert found.tokens == LENGTHS[-1]
+    assert found.milliseconds == pytest.approx(1.0)
+    assert timed.tokens == fresh.tokens == {1: generate_alone(model, prompt, 4)}
+    assert timed.digests == fresh.digests
+
+
+def test_prompt_is_not_timed_if_it_would_take_too_long(make_model: MakeModel) -> None:
+    """On a slow device a short prompt must do: a start does not wait for a long one."""
+    seconds = prefill_time.BUDGET_S / 2
+    found = time_prefill(ExecutorDriver(make_model("llama")).executor, SteadyClock(seconds), 4_096)
+
+    assert found.tokens == LENGTHS[0]
+    assert found.milliseconds == pytest.approx(1e3 * seconds)
+
+
+@pytest.mark.parametrize(("tokens_max", "expected"), [(300, 256), (64, 64)])
+def test_timed_prompt_fits_context_and_memory(
+    make_model: MakeModel, tokens_max: int, expected: int
+) -> None:
+    """No prompt is longer than a row may be."""
+    executor = ExecutorDriver(make_model("llama")).executor
+    assert time_prefill(executor, SteadyClock(0.001), tokens_max).tokens == expected
+
+
+def test_nothing_is_timed_where_no_prompt_fits_or_a_rank_disagrees(make_model: MakeModel) -> None:
+    """Without room for the shortest prompt nothing runs; and all ranks run the same prompts, so one
+    rank's objection counts for all."""
+    executor = ExecutorDriver(make_model("llama")).executor
+    assert time_prefill(executor, SteadyClock(0.001), 63) == NOT_TIMED
+    answers = iter([True, False])
+    found = time_prefill(executor, SteadyClock(0.001), 4_096, lambda _: next(answers))
+    assert found.tokens == LENGTHS[0]
