@@ -6,7 +6,15 @@ from services.commands.bench.flags import MODEL_OPTIONS, SETTINGS_OPTION
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.parts import gateway, splits, step, steps
 from services.commands.bench.plans import Benchmark
-from services.commands.bench.serving import overhead, overload, peers, ranks, recovery, structured
+from services.commands.bench.serving import (
+    overhead,
+    overload,
+    peers,
+    ranks,
+    recovery,
+    start,
+    structured,
+)
 from services.commands.bench.speculation import benchmark as speculation
 from services.commands.bench.speculation import text_check
 
@@ -102,6 +110,15 @@ _TABLE = [
         plan=recovery.RecoveryPlan,
         measure=recovery.measure,
         columns=recovery.COLUMNS,
+    ),
+    Benchmark(
+        name="start",
+        summary="the first prompts after a start beside later ones",
+        repeats=3,
+        options=[*MODEL_OPTIONS, *start.OPTIONS, SETTINGS_OPTION],
+        plan=start.FirstPromptsPlan,
+        measure=start.measure,
+        columns=start.COLUMNS,
     ),
     Benchmark(
         name="splits",

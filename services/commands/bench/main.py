@@ -9,7 +9,8 @@ repeat.
     {
       "schema": "lockstep.bench/1",
       "benchmark": "overhead" | "peers" | "steps" | "step" | "gateway" | "cache" | "ranks" |
-                   "overload" | "recovery" | "splits" | "speculation" | "structured",
+                   "overload" | "recovery" | "start" | "splits" | "speculation" |
+                   "structured",
       "machine": {"system": …, "processor": …, "cores": …, "memory_gib": …, "mlx": …, …},
       "settings": {…},                    parameters of the run
       "cases": [
