@@ -67,32 +67,58 @@ def open_expert_kernels(
         How experts are computed, for operators; "": the device or the model has no kernels.
     """
     layers = expert_layers(model)
-    kernels = FewExperts() if device == "cuda" and layers else None
-    fault = _find_fault(layers, kernels)
-    if not all_agree(not fault):
-        reason = fault or "another rank has no kernels"
-        return f"mlx-lm's experts: {reason}" if kernels is not None else ""
-    for _, local in layers:
-        local.few = kernels
+    # A rank without layers of experts, as of a pipeline, has no objection.
+    if not all_agree(device != "cpu" or not layers):
+        return "mlx-lm's experts: another rank has no kernels" if device != "cpu" else ""
+    fault = _open_products(layers, device, all_agree)
     blocks = [one for one in model.modules() if has_expert_layer(one)] if layers else []
-    routed, fits, fault = _try_rules(blocks)
+    routed, fits, obstacle = _try_rules(blocks, device, _activation_dtype(model))
     # A rank whose experts were hardly chosen cannot tell rules apart, so all vote on each.
     agreed = [all_agree(one) for one in fits]
+    if not layers:
+        return ""
     if not any(agreed):
-        reason = fault or "another rank has no kernels"
-        return f"experts with kernels, mlx-lm's routing: {reason}" if layers else ""
+        reason = obstacle or "another rank has no kernels"
+        return (
+            f"mlx-lm's experts: {fault}"
+            if fault
+            else f"experts with kernels, mlx-lm's routing: {reason}"
+        )
     for block, one in zip(blocks, routed, strict=True):
         one.rule = RoutingRule(one.rule.top, *_RULES[agreed.index(True)])
         use_kernels(block, one)
-    if counter is not None and blocks:
+    if counter is not None and blocks and device == "cuda":
         counter.kernel = _open_counts(len(blocks))
-    return "experts and routing with kernels" if layers else ""
+    if fault:
+        return f"routing with kernels, mlx-lm's experts: {fault}"
+    return "experts and routing with kernels"
+
+
+def _activation_dtype(model: nn.Module) -> mx.Dtype:
+    """Return the dtype of hidden states, which is that of the norms."""
+    norms = (one.weight.dtype for one in model.modules() if isinstance(one, nn.RMSNorm))
+    return next(norms, mx.float32)
+
+
+def _open_products(
+    layers: list[tuple[nn.Module, LocalExperts]],
+    device: DeviceKind,
+    all_agree: Callable[[bool], bool],
+) -> str:
+    """Have kernels multiply the experts, where they can on all ranks; return why not, or ""."""
+    kernels = FewExperts() if device == "cuda" and layers else None
+    fault = _find_fault(layers, kernels)
+    if not all_agree(not fault):
+        return fault or "another rank has no kernels"
+    for _, local in layers:
+        local.few = kernels
+    return ""
 
 
 def _find_fault(layers: list[tuple[nn.Module, LocalExperts]], kernels: FewExperts | None) -> str:
     """Compare the kernels with mlx-lm's code; return why they cannot serve, "" if they can."""
     if kernels is None:
-        return "this device has no kernels" if layers else ""
+        return "this device has no kernels for their products" if layers else ""
     shapes = set()
     for number, (layer, local) in enumerate(layers):
         if not _is_known(layer):
@@ -138,24 +164,31 @@ def _compare(layer: Any, local: LocalExperts, kernels: FewExperts) -> float:
     return relative_difference(expected, found, expected)
 
 
-def _try_rules(blocks: list[nn.Module]) -> tuple[list[RoutedBlock], list[bool], str]:
+def _try_rules(
+    blocks: list[nn.Module], device: DeviceKind, dtype: mx.Dtype
+) -> tuple[list[RoutedBlock], list[bool], str]:
     """Try all rules for all blocks.
+
+    Args:
+        blocks: those around the layers of experts.
+        device: kind of the device.
+        dtype: of hidden states.
 
     Returns:
         (what computes the blocks, whether each rule holds for all, why none does).
     """
     routed: list[RoutedBlock] = []
     fits, no_fits = [True] * len(_RULES), [False] * len(_RULES)
-    if not blocks:
+    if not blocks or device == "cpu":
         return routed, fits, ""
-    routing, kernels = RoutingKernels(), Kernels("cuda")
+    routing, kernels = RoutingKernels(device), Kernels(device)
     for number, block in enumerate(blocks):
         try:
             form = read_block(block)
             if form is None:
                 return [], no_fits, "the block around them has no kernels"
             routed.append(RoutedBlock(form, routing, kernels))
-            found = _find_rules(block, form, routed[-1])
+            found = _find_rules(block, form, routed[-1], dtype)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             return [], no_fits, f"a kernel does not run ({str(error).splitlines()[0]})"
         fits = [one and other for one, other in zip(fits, found, strict=True)]
@@ -164,14 +197,15 @@ def _try_rules(blocks: list[nn.Module]) -> tuple[list[RoutedBlock], list[bool], 
     return routed, fits, ""
 
 
-def _find_rules(block: nn.Module, form: BlockForm, routed: RoutedBlock) -> list[bool]:
+def _find_rules(
+    block: nn.Module, form: BlockForm, routed: RoutedBlock, dtype: mx.Dtype
+) -> list[bool]:
     """Return for each rule whether the block computes with it what mlx-lm's code does."""
-    weight = form.experts.gate_proj.weight
-    shape = (_ROUTED_TOKENS, weight.shape[2])
-    x = mx.random.normal(shape, key=mx.random.key(1)).astype(weight.dtype)
+    shape = (_ROUTED_TOKENS, form.experts.gate_proj.input_dims)
+    x = mx.random.normal(shape, key=mx.random.key(1)).astype(dtype)
     # For logits that are nearly equal, softmax and sigmoid give nearly the same weights.
-    spread = mx.maximum(mx.std((x @ form.router.T).astype(mx.float32)), _LEAST_SPREAD)
-    x = (x * (_LOGITS_SPREAD / spread)).astype(weight.dtype)
+    spread = mx.maximum(mx.std(form.logits(x).astype(mx.float32)), _LEAST_SPREAD)
+    x = (x * (_LOGITS_SPREAD / spread)).astype(dtype)
     expected = call_without_sum(block, x[:, None])[:, 0]
     mx.eval(x, expected)
     top = form.local.experts_per_token
@@ -199,7 +233,7 @@ def _clearly_routed(form: BlockForm, rule: RoutingRule, x: mx.array) -> mx.array
         rule: how it may choose.
         x: [tokens, dim].
     """
-    logits = (x @ form.router.T).astype(mx.float32)
+    logits = form.logits(x).astype(mx.float32)
     scores = mx.sigmoid(logits) if rule.is_sigmoid else mx.softmax(logits, axis=-1)
     if form.bias is not None:
         scores = scores + form.bias

@@ -13,6 +13,7 @@ from services.rank_worker.model.fast_path.gated_mlp import (
     has_gated_matrices,
     single_product,
 )
+from services.rank_worker.model.fast_path.kernels.few_experts import TOKENS_MAX
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.kernels.routing import (
     ExpertResults,
@@ -36,8 +37,8 @@ class BlockForm:
     experts: Any
     local: LocalExperts
     """Computes `experts`."""
-    router: mx.array
-    """Its matrix, [experts, dim]."""
+    router: Any
+    """A module with the matrix [experts, dim]."""
     bias: mx.array | None
     """Added to the scores for the choice, [experts]."""
     factor: float
@@ -48,6 +49,16 @@ class BlockForm:
     """A matrix with one output: `shared` counts its sigmoid times; None: once."""
     sum_over_ranks: Callable[[mx.array], mx.array] | None
     """Completes the block's results; None: this rank has all of them."""
+
+    @property
+    def matrix(self) -> mx.array | None:
+        """The router's, [experts, dim]; None: it is quantized."""
+        return None if isinstance(self.router, nn.QuantizedLinear) else self.router.weight
+
+    def logits(self, x: mx.array) -> mx.array:
+        """Return the router's, [tokens, experts], for tokens [tokens, dim]."""
+        found: mx.array = self.router(x) if self.matrix is None else x @ self.matrix.T
+        return found
 
 
 def has_expert_layer(module: nn.Module) -> bool:
@@ -86,7 +97,7 @@ def read_block(block: nn.Module) -> BlockForm | None:
     return BlockForm(
         experts[0],
         local,
-        routers[0].weight,
+        routers[0],
         next((one[name] for one in owners for name in _BIASES if name in one), None),
         float(_setting(owners, _FACTOR) or 1.0),
         shared[0] if shared else None,
@@ -110,6 +121,8 @@ def _sum_function(block: Any) -> Callable[[mx.array], mx.array] | None:
 
 
 def _is_router(module: Any, experts: int) -> bool:
+    if isinstance(module, nn.QuantizedLinear):
+        return "bias" not in module and len(module.weight) == experts
     return (
         not module.children()
         and {"weight"} <= set(module.parameters()) <= {"weight", *_BIASES}
@@ -132,7 +145,9 @@ class RoutedBlock:
         self._form, self._routing = form, routing
         self.rule = RoutingRule(form.local.experts_per_token, is_sigmoid=False, normalizes=True)
         """How the router chooses; the proof finds the right one."""
-        self._few_rows = kernels.few_rows if can_multiply(form.router) else None
+        matrix = form.matrix
+        has_plain_matrix = matrix is not None and can_multiply(matrix)
+        self._few_rows = kernels.few_rows if has_plain_matrix else None
         self._shared = form.shared
         if form.shared is not None and has_gated_matrices(form.shared):
             self._shared = GatedMlp(form.shared, kernels)
@@ -140,14 +155,16 @@ class RoutedBlock:
         if form.shared_gate is not None:
             self._shared_gate = single_product(form.shared_gate, kernels.few_rows)
         # A view, once: otherwise each step would have a node for it.
-        self._transposed = form.router.T
+        self._transposed = None if matrix is None else matrix.T
         self._factor = mx.array([form.factor], dtype=mx.float32)
         mx.eval(self._transposed, self._factor)
 
     def takes(self, x: mx.array) -> bool:
         """Tell whether the kernels compute the block for tokens [..., dim]."""
         few = self._form.local.few
-        return few is not None and few.takes(self._form.experts, x, self.rule.top)
+        if few is not None:
+            return few.takes(self._form.experts, x, self.rule.top)
+        return x.size // x.shape[-1] <= TOKENS_MAX
 
     def __call__(self, x: mx.array) -> mx.array:
         """Build the block for tokens that it takes: [tokens, dim] -> [tokens, dim]."""
@@ -190,7 +207,8 @@ class RoutedBlock:
 
     def _compute(self, x: mx.array) -> ExpertResults:
         form = self._form
-        logits, local = self._multiply_router(x), form.local.experts
+        logits = self._multiply_router(x)
+        local = None if form.local.few is None else form.local.experts
         routed = self._routing.route(logits, form.bias, self._factor, self.rule, local)
         product = form.experts(x, routed.experts, routed.groups)
         shared = None if self._shared is None else self._shared(x)
@@ -198,10 +216,11 @@ class RoutedBlock:
         return ExpertResults(product, routed.weights, shared, gate)
 
     def _multiply_router(self, x: mx.array) -> mx.array:
-        if self._few_rows is not None and x.dtype == self._form.router.dtype:
+        matrix = self._form.matrix
+        if self._few_rows is not None and matrix is not None and x.dtype == matrix.dtype:
             # Of 16 bits, many logits would be equal.
-            return self._few_rows.multiply(x, self._form.router, None, dtype=mx.float32)
-        return x @ self._transposed
+            return self._few_rows.multiply(x, matrix, None, dtype=mx.float32)
+        return self._form.logits(x) if self._transposed is None else x @ self._transposed
 
 
 def use_kernels(block: nn.Module, routed: RoutedBlock) -> None:

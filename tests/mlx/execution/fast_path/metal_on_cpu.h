@@ -124,16 +124,20 @@ int best_of_warp(int number, Better better) {
   return best;
 }
 }  // namespace group
-inline int float_bits(float number) {
-  int bits;
-  std::memcpy(&bits, &number, 4);
-  return bits;
+template <typename To, typename From>
+To as_type(From from) {
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
 }
 #define FENCE
 #define READ_WRITTEN(pointer) *(pointer)
-#define FLOAT_BITS(number) float_bits(number)
-#define WARP_MAX(number) group::best_of_warp(number, [](int one, int other) { return one > other; })
-#define WARP_MIN(number) group::best_of_warp(number, [](int one, int other) { return one < other; })
+inline int simd_max(int number) {
+  return group::best_of_warp(number, [](int one, int other) { return one > other; });
+}
+inline int simd_min(int number) {
+  return group::best_of_warp(number, [](int one, int other) { return one < other; });
+}
 #define NUMBER(eight, index) ((eight).numbers[index])
 #define MULTIPLY_TILES(totals, low, high, given) multiply_tiles(totals, low, high, given)
 #define MULTIPLY_LOW(totals, low, given) multiply_low(totals, low, given)

@@ -76,7 +76,7 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch: pytest.Mo
     monkeypatch.setattr(FewExperts, "__call__", lambda *args: 1.1 * real(*args))
     model = _model()
     state = open_expert_kernels(model, "cuda", bool)
-    assert state == "mlx-lm's experts: layer 0 of experts differs by 10.0%"
+    assert state.endswith("mlx-lm's experts: layer 0 of experts differs by 10.0%")
     assert all(local.few is None for _, local in expert_layers(model))
 
 
@@ -84,12 +84,16 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch: pytest.Mo
 def test_experts_of_another_form_are_left_to_mlx_lm(family: str, width: int) -> None:
     """gpt_oss has biases and an activation of its own; 48 inputs are no whole chunks."""
     state = open_expert_kernels(_model(family, width), "cuda", bool)
-    assert state == "mlx-lm's experts: their form has no kernels"
+    assert state.endswith("mlx-lm's experts: their form has no kernels")
 
 
-def test_only_cuda_has_kernels_of_experts() -> None:
-    """MLX's own are fast on Metal; models without experts are not mentioned."""
-    assert open_expert_kernels(_model(), "metal", bool) == ""
+def test_only_cuda_has_kernels_that_multiply_experts() -> None:
+    """MLX's own are fast on Metal, where kernels only route tokens and add up results."""
+    model = _model()
+    state = open_expert_kernels(model, "metal", bool)
+    reason = "this device has no kernels for their products"
+    assert state == f"routing with kernels, mlx-lm's experts: {reason}"
+    assert all(local.few is None for _, local in expert_layers(model))
 
 
 @pytest.mark.parametrize("device", ["cpu", "metal", "cuda"])
@@ -103,8 +107,10 @@ def test_every_rank_votes_also_without_kernels_or_experts(device: Any) -> None:
 
     for model in (make_qwen3(head_dim=16), _model()):
         open_expert_kernels(model, device, all_agree)
-    of_experts = [True] * 2 + [False] * 3 if device == "cuda" else [False]
-    assert votes == [True] * 5 + of_experts
+    # Kernels at all, products, and four rules of routing.
+    rules = [True, False, False, False]
+    of_experts = {"cuda": [True, True, *rules], "metal": [True, False, *rules], "cpu": [False]}
+    assert votes == [True] * 6 + of_experts[device]
 
 
 def test_numbers_that_are_no_experts_give_zeros() -> None:

@@ -71,6 +71,46 @@ def test_block_with_kernels_computes_what_mlx_lm_does(family: str, changes: dict
     assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-4).item()
 
 
+def _quantized(family: str, bits: int, mode: str = "affine") -> nn.Module:
+    """Return a model whose matrices are quantized, as mlx-lm quantizes it: also routers that are
+    plain matrices."""
+    model = make_moe_model(family, **SIZES)
+    nn.quantize(
+        model,
+        32,
+        bits,
+        mode=mode,
+        class_predicate=lambda path, module: (
+            "mlp" in path and hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+        ),
+    )
+    keep_all(model)
+    return model
+
+
+@pytest.mark.parametrize("device", ["cuda", "metal"])
+@pytest.mark.parametrize(
+    ("family", "bits", "mode"),
+    [
+        ("qwen3_moe", 4, "affine"),
+        ("deepseek_v3", 8, "affine"),
+        pytest.param("qwen2_moe", 8, "affine", marks=pytest.mark.proof),
+        pytest.param("kimi_k25", 4, "affine", marks=pytest.mark.proof),
+        pytest.param("glm4_moe", 4, "mxfp4", marks=pytest.mark.proof),
+    ],
+)
+def test_quantized_experts_are_routed_and_added_up_by_kernels(
+    family: str, bits: int, mode: str, device: Any
+) -> None:
+    """mlx-lm's products of quantized experts stay between the kernels, on CUDA as on Metal."""
+    expected = _quantized(family, bits, mode)(TOKENS)
+    model = _quantized(family, bits, mode)
+    state = open_expert_kernels(model, device, bool)
+    assert state.startswith("routing with kernels, mlx-lm's experts: ")
+    assert any(map(find_routed, model.modules()))
+    assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-4).item()
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
@@ -101,8 +141,8 @@ def test_kernels_that_choose_something_else_are_not_used(monkeypatch: pytest.Mon
 
 
 def test_one_rank_without_kernels_keeps_all_ranks_from_them() -> None:
-    """The votes after the first are about the rules of routing."""
-    votes = iter([True, False, False, False, False])
+    """The votes are about kernels at all, products, and the rules of routing."""
+    votes = iter([True, True, False, False, False, False])
     model = _model("qwen3_moe")
     state = open_expert_kernels(model, "cuda", lambda _: next(votes))
     assert state.endswith("mlx-lm's routing: another rank has no kernels")
@@ -153,7 +193,7 @@ def test_ranks_find_the_rule_that_their_experts_do_not_show(family: str) -> None
         model = make_moe_model(family, **SIZES)
         split = Split("expert", rank, 4)
         apply_split(model, moe_config(family, **SIZES), split, unlinked_collectives(rank, 4))
-        votes.append(_votes(model)[1:])
+        votes.append(_votes(model)[2:])
     common = [all(of_rule) for of_rule in zip(*votes, strict=True)]
     is_sigmoid = family == "minimax"
     assert common == [not is_sigmoid, False, is_sigmoid, False]
@@ -199,11 +239,13 @@ def test_many_tokens_are_computed_by_mlx_lms_code(
 def test_route_chooses_the_best_and_weighs_them(
     is_sigmoid: bool, normalizes: bool, has_bias: bool
 ) -> None:
-    """More tokens than warps, and more experts than a warp has threads; a bias only chooses."""
+    """More tokens than warps, and more experts than a warp has threads; a bias only chooses. The
+    kernel that does not sort chooses the same."""
     rule, local = RoutingRule(4, is_sigmoid, normalizes), range(10, 30)
     logits = mx.random.normal((70, 40), key=mx.random.key(1))
     bias = 0.1 * mx.random.normal((40,), key=mx.random.key(2)) if has_bias else None
-    routed = RoutingKernels().route(logits, bias, mx.array([2.5]), rule, local)
+    routed = RoutingKernels("cuda").route(logits, bias, mx.array([2.5]), rule, local)
+    alone = RoutingKernels("metal").route(logits, bias, mx.array([2.5]), rule)
     scores = mx.sigmoid(logits) if is_sigmoid else mx.softmax(logits, axis=-1)
     order = mx.argsort(-(scores if bias is None else scores + bias), axis=-1)[:, :4]
     weights = mx.take_along_axis(scores, order, axis=-1)
@@ -211,6 +253,9 @@ def test_route_chooses_the_best_and_weighs_them(
         weights = weights / weights.sum(axis=-1, keepdims=True)
     assert mx.array_equal(routed.experts, order).item()
     assert mx.allclose(routed.weights, 2.5 * weights, rtol=1e-5).item()
+    assert mx.array_equal(alone.experts, routed.experts).item()
+    assert mx.array_equal(alone.weights, routed.weights).item()
+    assert routed.groups is not None
     assert mx.array_equal(routed.groups[280:], FewExperts().sort(order, local)[280:]).item()
 
 
@@ -218,7 +263,7 @@ def test_weights_are_zeros_where_all_scores_are() -> None:
     """A sum of zeros must not make them infinite."""
     rule = RoutingRule(2, is_sigmoid=True, normalizes=True)
     logits = mx.full((1, 5), -200.0)
-    routed = RoutingKernels().route(logits, None, mx.array([1.0]), rule, range(5))
+    routed = RoutingKernels("cuda").route(logits, None, mx.array([1.0]), rule, range(5))
     assert routed.weights.tolist() == [[0.0, 0.0]]
 
 
@@ -226,7 +271,7 @@ def test_equal_scores_are_chosen_in_the_order_of_experts() -> None:
     """So that all ranks choose the same, and a token's choice does not depend on the others."""
     logits = mx.array([[0.0] * 70, [1.0 if one in (3, 35, 67) else -0.0 for one in range(70)]])
     rule = RoutingRule(5, is_sigmoid=False, normalizes=True)
-    routed = RoutingKernels().route(logits, None, mx.array([1.0]), rule, range(70))
+    routed = RoutingKernels("cuda").route(logits, None, mx.array([1.0]), rule, range(70))
     assert routed.experts.tolist() == [[0, 1, 2, 3, 4], [3, 35, 67, 0, 1]]
 
 
@@ -235,7 +280,7 @@ def test_logits_that_are_no_numbers_give_numbers_of_experts(number: float) -> No
     """A model that has gone wrong must not have the kernels read other memory."""
     rule = RoutingRule(3, is_sigmoid=False, normalizes=True)
     logits = mx.full((2, 40), number)
-    routed = RoutingKernels().route(logits, None, mx.array([1.0]), rule, range(40))
+    routed = RoutingKernels("cuda").route(logits, None, mx.array([1.0]), rule, range(40))
     assert routed.experts.tolist() == [[0, 1, 2]] * 2
 
 
@@ -248,7 +293,7 @@ def test_sum_with_norm_has_the_bits_of_sum_and_norm(has_shared: bool) -> None:
     shared = mx.random.normal((3, 96), key=keys[2]) if has_shared else None
     gate = mx.random.normal((3, 1), key=keys[3]) if has_shared else None
     norm, epsilon = mx.random.normal((96,), key=keys[4]), mx.array([1e-6])
-    results, kernels = ExpertResults(product, weights, shared, gate), RoutingKernels()
+    results, kernels = ExpertResults(product, weights, shared, gate), RoutingKernels("cuda")
     change = kernels.add_experts(results)
     expected = (product * weights[..., None]).sum(axis=1)
     if shared is not None and gate is not None:

@@ -5,9 +5,13 @@ differently. MLX writes the function's head: inputs, outputs and the template's 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import mlx.core as mx
+
+Gpu = Literal["cuda", "metal"]
 
 _FOLDER = Path(__file__).parent / "sources"
 _VECTOR_BYTES = 16
@@ -34,6 +38,9 @@ CUDA = Dialect(
 #define WARP_BARRIER __syncwarp()
 #define SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xffffffffu, value, mask)
 #define WARP_SUM(value) lockstep_warp_sum(value)
+#define WARP_MAX(number) __reduce_max_sync(0xffffffffu, number)
+#define WARP_MIN(number) __reduce_min_sync(0xffffffffu, number)
+#define FLOAT_BITS(number) __float_as_int(number)
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 #define MAX(one, other) fmaxf(one, other)
 #define EXP2(value) exp2f(value)
@@ -62,6 +69,9 @@ METAL = Dialect(
 #define WARP_BARRIER simdgroup_barrier(mem_flags::mem_threadgroup)
 #define SHUFFLE_XOR(value, mask) simd_shuffle_xor(value, ushort(mask))
 #define WARP_SUM(value) lockstep_warp_sum(value)
+#define WARP_MAX(number) simd_max(number)
+#define WARP_MIN(number) simd_min(number)
+#define FLOAT_BITS(number) as_type<int>(number)
 #define NEGATIVE_INFINITY (-INFINITY)
 #define MAX(one, other) metal::max(one, other)
 #define EXP2(value) metal::exp2(value)
@@ -80,6 +90,26 @@ const uint3 group_count = threadgroups_per_grid;
 const int thread_id = thread_position_in_threadgroup.x;
 """,
 )
+
+
+def make_kernel(device: Gpu, path: str, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+    """Return a kernel for a kind of GPU; nothing is compiled yet.
+
+    Args:
+        device: the kind.
+        path: of the kernel's text, see `read_source`.
+        inputs: names of the arrays that it reads.
+        outputs: names of those that it writes.
+    """
+    make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
+    dialect = CUDA if device == "cuda" else METAL
+    return make(
+        name=f"lockstep_{path.rpartition('/')[2]}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=dialect.prologue + read_source(path),
+        header=dialect.header,
+    )
 
 
 def read_source(name: str) -> str:

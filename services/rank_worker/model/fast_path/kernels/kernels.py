@@ -1,7 +1,7 @@
 """Kernels for layers of a known form: norms and activations, and those of other modules."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Any
 
 import mlx.core as mx
 
@@ -9,8 +9,9 @@ from services.rank_worker.model.fast_path.kernels.attention import Attention, At
 from services.rank_worker.model.fast_path.kernels.dialects import (
     CUDA,
     METAL,
+    Gpu,
+    make_kernel,
     norm_threads,
-    read_source,
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
@@ -25,25 +26,15 @@ _ROW_THREADS = 256
 class Kernels:
     """Starts kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
-    def __init__(self, device: Literal["cuda", "metal"]) -> None:
+    def __init__(self, device: Gpu) -> None:
         """Prepare for a kind of device; nothing is compiled yet."""
-        self._dialect = CUDA if device == "cuda" else METAL
-        self._make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
-        self.attention = Attention(self._make, self._dialect)
+        make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
+        self.attention = Attention(make, CUDA if device == "cuda" else METAL)
         names = ["input", "change", "weight", "constants"]
-        self._add_norm = self._kernel("add_norm", names, ["added", "normalized"])
-        self._silu_product = self._kernel("silu_product", ["gate_up"], ["product"])
+        self._add_norm = make_kernel(device, "add_norm", names, ["added", "normalized"])
+        self._silu_product = make_kernel(device, "silu_product", ["gate_up"], ["product"])
         self.few_rows = FewRows() if device == "cuda" else None
         """Products of few rows; None: MLX's are used."""
-
-    def _kernel(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-        return self._make(
-            name=f"lockstep_{name}",
-            input_names=list(inputs),
-            output_names=list(outputs),
-            source=self._dialect.prologue + read_source(name),
-            header=self._dialect.header,
-        )
 
     def find_fault(self, shapes: Collection[AttentionShape], weight: mx.array) -> str:
         """Compile and run all kernels once; return why they cannot serve, "" if they can.

@@ -1,11 +1,16 @@
-"""Routing of few tokens to experts, and the sum of the experts' results, on CUDA."""
+"""Routing of few tokens to experts, and the sum of the experts' results."""
 
 import dataclasses
 from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.dialects import norm_threads, vector_size
+from services.rank_worker.model.fast_path.kernels.dialects import (
+    Gpu,
+    make_kernel,
+    norm_threads,
+    vector_size,
+)
 from services.rank_worker.model.fast_path.kernels.few_experts import sorting_constants
 from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kernel
 
@@ -15,6 +20,8 @@ EXPERTS_MAX = 1_024
 """Most experts of a layer: their preferences stand in registers."""
 _EXPERTS_OF_ALL_THREADS = 512
 """Most experts with which 1,024 threads have registers enough."""
+_ROUTE_THREADS = 128
+"""Threads of a group that routes tokens without sorting; each warp takes one token."""
 _ADD_THREADS = 128
 
 
@@ -38,8 +45,8 @@ class RoutedTokens:
     """int32 [tokens, top], of the whole model, the best first."""
     weights: mx.array
     """float32 [tokens, top], by which their results are multiplied."""
-    groups: mx.array
-    """The assignments sorted by expert, see `FewExperts.sort`."""
+    groups: mx.array | None
+    """The assignments sorted by expert, see `FewExperts.sort`; None: they are not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,15 +66,18 @@ class ExpertResults:
 class RoutingKernels:
     """Starts the kernels. Compiled kernels are kept by MLX."""
 
-    def __init__(self) -> None:
-        """Prepare; nothing is compiled yet."""
-        names = ["logits", "bias", "factor"]
-        self._route = cuda_kernel("experts/route", names, ["chosen", "weights", "groups"])
+    def __init__(self, device: Gpu) -> None:
+        """Prepare for a kind of device; nothing is compiled yet."""
+        names, routed = ["logits", "bias", "factor"], ["chosen", "weights"]
+        self._route = make_kernel(device, "experts/route", names, routed)
+        if device == "cuda":
+            outputs = [*routed, "groups"]
+            self._route_sorted = cuda_kernel("experts/route_sorted", names, outputs)
         results = ["product", "weights", "shared", "gate"]
-        self._add_experts = cuda_kernel("experts/add_experts", results, ["added"])
+        self._add_experts = make_kernel(device, "experts/add_experts", results, ["added"])
         names = [*results, "input", "weight", "constants"]
         outputs = ["added", "normalized"]
-        self._add_experts_norm = cuda_kernel("experts/add_experts_norm", names, outputs)
+        self._add_experts_norm = make_kernel(device, "experts/add_experts_norm", names, outputs)
 
     def route(
         self,
@@ -75,7 +85,7 @@ class RoutingKernels:
         bias: mx.array | None,
         factor: mx.array,
         rule: RoutingRule,
-        local: range,
+        sorted_for: range | None = None,
     ) -> RoutedTokens:
         """Choose the experts of each token; of equal ones the first.
 
@@ -84,22 +94,36 @@ class RoutingKernels:
             bias: [experts], added to the scores for the choice, not for the weights; or None.
             factor: float32 [1], of the weights.
             rule: how.
-            local: experts whose weights this rank has.
+            sorted_for: experts whose weights this rank has, by which assignments are sorted (CUDA
+                only); None: they are not sorted.
         """
         tokens, experts = logits.shape
+        inputs = [logits, factor if bias is None else bias, factor]
+        template = [
+            *(("EXPERTS", experts), ("TOP", rule.top), ("SIGMOID", rule.is_sigmoid)),
+            *(("NORMALIZES", rule.normalizes), ("HAS_BIAS", bias is not None)),
+        ]
+        shapes, dtypes = [(tokens, rule.top)] * 2, [mx.int32, mx.float32]
+        if sorted_for is None:
+            groups = -(-tokens // (_ROUTE_THREADS // 32))
+            chosen, weights = self._route(
+                inputs=inputs,
+                template=[*template, ("THREADS", _ROUTE_THREADS)],
+                grid=(groups * _ROUTE_THREADS, 1, 1),
+                threadgroup=(_ROUTE_THREADS, 1, 1),
+                output_shapes=shapes,
+                output_dtypes=dtypes,
+            )
+            return RoutedTokens(chosen, weights, None)
         # A thread holds two numbers of each 32nd expert, and a group has 65,536 registers.
         threads = 1_024 if experts <= _EXPERTS_OF_ALL_THREADS else 512
-        constants = sorting_constants(local, threads)
-        chosen, weights, groups = self._route(
-            inputs=[logits, factor if bias is None else bias, factor],
-            template=[
-                *(("EXPERTS", experts), ("TOP", rule.top), ("SIGMOID", rule.is_sigmoid)),
-                *(("NORMALIZES", rule.normalizes), ("HAS_BIAS", bias is not None), *constants),
-            ],
+        chosen, weights, groups = self._route_sorted(
+            inputs=inputs,
+            template=[*template, *sorting_constants(sorted_for, threads)],
             grid=(threads, 1, 1),
             threadgroup=(threads, 1, 1),
-            output_shapes=[(tokens, rule.top), (tokens, rule.top), (2 * tokens * rule.top + 1,)],
-            output_dtypes=[mx.int32, mx.float32, mx.int32],
+            output_shapes=[*shapes, (2 * tokens * rule.top + 1,)],
+            output_dtypes=[*dtypes, mx.int32],
         )
         return RoutedTokens(chosen, weights, groups)
 
