@@ -27,6 +27,10 @@ _SLOTS = (2, 0, 1)
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
 """Largest relative difference, as a root mean square, of a layer's change to its input."""
 
+_TOKENS_OF_EXPANDED = 3
+"""New tokens per row of a second comparison, where several are computed in another way than one."""
+_OTHER_ARGUMENTS = "layers are given more than a mask and a cache"
+
 _GRAPH_TOLERANCE = 0.5
 """The same for hidden states after all layers, over which rounding adds up; unrelated ones differ
 by 1.4."""
@@ -53,10 +57,19 @@ def find_difference(
     # Everything is compared also after a difference: other ranks may not find it, and all must run
     # the same collectives.
     found = [_compare_ends(stack, inner, plain, parts)]
+    if found[0] == _OTHER_ARGUMENTS:
+        # The layers cannot be called here. All ranks see that, as all run the same code.
+        return _OTHER_ARGUMENTS
     blocks: list[Any] = inner.children()["layers"]
     for number, (block, layer_parts) in enumerate(zip(blocks, parts, strict=True)):
         differs = _compare_layer(stack, number, block, layer_parts, lengths)
         found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
+        if stack.is_expanded(number):
+            args = (stack, number, block, layer_parts, lengths, _TOKENS_OF_EXPANDED)
+            differs = _compare_layer(*args)
+            found.append(
+                f"layer {number} with several tokens differs by {differs:.1%}" if differs else None
+            )
     if stack.has_kernels and (differs := _compare_graph(stack, parts, lengths)):
         found.append(f"the compiled decode differs by {differs:.1%}")
     return next(filter(None, found), None)
@@ -122,9 +135,12 @@ def _compare_ends(
     for cache in caches:
         _set_view(cache, view)
     tokens = mx.array([[1], [2], [3]], dtype=mx.int32)
-    masks: list[Any] = []
-    with _layers_do_nothing(inner, masks):
+    calls: list[list[Any]] = []
+    with _layers_do_nothing(inner, calls):
         expected = plain(tokens, caches)
+    if any(len(given) > 2 for given in calls):
+        return _OTHER_ARGUMENTS
+    masks = [one for given in calls for one in given if not isinstance(one, RowLayer)]
     if any(one is not view.mask(1, None, return_array=False) for one in masks):
         return "layers attend to some tokens only"
     if not mx.allclose(expected, stack.without_layers(tokens), rtol=1e-2, atol=1e-2).item():
@@ -133,14 +149,13 @@ def _compare_ends(
 
 
 @contextlib.contextmanager
-def _layers_do_nothing(inner: nn.Module, masks: list[Any]) -> Iterator[None]:
-    """Replace the layers by functions that return their input, and note their masks."""
+def _layers_do_nothing(inner: nn.Module, calls: list[list[Any]]) -> Iterator[None]:
+    """Replace the layers by functions that return their input, and note all that they are given."""
     blocks: list[Any] = inner.children()["layers"]
     originals = [type(one) for one in blocks]
 
-    def call(_block: Any, hidden: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        del cache
-        masks.append(mask)
+    def call(_block: Any, hidden: mx.array, *others: Any, **named: Any) -> mx.array:
+        calls.append([*others, *named.values()])
         return hidden
 
     for block, original in zip(blocks, originals, strict=True):
@@ -158,34 +173,38 @@ def _compare_layer(
     block: Any,
     parts: Sequence[BlockPart],
     lengths: Sequence[int],
+    count: int = 1,
 ) -> float:
-    """Return the relative difference of a layer's results; 0 if it is within the tolerance."""
+    """Return the relative difference of a layer's results; 0 if it is within the tolerance.
+
+    `count` is the number of new tokens per row; kernels compute one.
+    """
     dtype = block.input_layernorm.weight.dtype
     key = mx.random.key(number)
-    hidden = (0.1 * mx.random.normal((3, 1, _width(block)), key=key)).astype(dtype)
+    hidden = (0.1 * mx.random.normal((3, count, _width(block)), key=key)).astype(dtype)
     own, other = _cache(parts), _cache(parts)
     for index, part in enumerate(parts):
-        shape = (len(lengths), part.heads, max(lengths) + 1, part.dim)
+        shape = (len(lengths), part.heads, max(lengths) + count, part.dim)
         numbers = mx.random.normal(shape, key=mx.random.key(index + 1)).astype(part.dtype)
         own.arrays[index], other.arrays[index] = numbers, mx.array(numbers)
     mx.eval(own.arrays, other.arrays)
     order = mx.array(_SLOTS, dtype=mx.int32)
-    view = _ragged_view(lengths)
+    view = _ragged_view(lengths, count)
     _set_view(other, view)
-    expected = block(hidden, view.mask(1, None, return_array=False), other)
-    if stack.has_kernels:
+    expected = block(hidden, view.mask(count, None, return_array=False), other)
+    if stack.has_kernels and count == 1:
         # The rows of the forward are in another order than those of the arrays.
         _set_view(own, InPlaceView(_SLOTS, [lengths[slot] for slot in _SLOTS]))
         found = stack.run_layer(number, hidden[order], own)
         expected = expected[order]
         hidden = hidden[order]
     else:
-        _set_view(own, _ragged_view(lengths))
+        _set_view(own, _ragged_view(lengths, count))
         found = stack.run_layer(number, hidden, own)
     mx.eval(expected, found, other.arrays)
     pairs = [(expected - hidden, found - hidden, hidden)]
-    for one, another in zip(_new_tokens(other, lengths), _new_tokens(own, lengths), strict=True):
-        pairs.append((one, another, one))
+    written = (_new_tokens(one, lengths, count) for one in (other, own))
+    pairs += [(one, another, one) for one, another in zip(*written, strict=True)]
     return max(relative_difference(*pair) for pair in pairs)
 
 
@@ -220,9 +239,10 @@ def _call(_module: Any, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _new_tokens(cache: RowLayer, lengths: Sequence[int]) -> list[mx.array]:
-    """Return the keys and the values that the decode has written, [rows, kv_heads, head_dim]."""
-    rows, places = mx.arange(len(lengths)), mx.array(list(lengths))
+def _new_tokens(cache: RowLayer, lengths: Sequence[int], count: int) -> list[mx.array]:
+    """Return the keys and the values that were written, [rows, count, kv_heads, head_dim]."""
+    rows = mx.arange(len(lengths))[:, None]
+    places = mx.array(list(lengths))[:, None] + mx.arange(count)
     return [array[rows, :, places] for array in cache.arrays]
 
 
@@ -256,8 +276,8 @@ def _cache(parts: Sequence[BlockPart], room: int = 1) -> RowLayer:
     return cache
 
 
-def _ragged_view(lengths: Sequence[int]) -> RaggedView:
-    return RaggedView(lengths, range(len(lengths)), 1, max(lengths) + 1)
+def _ragged_view(lengths: Sequence[int], count: int = 1) -> RaggedView:
+    return RaggedView(lengths, range(len(lengths)), count, max(lengths) + count)
 
 
 def _set_view(cache: RowLayer, view: RaggedView | InPlaceView) -> None:

@@ -110,13 +110,7 @@ class Attention:
             kernel("tensor_attention", HEADER, ["arrived"]) if dialect is CUDA else None
         )
         """Uses tensor cores; None: this GPU has none that it can use."""
-        self._add_tiles = make(
-            name="lockstep_add_tiles",
-            input_names=["tile_sums", "lengths"],
-            output_names=["attended"],
-            source=dialect.prologue + read_source("add_tiles"),
-            header=dialect.header,
-        )
+        self._tile_sums = TileSums(make, dialect)
 
     @property
     def has_tensor_cores(self) -> bool:
@@ -218,25 +212,52 @@ class Attention:
             output_shapes=[result if is_done else no_result, sums],
             output_dtypes=[dtype, mx.float32],
         )
-        done: mx.array = attended if is_done else self._add_up(tile_sums, places, shape, dtype)
+        if not is_done:
+            attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype)
+        done: mx.array = attended
         return done
 
-    def _add_up(
-        self, tile_sums: mx.array, places: RowPlaces, shape: AttentionShape, dtype: mx.Dtype
-    ) -> Any:
-        rows = tile_sums.shape[0]
-        (attended,) = self._add_tiles(
-            inputs=[tile_sums, places.lengths],
+
+class TileSums:
+    """Starts the kernel that adds up the tiles of rows."""
+
+    def __init__(self, make: Any, dialect: Dialect) -> None:
+        """Prepare; arguments as those of `Attention`."""
+        self._kernel = make(
+            name="lockstep_add_tiles",
+            input_names=["tile_sums", "lengths"],
+            output_names=["attended"],
+            source=dialect.prologue + read_source("add_tiles"),
+            header=dialect.header,
+        )
+
+    def add_up(self, tile_sums: mx.array, lengths: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Add up.
+
+        Args:
+            tile_sums: float32 [rows, query heads, tiles, width + 2]: sums of a tile's values, its
+                highest score, and the sum of its weights.
+            lengths: see `RowPlaces`.
+            dtype: of the result.
+
+        Returns:
+            [rows, query heads * width].
+        """
+        rows, query_heads, _, numbers = tile_sums.shape
+        width = numbers - 2
+        attended: mx.array
+        (attended,) = self._kernel(
+            inputs=[tile_sums, lengths],
             template=[
                 ("T", dtype),
-                ("HEAD_DIM", shape.head_dim),
-                ("QUERY_HEADS", shape.query_heads),
+                ("HEAD_DIM", width),
+                ("QUERY_HEADS", query_heads),
                 ("THREADS", _THREADS),
                 ("TILE", TILE_TOKENS),
             ],
-            grid=(_THREADS, shape.query_heads, rows),
+            grid=(_THREADS, query_heads, rows),
             threadgroup=(_THREADS, 1, 1),
-            output_shapes=[(rows, shape.query_heads * shape.head_dim)],
+            output_shapes=[(rows, query_heads * width)],
             output_dtypes=[dtype],
         )
         return attended

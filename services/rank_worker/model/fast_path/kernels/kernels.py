@@ -14,9 +14,16 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.kernels.latent_attention import (
+    LatentAttentionKernels,
+    LatentShape,
+)
 from shared.log import Log
 
 _log = Log("rank_worker.fast_path")
+
+Shape = AttentionShape | LatentShape
+"""Of one layer's attention."""
 
 _ROW_THREADS = 256
 """Threads of a group that computes an activation."""
@@ -30,6 +37,7 @@ class Kernels:
         self._dialect = CUDA if device == "cuda" else METAL
         self._make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
         self.attention = Attention(self._make, self._dialect)
+        self.latent_attention = LatentAttentionKernels(self._make, self._dialect)
         names = ["input", "change", "weight", "constants"]
         self._add_norm = self._kernel("add_norm", names, ["added", "normalized"])
         self._silu_product = self._kernel("silu_product", ["gate_up"], ["product"])
@@ -45,7 +53,7 @@ class Kernels:
             header=self._dialect.header,
         )
 
-    def find_fault(self, shapes: Collection[AttentionShape], weight: mx.array) -> str:
+    def find_fault(self, shapes: Collection[Shape], weight: mx.array) -> str:
         """Compile and run all kernels once; return why they cannot serve, "" if they can.
 
         Without a kernel for products of few rows the others still serve, and MLX multiplies.
@@ -55,7 +63,10 @@ class Kernels:
             weight: [dim], of a norm of the model.
         """
         dtype, epsilon = weight.dtype, mx.zeros((1,), dtype=mx.float32)
-        if fault := self.attention.find_fault(shapes, dtype):
+        of_heads = [one for one in shapes if isinstance(one, AttentionShape)]
+        of_latents = [one for one in shapes if isinstance(one, LatentShape)]
+        fault = self.attention.find_fault(of_heads, dtype)
+        if fault := fault or self.latent_attention.find_fault(of_latents, dtype):
             return fault
         hidden = mx.ones((1, weight.size), dtype=dtype)
         try:
