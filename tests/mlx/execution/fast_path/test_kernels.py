@@ -264,6 +264,20 @@ _ARGUMENTS["experts/add_experts_norm"] = (
 )
 _CONSTANTS["experts/count_experts"] = {"WIDTH": 128, "TOP": 8, "HAS_REAL": 1, "THREADS": 128}
 _ARGUMENTS["experts/count_experts"] = ("counts places real experts0 experts1", "counted")
+_CONSTANTS["latent/latent_attention"] = (
+    {"QUERY_HEADS": 128, "HEADS": 8, "HEAD": 192, "LATENT": 512, "ROTATED": 64, "THREADS": 256}
+    | {"VECTOR_SIZE": 8, "ROTATED_SIZE": 2, "VALUE_SIZE": 2, "TILE": 256, "TRADITIONAL": 1}
+    | {"QUERY_STRIDE": 24_576, "PROJECTED_STRIDE": 2_112}
+)
+_ARGUMENTS["latent/latent_attention"] = (
+    (
+        "queries absorbed projected latents rotated_keys "
+        "lengths slots rotations latent_weight constants"
+    ),
+    "attended tile_sums",
+)
+_CONSTANTS["latent/part_norm"] = {"DIM": 1536, "STRIDE": 2112, "THREADS": 192, "VECTOR_SIZE": 8}
+_ARGUMENTS["latent/part_norm"] = ("input weight constants", "normalized")
 
 
 @pytest.mark.proof

@@ -213,7 +213,7 @@ class Attention:
             output_dtypes=[dtype, mx.float32],
         )
         if not is_done:
-            attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype)
+            attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype, result)
         done: mx.array = attended
         return done
 
@@ -231,7 +231,9 @@ class TileSums:
             header=dialect.header,
         )
 
-    def add_up(self, tile_sums: mx.array, lengths: mx.array, dtype: mx.Dtype) -> mx.array:
+    def add_up(
+        self, tile_sums: mx.array, lengths: mx.array, dtype: mx.Dtype, shape: tuple[int, ...]
+    ) -> mx.array:
         """Add up.
 
         Args:
@@ -239,9 +241,7 @@ class TileSums:
                 highest score, and the sum of its weights.
             lengths: see `RowPlaces`.
             dtype: of the result.
-
-        Returns:
-            [rows, query heads * width].
+            shape: of the result, with its numbers in the order rows, query heads, width.
         """
         rows, query_heads, _, numbers = tile_sums.shape
         width = numbers - 2
@@ -257,7 +257,7 @@ class TileSums:
             ],
             grid=(_THREADS, query_heads, rows),
             threadgroup=(_THREADS, 1, 1),
-            output_shapes=[(rows, query_heads * width)],
+            output_shapes=[shape],
             output_dtypes=[dtype],
         )
         return attended

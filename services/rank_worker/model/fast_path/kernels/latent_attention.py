@@ -217,7 +217,7 @@ class LatentAttentionKernels:
             output_dtypes=[dtype, mx.float32],
         )
         if tiles > 1:
-            attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype).reshape(result)
+            attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype, result)
         return attended
 
 
