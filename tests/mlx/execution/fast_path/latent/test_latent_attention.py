@@ -10,10 +10,14 @@ from mlx.utils import tree_map
 from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
 from mlx_lm.models.mla import MultiLinear
 
+from services.commands.bench.fake_ranks.row_filler import RowFiller
+from services.commands.bench.fake_ranks.step_timer import StepTimer
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution.executor import Executor
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
+from shared.clock import SystemClock
+from shared.configuration.settings import SchedulerConfig
 from shared.messages import TokenLogprobs
 from tests.mlx.execution.fast_path.attention_models import open_of
 from tests.mlx.execution.fast_path.latent.latent_models import LATENT_KINDS, make_latent
@@ -214,3 +218,21 @@ def test_log_probabilities_of_latent_attention_do_not_depend_on_other_sequences(
     assert len(alone) == STEPS + 1
     for others, slot in ((1, 1), (2, 0), (TILE_ROWS, 3), (15, 9)):
         assert _logprobs(others, slot) == alone
+
+
+def _operations(settings: FastPathSettings | None, rows: int) -> float:
+    """Return how many operations one more dense layer adds to a decode."""
+    counts = []
+    for layers in (2, 4):
+        model = make_latent("dense", num_hidden_layers=layers, first_k_dense_replace=layers)
+        executor = make_executor(model, fast_path=settings)
+        filler = RowFiller(executor, SchedulerConfig(), 4_096, lambda: 2**30)
+        timer = StepTimer(executor, filler, layers, False, SystemClock())
+        counts.append(timer.measure(rows, 40, STEPS)["nodes"])
+    return (counts[1] - counts[0]) / 2
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_layer_with_latent_attention_has_two_thirds_of_mlx_lms_operations_on_cpu(rows: int) -> None:
+    """A step of a small model takes as long as the host needs for its operations."""
+    assert 3 * _operations(FastPathSettings(), rows) < 2 * _operations(None, rows)
