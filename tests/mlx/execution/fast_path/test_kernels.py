@@ -276,6 +276,8 @@ _ARGUMENTS["latent/latent_attention"] = (
     ),
     "attended tile_sums",
 )
+_CONSTANTS["latent/tensor_latent_attention"] = _CONSTANTS["latent/latent_attention"] | {"HEADS": 16}
+_ARGUMENTS["latent/tensor_latent_attention"] = _ARGUMENTS["latent/latent_attention"]
 _CONSTANTS["latent/part_norm"] = {"DIM": 1536, "STRIDE": 2112, "THREADS": 192, "VECTOR_SIZE": 8}
 _ARGUMENTS["latent/part_norm"] = ("input weight constants", "normalized")
 
@@ -292,7 +294,7 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
     body = CUDA.prologue + read_source(name)
     if name == "experts/count_experts":
         body = f"const unsigned* given[] = {{experts0, experts1}};\n{body}"
-    is_of_cuda = name.startswith(("experts/", "few_rows", "tensor_attention"))
+    is_of_cuda = name.startswith(("experts/", "few_rows", "tensor_attention", "latent/tensor"))
     arguments = []
     for one in inputs.split():
         arguments.append(f"const {_TYPES.get(one, _BFLOAT16)}* {one}")

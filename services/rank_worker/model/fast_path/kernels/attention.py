@@ -6,7 +6,7 @@ anew, which takes seconds on CUDA.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -140,15 +140,10 @@ class Attention:
         return f"a kernel does not run ({fault})" if fault else ""
 
     def _try(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
-        """Attend to one row, of one tile and of two; return MLX's error, "" without one."""
-        try:
-            for shape in shapes:
-                self._attend_once(shape, dtype)
-        except (RuntimeError, ValueError) as error:
-            return str(error).splitlines()[0]
-        return ""
+        return first_error(functools.partial(self._attend_once, dtype=dtype), shapes)
 
     def _attend_once(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
+        """Attend to one row, of one tile and of two."""
         heads = shape.query_heads + 2 * shape.kv_heads
         row = mx.zeros((1, shape.kv_heads, TILE_TOKENS + 1, shape.head_dim), dtype=dtype)
         norm = mx.zeros((shape.head_dim,), dtype=dtype)
@@ -261,6 +256,16 @@ class TileSums:
             output_dtypes=[dtype],
         )
         return attended
+
+
+def first_error(run: Callable[[Any], None], shapes: Collection[Any]) -> str:
+    """Run kernels for all shapes; return the first line of MLX's error, "" without one."""
+    try:
+        for one in shapes:
+            run(one)
+    except (RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def tile_count(length_max: int) -> int:

@@ -89,8 +89,10 @@ class Kernels:
         """
         if not all_agree(self.few_rows is not None):
             self.few_rows = None
-        if not all_agree(self.attention.has_tensor_cores):
-            self.attention.leave_tensor_cores()
+        attentions = (self.attention, self.latent_attention)
+        if not all_agree(all(one.has_tensor_cores for one in attentions)):
+            for one in attentions:
+                one.leave_tensor_cores()
 
     def add_norm(
         self, hidden: mx.array, change: mx.array, weight: mx.array, epsilon: mx.array

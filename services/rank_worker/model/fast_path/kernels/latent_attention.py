@@ -12,21 +12,31 @@ from services.rank_worker.model.fast_path.kernels.attention import (
     TILE_TOKENS,
     RowPlaces,
     TileSums,
+    first_error,
     tile_count,
 )
 from services.rank_worker.model.fast_path.kernels.dialects import (
+    CUDA,
     Dialect,
     norm_threads,
     read_source,
     vector_size,
 )
+from services.rank_worker.model.fast_path.kernels.tensor_cores import CHUNK, DTYPES, HEADER
+from shared.log import Log
+
+_log = Log("rank_worker.fast_path")
 
 _THREADS = 256
 """Threads of a group."""
 _HEADS_MAX = 8
 """Heads of a group; each thread sums up some numbers of the latents for all of them."""
+_TENSOR_HEADS_MAX = 16
+"""Heads of a group whose products tensor cores compute: the rows of a tile."""
 _SHARED_NUMBERS_MAX = 8_000
 """Numbers of 4 bytes that a group's threads share; Metal allows 32 KiB."""
+_TENSOR_SHARED_MAX = 48 * 1024
+"""Bytes that they share on CUDA."""
 _WIDTH_UNIT = 8
 """Divides the widths of latents and of rotated parts, so that vectors of numbers fit."""
 _VALUE_NUMBERS_MAX = 4
@@ -83,15 +93,21 @@ class LatentAttentionKernels:
         """Prepare; arguments as those of `Attention`. Nothing is compiled yet."""
         inputs = ["queries", "absorbed", "projected", "latents", "rotated_keys"]
         inputs += ["lengths", "slots", "rotations", "latent_weight", "constants"]
-        self._attend = make(
-            name="lockstep_latent_attention",
-            input_names=inputs,
-            output_names=["attended", "tile_sums"],
-            source=dialect.prologue + read_source("latent/latent_attention"),
-            header=dialect.header,
-            # A copy of latents and keys would be written instead of the row.
-            ensure_row_contiguous=False,
-        )
+
+        def kernel(name: str, header: str) -> Any:
+            return make(
+                name=f"lockstep_{name}",
+                input_names=inputs,
+                output_names=["attended", "tile_sums"],
+                source=dialect.prologue + read_source(f"latent/{name}"),
+                header=header,
+                # A copy of latents and keys would be written instead of the row.
+                ensure_row_contiguous=False,
+            )
+
+        self._attend = kernel("latent_attention", dialect.header)
+        self._tensor_attend = kernel("tensor_latent_attention", HEADER) if dialect is CUDA else None
+        """Uses tensor cores; None: this GPU has none that it can use."""
         self._part_norm = make(
             name="lockstep_part_norm",
             input_names=["input", "weight", "constants"],
@@ -101,8 +117,19 @@ class LatentAttentionKernels:
         )
         self._tile_sums = TileSums(make, dialect)
 
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether the kernel for tensor cores serves the shapes and dtypes that fit it."""
+        return self._tensor_attend is not None
+
+    def leave_tensor_cores(self) -> None:
+        """Have the other kernel serve all shapes."""
+        self._tensor_attend = None
+
     def find_fault(self, shapes: Collection[LatentShape], dtype: mx.Dtype) -> str:
         """Compile and run the kernels once; return why they cannot serve, "" if they can.
+
+        Without the kernel for tensor cores the other one serves.
 
         Args:
             shapes: of all attentions, each once.
@@ -113,12 +140,15 @@ class LatentAttentionKernels:
                 return f"no kernel for latents of {shape.latent} and {shape.rotated} numbers"
             if _shared_numbers(shape, 1, dtype) > _SHARED_NUMBERS_MAX:
                 return f"no kernel for latents of as many as {shape.latent} numbers"
-        try:
-            for shape in shapes:
-                self._attend_once(shape, dtype)
-        except (RuntimeError, ValueError) as error:
-            return f"a kernel does not run ({str(error).splitlines()[0]})"
-        return ""
+        fault = self._try(shapes, dtype)
+        if fault and self._tensor_attend is not None:
+            _log.info("no_tensor_cores", detail=fault)
+            self.leave_tensor_cores()
+            fault = self._try(shapes, dtype)
+        return f"a kernel does not run ({fault})" if fault else ""
+
+    def _try(self, shapes: Collection[LatentShape], dtype: mx.Dtype) -> str:
+        return first_error(functools.partial(self._attend_once, dtype=dtype), shapes)
 
     def _attend_once(self, shape: LatentShape, dtype: mx.Dtype) -> None:
         """Attend to one row, of one tile and of two."""
@@ -196,12 +226,14 @@ class LatentAttentionKernels:
         """
         rows, heads, _, width = new.absorbed.shape
         dtype, tiles = new.absorbed.dtype, places.tiles
-        shared_by = _heads_of_group(shape, dtype)
+        kernel, shared_by = self._attend, _heads_of_group(shape, dtype)
+        if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
+            kernel, shared_by = self._tensor_attend, _divisor(heads, _TENSOR_HEADS_MAX)
         result, no_result = (rows, heads, 1, width), (1,)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
         sums = (rows, heads, tiles, width + 2) if tiles > 1 else (1,)
         attended: mx.array
-        attended, tile_sums = self._attend(
+        attended, tile_sums = kernel(
             inputs=[
                 *(new.queries, new.absorbed, new.projected, latents, rotated_keys),
                 *(places.lengths, places.slots, rotations, weights.norm, weights.constants),
@@ -221,15 +253,27 @@ class LatentAttentionKernels:
         return attended
 
 
+def _divisor(heads: int, most: int) -> int:
+    """Return how many heads share a group of threads: a divisor of all."""
+    return max(one for one in range(1, most + 1) if heads % one == 0)
+
+
 @functools.lru_cache(maxsize=64)
 def _heads_of_group(shape: LatentShape, dtype: mx.Dtype) -> int:
-    """Return how many heads share a group of threads: a divisor of all."""
-    return max(
-        one
-        for one in range(1, _HEADS_MAX + 1)
-        if shape.query_heads % one == 0
-        and _shared_numbers(shape, one, dtype) <= _SHARED_NUMBERS_MAX
-    )
+    most = _HEADS_MAX
+    while _shared_numbers(shape, most, dtype) > _SHARED_NUMBERS_MAX:
+        most -= 1
+    return _divisor(shape.query_heads, most)
+
+
+def _fits_tensor_cores(shape: LatentShape, dtype: mx.Dtype) -> bool:
+    """Tell whether tensor cores take these numbers, and what a group shares has room."""
+    chunks = -(-shape.latent // CHUNK) + -(-shape.rotated // CHUNK)
+    # Of queries, and of TILE_TOKENS weights.
+    parts = (chunks + TILE_TOKENS // CHUNK) * CHUNK * _TENSOR_HEADS_MAX * dtype.size
+    sums = (2 * _THREADS // 32 + 1) * _TENSOR_HEADS_MAX
+    numbers = (_TENSOR_HEADS_MAX + 1) * shape.rotated + shape.latent + sums
+    return dtype in DTYPES and parts + 4 * numbers <= _TENSOR_SHARED_MAX
 
 
 def _shared_numbers(shape: LatentShape, heads: int, dtype: mx.Dtype) -> int:

@@ -10,8 +10,9 @@ from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path import opening
+from services.rank_worker.model.fast_path.kernels import latent_attention
 from services.rank_worker.model.fast_path.kernels.attention import RowPlaces, tile_count
-from services.rank_worker.model.fast_path.kernels.dialects import METAL
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 from services.rank_worker.model.fast_path.kernels.latent_attention import (
     LatentAttentionKernels,
     LatentShape,
@@ -31,8 +32,16 @@ SLOTS = (4, 0, 6, 2, 1, 5)
 EPSILON, SCALE = 1e-5, 0.11
 
 
-def _kernels() -> LatentAttentionKernels:
-    return LatentAttentionKernels(mx.fast.metal_kernel, METAL)
+@pytest.fixture(params=["any GPU", "tensor cores"])
+def kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> LatentAttentionKernels:
+    """Return the kernels for any GPU, and those for tensor cores, here with numbers of 4 bytes."""
+    if request.param == "any GPU":
+        return LatentAttentionKernels(mx.fast.metal_kernel, METAL)
+    monkeypatch.setattr(latent_attention, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(latent_attention, "_TENSOR_SHARED_MAX", 2**20)
+    return LatentAttentionKernels(mx.fast.cuda_kernel, CUDA)
 
 
 def _expected(
@@ -71,7 +80,12 @@ def _expected(
     ],
 )
 def test_rows_of_all_lengths_are_attended_to_and_written(
-    heads: int, latent: int, rotated: int, plain: int, traditional: bool
+    heads: int,
+    latent: int,
+    rotated: int,
+    plain: int,
+    traditional: bool,
+    kernels: LatentAttentionKernels,
 ) -> None:
     """At the edges of tiles, for many numbers of heads and widths; other rows stay as they are."""
     shape = LatentShape(heads, latent, rotated, plain, traditional)
@@ -93,7 +107,7 @@ def test_rows_of_all_lengths_are_attended_to_and_written(
     places = RowPlaces(lengths, mx.array(SLOTS, dtype=mx.int32), tile_count(max(LENGTHS)))
     weights = LatentWeights(weight, mx.array([SCALE, EPSILON]))
     table = rotation.table(lengths, 1, rows)
-    attended = _kernels().attend(shape, weights, new, latents, keys, places, table)
+    attended = kernels.attend(shape, weights, new, latents, keys, places, table)
     assert attended.shape == (rows, heads, 1, latent)
     for row, (slot, length) in enumerate(zip(SLOTS, LENGTHS, strict=True)):
         wanted, new_latent, new_key = expected[row]
@@ -106,7 +120,9 @@ def test_rows_of_all_lengths_are_attended_to_and_written(
     assert mx.array_equal(before[1], keys).item()
 
 
-def test_row_is_summed_up_in_one_order_beside_any_other_rows() -> None:
+def test_row_is_summed_up_in_one_order_beside_any_other_rows(
+    kernels: LatentAttentionKernels,
+) -> None:
     """Its bits do not depend on the others, nor on the number of tiles that they need."""
     shape = LatentShape(3, 32, 8, 8, is_traditional=True)
     latents, keys = (mx.random.normal((3, 1, 600, width)) for width in (32, 8))
@@ -115,7 +131,7 @@ def test_row_is_summed_up_in_one_order_beside_any_other_rows() -> None:
     table = mx.random.normal((3, 8))
     lengths, slots = mx.array([200, 3, 590]), mx.array([0, 1, 2])
     mx.eval(latents, keys)
-    together = _kernels().attend(
+    together = kernels.attend(
         shape, weights, new, latents, keys, RowPlaces(lengths, slots, 3), table
     )
     for row, tiles in ((0, 1), (1, 1), (2, 3)):
@@ -123,17 +139,28 @@ def test_row_is_summed_up_in_one_order_beside_any_other_rows() -> None:
             *(one[row : row + 1] for one in (new.queries, new.absorbed, new.projected))
         )
         places = RowPlaces(lengths[row : row + 1], slots[row : row + 1], tiles)
-        alone = _kernels().attend(shape, weights, own, latents, keys, places, table[row : row + 1])
+        alone = kernels.attend(shape, weights, own, latents, keys, places, table[row : row + 1])
         assert mx.array_equal(alone[0], together[row]).item()
 
 
 @pytest.mark.parametrize(("width", "stride"), [(24, 64), (1536, 2112), (768, 768), (40, 42)])
-def test_first_numbers_of_rows_are_normalized(width: int, stride: int) -> None:
+def test_first_numbers_of_rows_are_normalized(
+    width: int, stride: int, kernels: LatentAttentionKernels
+) -> None:
     """The others are not read; rows need not begin at a whole vector."""
     rows, weight = mx.random.normal((3, stride)), mx.random.normal((width,))
-    found = _kernels().normalize_part(rows, weight, mx.array([EPSILON]))
+    found = kernels.normalize_part(rows, weight, mx.array([EPSILON]))
     expected = mx.fast.rms_norm(rows[:, :width], weight, EPSILON)
     assert mx.allclose(found, expected, rtol=1e-5, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "whole_queries"])
+def test_tensor_cores_compute_latent_attention_like_mlx_lm(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They pass the same proof. Here their products are of numbers of 4 bytes."""
+    monkeypatch.setattr(latent_attention, "DTYPES", (mx.float32,))
+    assert open_of(make_latent(kind), device="cuda").state.startswith("fast path with kernels")
 
 
 @pytest.mark.parametrize("kind", LATENT_KINDS)
