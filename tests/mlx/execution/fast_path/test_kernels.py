@@ -278,6 +278,13 @@ _ARGUMENTS["latent/latent_attention"] = (
 )
 _CONSTANTS["latent/tensor_latent_attention"] = _CONSTANTS["latent/latent_attention"] | {"HEADS": 16}
 _ARGUMENTS["latent/tensor_latent_attention"] = _ARGUMENTS["latent/latent_attention"]
+_CONSTANTS["latent/head_products"] = {
+    "ROW_TILES": 4,
+    "WARPS": 4,
+    "ROW_STRIDE": 24_576,
+    "HEAD_STRIDE": 192,
+}
+_ARGUMENTS["latent/head_products"] = ("rows weight", "product")
 _CONSTANTS["latent/part_norm"] = {"DIM": 1536, "STRIDE": 2112, "THREADS": 192, "VECTOR_SIZE": 8}
 _ARGUMENTS["latent/part_norm"] = ("input weight constants", "normalized")
 
@@ -294,7 +301,9 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
     body = CUDA.prologue + read_source(name)
     if name == "experts/count_experts":
         body = f"const unsigned* given[] = {{experts0, experts1}};\n{body}"
-    is_of_cuda = name.startswith(("experts/", "few_rows", "tensor_attention", "latent/tensor"))
+    is_of_cuda = name.startswith(
+        ("experts/", "few_rows", "tensor_attention", "latent/tensor", "latent/head")
+    )
     arguments = []
     for one in inputs.split():
         arguments.append(f"const {_TYPES.get(one, _BFLOAT16)}* {one}")

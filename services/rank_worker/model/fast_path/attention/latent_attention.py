@@ -14,10 +14,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
+from services.rank_worker.model.fast_path.attention.head_matrices import (
+    HeadMatrices,
+    head_shape,
+)
 from services.rank_worker.model.fast_path.attention.interface import (
     NewTokens,
     Pair,
@@ -99,8 +102,8 @@ def read_latents(
         latents.heads == keys.heads == 1
         and len(attention.kv_a_proj_with_mqa.weight) == latents.dim + keys.dim
         and len(query.weight) == heads * (plain + keys.dim)
-        and _shape(attention.embed_q) == (heads, latents.dim, plain)
-        and _shape(attention.unembed_out)[::2] == (heads, latents.dim)
+        and head_shape(attention.embed_q) == (heads, latents.dim, plain)
+        and head_shape(attention.unembed_out)[::2] == (heads, latents.dim)
     )
     norms = [("kv_a_layernorm", latents.dim)]
     if is_narrow:
@@ -116,16 +119,6 @@ def read_latents(
     return LatentForm(attention, shape, float(attention.scale), rotation, is_narrow)
 
 
-def _shape(module: Any) -> tuple[int, int, int]:
-    """Return (heads, outputs, inputs) of one matrix per head."""
-    heads, outputs, inputs = module.weight.shape
-    if type(module) is QuantizedMultiLinear:
-        return heads, outputs, inputs * 32 // module.bits
-    if type(module) is MultiLinear:
-        return heads, outputs, inputs
-    raise UnknownForm(f"a matrix per head is a {type(module).__name__}")
-
-
 class LatentAttention:
     """Computes such an attention."""
 
@@ -138,12 +131,16 @@ class LatentAttention:
         few_rows = kernels.few_rows if kernels is not None else None
         first = [module.q_a_proj if form.is_narrow else module.q_proj, module.kv_a_proj_with_mqa]
         self._projections: list[Any] = [single_product(one, few_rows) for one in first]
+        widths = [len(one.weight) for one in first]
+        self._query_width = len(module.q_b_proj.weight) if form.is_narrow else widths[0]
+        """Numbers of a row with new queries at its beginning."""
         if can_merge(first):
             self._projections = [MergedLinear(first, few_rows)]
-        self._narrow_width = len(first[0].weight) if form.is_narrow else 0
+            self._query_width = self._query_width if form.is_narrow else sum(widths)
         self._wide_query = single_product(module.q_b_proj, few_rows) if form.is_narrow else None
-        self._absorb = _HeadProduct(module.embed_q)
-        self._unembed = _HeadProduct(module.unembed_out)
+        products = kernels.latent_attention.products if kernels is not None else None
+        self._absorb = HeadMatrices(module.embed_q, products)
+        self._unembed = HeadMatrices(module.unembed_out, products)
         self._output = single_product(module.o_proj, few_rows)
         norm = module.kv_a_layernorm
         self._weights = LatentWeights(
@@ -161,6 +158,9 @@ class LatentAttention:
         """See `Attention`."""
         for one in self._products:
             compile_product(one, apart=apart)
+        shape = self._form.shape
+        self._absorb.compile(self._query_width, shape.head)
+        self._unembed.compile(shape.query_heads * shape.latent, shape.latent)
 
     @property
     def has_plain_matrices(self) -> bool:
@@ -205,15 +205,10 @@ class LatentAttention:
             norm = self._form.module.q_a_layernorm
             narrow = kernels.normalize_part(queries, norm.weight, self._query_epsilon)
             queries = _multiply(self._wide_query, narrow, tokens)
-        # MLX on CUDA copies a view whose last but one axis, of size 1, has another stride.
-        plain = mx.as_strided(
-            queries,
-            (tokens.rows, shape.query_heads, 1, shape.plain),
-            (queries.shape[1], shape.head, shape.plain, 1),
-        )
-        new = NewLatents(queries, self._absorb(plain), projected[-1])
+        absorbed = self._absorb.multiply_rows(queries, shape.head)
+        new = NewLatents(queries, absorbed, projected[-1])
         attended = kernels.attend(shape, self._weights, new, pair[0], pair[1], tokens.places, table)
-        return self._unembed(attended).reshape(tokens.rows, -1)
+        return self._unembed.multiply_rows(attended, shape.latent).reshape(tokens.rows, -1)
 
     def _attend_plainly(
         self,
@@ -299,26 +294,6 @@ class LatentAttention:
             queries, keys, values, cache=cache, scale=self._form.scale, mask=scores
         )
         return attended
-
-
-class _HeadProduct:
-    """Multiplies one vector of each head with that head's matrix."""
-
-    def __init__(self, module: Any) -> None:
-        self._multiply: Callable[[mx.array], mx.array] = module
-        if type(module) is MultiLinear:
-            # A view, once: otherwise each step would have nodes for it.
-            matrices = module.weight.swapaxes(-1, -2)[None]
-            mx.eval(matrices)
-            self._multiply = functools.partial(_multiply_heads, matrices)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Multiply: [B, heads, 1, inputs] -> [B, heads, 1, outputs]."""
-        return self._multiply(x)
-
-
-def _multiply_heads(matrices: mx.array, x: mx.array) -> mx.array:
-    return x @ matrices
 
 
 def _multiply(product: Any, x: mx.array, tokens: NewTokens) -> mx.array:

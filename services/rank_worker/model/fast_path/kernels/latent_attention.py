@@ -22,7 +22,14 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     read_source,
     vector_size,
 )
-from services.rank_worker.model.fast_path.kernels.tensor_cores import CHUNK, DTYPES, HEADER
+from services.rank_worker.model.fast_path.kernels.head_products import HeadProducts
+from services.rank_worker.model.fast_path.kernels.tensor_cores import (
+    CHUNK,
+    DTYPES,
+    HEADER,
+    OUTPUTS,
+    can_multiply,
+)
 from shared.log import Log
 
 _log = Log("rank_worker.fast_path")
@@ -108,6 +115,8 @@ class LatentAttentionKernels:
         self._attend = kernel("latent_attention", dialect.header)
         self._tensor_attend = kernel("tensor_latent_attention", HEADER) if dialect is CUDA else None
         """Uses tensor cores; None: this GPU has none that it can use."""
+        self.products = HeadProducts() if dialect is CUDA else None
+        """Products with one matrix per head, also by tensor cores; None: MLX multiplies."""
         self._part_norm = make(
             name="lockstep_part_norm",
             input_names=["input", "weight", "constants"],
@@ -123,13 +132,13 @@ class LatentAttentionKernels:
         return self._tensor_attend is not None
 
     def leave_tensor_cores(self) -> None:
-        """Have the other kernel serve all shapes."""
-        self._tensor_attend = None
+        """Have the other kernel serve all shapes, and MLX multiply."""
+        self._tensor_attend = self.products = None
 
     def find_fault(self, shapes: Collection[LatentShape], dtype: mx.Dtype) -> str:
         """Compile and run the kernels once; return why they cannot serve, "" if they can.
 
-        Without the kernel for tensor cores the other one serves.
+        Without the kernels for tensor cores the other one serves, and MLX multiplies.
 
         Args:
             shapes: of all attentions, each once.
@@ -163,6 +172,9 @@ class LatentAttentionKernels:
             mx.ones((1, heads, 1, shape.latent), dtype=dtype),
             mx.ones((1, shape.latent + shape.rotated), dtype=dtype),
         )
+        matrices = mx.ones((heads, OUTPUTS, CHUNK), dtype=dtype)
+        if self.products is not None and can_multiply(matrices):
+            mx.eval(self.products.multiply(matrices.reshape(1, -1), matrices, CHUNK))
         normalized = self.normalize_part(new.projected, weights.norm, mx.zeros((1,)))
         rotations = mx.ones((1, shape.rotated), dtype=mx.float32)
         for length in (1, TILE_TOKENS):

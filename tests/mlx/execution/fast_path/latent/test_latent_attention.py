@@ -112,6 +112,21 @@ def test_latent_attention_with_heads_of_one_rank_opens_fast_path(
     assert model.layers[0].self_attn.embed_q.weight.shape[0] == 3
 
 
+@pytest.mark.parametrize("narrow", [256, None])
+def test_modules_of_latent_attention_still_work_and_hold_no_second_copy(narrow: int | None) -> None:
+    """They keep views of the merged weights."""
+    model: Any = make_latent("dense", hidden_size=512, q_lora_rank=narrow)
+    tokens = mx.array([PROMPTS[3]])
+    expected = model(tokens)
+    mx.eval(expected)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    assert open_of(model).stack is not None
+    mx.clear_cache()
+    assert mx.get_active_memory() < 1.02 * before
+    assert mx.allclose(model(tokens), expected, rtol=1e-3, atol=1e-3).item()
+
+
 def _is_wide(_path: str, module: nn.Module) -> bool:
     is_matrix = isinstance(module, nn.Linear | MultiLinear)
     return is_matrix and module.weight.shape[-1] % 32 == 0

@@ -10,9 +10,10 @@ from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path import opening
-from services.rank_worker.model.fast_path.kernels import latent_attention
+from services.rank_worker.model.fast_path.kernels import few_rows, latent_attention, tensor_cores
 from services.rank_worker.model.fast_path.kernels.attention import RowPlaces, tile_count
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
+from services.rank_worker.model.fast_path.kernels.head_products import HeadProducts
 from services.rank_worker.model.fast_path.kernels.latent_attention import (
     LatentAttentionKernels,
     LatentShape,
@@ -154,13 +155,37 @@ def test_first_numbers_of_rows_are_normalized(
     assert mx.allclose(found, expected, rtol=1e-5, atol=1e-5).item()
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "whole_queries"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "whole_queries"])
 def test_tensor_cores_compute_latent_attention_like_mlx_lm(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They pass the same proof. Here their products are of numbers of 4 bytes."""
-    monkeypatch.setattr(latent_attention, "DTYPES", (mx.float32,))
-    assert open_of(make_latent(kind), device="cuda").state.startswith("fast path with kernels")
+    for module in (latent_attention, few_rows, tensor_cores):
+        monkeypatch.setattr(module, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(latent_attention, "_TENSOR_SHARED_MAX", 2**20)
+    model = make_latent(kind, first_k_dense_replace=2, qk_nope_head_dim=32)
+    opened = open_of(model, device="cuda", batch_invariant=batch_invariant)
+    assert opened.state == "fast path with kernels"
+
+
+@pytest.mark.parametrize("rows", [1, 9, 35])
+@pytest.mark.parametrize(("heads", "outputs", "inputs"), [(3, 40, 32), (2, 16, 352)])
+def test_products_of_heads_are_those_of_mlx_and_do_not_depend_on_other_rows(
+    rows: int, heads: int, outputs: int, inputs: int
+) -> None:
+    """Vectors of heads need not stand side by side, and outputs and rows need not fill a group."""
+    x, weight = (
+        mx.random.normal((rows, heads * (inputs + 8) + 8)),
+        mx.random.normal((heads, outputs, inputs)),
+    )
+    mx.eval(x, weight)
+    vectors = x[:, : heads * (inputs + 8)].reshape(rows, heads, -1)[..., :inputs]
+    expected = vectors[:, :, None] @ weight.swapaxes(-1, -2)
+    found = HeadProducts().multiply(x, weight, inputs + 8)
+    assert mx.allclose(found, expected, rtol=1e-4, atol=1e-4).item()
+    alone = HeadProducts().multiply(x[-1:], weight, inputs + 8)
+    assert mx.array_equal(alone[0], found[-1]).item()
 
 
 @pytest.mark.parametrize("kind", LATENT_KINDS)
@@ -214,21 +239,33 @@ class _OneOperation:
 
 
 @pytest.mark.parametrize(
-    ("rows", "longest", "bound"), [(1, 100, 15), (4, 100, 17), (1, 600, 16), (4, 600, 18)]
+    ("device", "rows", "longest", "bound"),
+    [
+        ("metal", 1, 100, 15),
+        ("metal", 4, 100, 17),
+        ("metal", 1, 600, 16),
+        ("metal", 4, 600, 18),
+        ("cuda", 1, 100, 12),
+        ("cuda", 4, 600, 13),
+    ],
 )
 def test_layer_of_a_decode_with_kernels_has_no_more_operations_than_today(
-    rows: int, longest: int, bound: int, monkeypatch: pytest.MonkeyPatch
+    device: Any, rows: int, longest: int, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five of them are norms and the MLP. Fewer are better: then lower the bound.
+    """Norms and the MLP are five of them, on CUDA four. Fewer are better: then lower the bound.
 
-    Rows of several tiles need one more, and several rows two that copy nothing.
+    Rows of several tiles need one more; MLX's products for several rows need two that copy nothing.
     """
-    monkeypatch.setattr(mx.fast, "metal_kernel", _OneOperation)
+    for module in (latent_attention, few_rows, tensor_cores):
+        monkeypatch.setattr(module, "DTYPES", (mx.float32,))
+    for name in ("metal_kernel", "cuda_kernel"):
+        monkeypatch.setattr(mx.fast, name, _OneOperation)
     monkeypatch.setattr(opening, "find_difference", lambda *_: None)
     counts = []
     for layers in (2, 4):
-        model = make_latent("dense", num_hidden_layers=layers, first_k_dense_replace=layers)
-        stack = open_of(model, device="metal").stack
+        counted = {"num_hidden_layers": layers, "first_k_dense_replace": layers}
+        model = make_latent("dense", qk_nope_head_dim=32, **counted)
+        stack = open_of(model, device=device).stack
         assert stack is not None
         caches = [RowLayer(parts) for parts in read_shape(model).layers()]
         for cache in caches:
