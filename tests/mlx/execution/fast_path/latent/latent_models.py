@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from mlx import nn
 from mlx_lm.models import deepseek_v3, glm4_moe_lite, kimi_k25, kimi_vl, mistral4
 
@@ -79,15 +80,25 @@ _KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
     "dense": (_deepseek, {"first_k_dense_replace": 2}),
     "mistral4": (_mistral, _MISTRAL),
 }
-LATENT_KINDS = [one for one in _KINDS if one != "mistral4"]
-"""Those that the fast path computes."""
+_QUICK = ("deepseek_v3", "whole_queries")
+LATENT_KINDS = [
+    one if one in _QUICK else pytest.param(one, marks=pytest.mark.proof)
+    for one in _KINDS
+    if one != "mistral4"
+]
+"""Those that the fast path computes, all of them in `make proofs`."""
+FAMILIES = [
+    *_QUICK,
+    *(pytest.param(one, marks=pytest.mark.proof) for one in ("glm4_moe_lite", "kimi_k25")),
+]
+"""One kind of each family, and one without a narrow projection of queries."""
 
 
 def make_latent(kind: str, heads: int = 4, **changes: Any) -> nn.Module:
     """Return a model of this kind, with random weights.
 
     Args:
-        kind: one of `LATENT_KINDS`, or "mistral4".
+        kind: one of `_KINDS`.
         heads: of each attention.
         changes: other fields of its settings.
     """

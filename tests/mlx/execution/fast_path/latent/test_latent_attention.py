@@ -20,7 +20,7 @@ from shared.clock import SystemClock
 from shared.configuration.settings import SchedulerConfig
 from shared.messages import TokenLogprobs
 from tests.mlx.execution.fast_path.attention_models import open_of
-from tests.mlx.execution.fast_path.latent.latent_models import LATENT_KINDS, make_latent
+from tests.mlx.execution.fast_path.latent.latent_models import FAMILIES, LATENT_KINDS, make_latent
 from tests.mlx.execution.fast_path.metal_kernels import COMPILER
 from tests.mlx.executor_driver import (
     ExecutorDriver,
@@ -83,7 +83,7 @@ def _numbers(found: list[TokenLogprobs]) -> mx.array:
 
 @pytest.mark.usefixtures("kernels_on_cpu")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["deepseek_v3", "whole_queries", "glm4_moe_lite", "kimi_k25"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_texts_of_latent_attention_are_those_of_mlx_lm(kind: str, device: Any) -> None:
     """Also their log probabilities, with prompts in chunks, uneven rows and drafts."""
     expected, _ = _decode(kind, None)
@@ -96,7 +96,7 @@ def test_texts_of_latent_attention_are_those_of_mlx_lm(kind: str, device: Any) -
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", ["deepseek_v3", "whole_queries", "kimi_k25", "glm4_moe_lite"])
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.usefixtures("kernels_on_cpu")
 @pytest.mark.parametrize("device", DEVICES)
 def test_latent_attention_with_heads_of_one_rank_opens_fast_path(
