@@ -140,8 +140,9 @@ def _compare_ends(
         expected = plain(tokens, caches)
     if any(len(given) > 2 for given in calls):
         return _OTHER_ARGUMENTS
-    masks = [one for given in calls for one in given if not isinstance(one, RowLayer)]
-    if any(one is not view.mask(1, None, return_array=False) for one in masks):
+    masks = [[one for one in given if not isinstance(one, RowLayer)] for given in calls]
+    mask = view.mask(1, None, return_array=False)
+    if any(len(given) != 1 or given[0] is not mask for given in masks):
         return "layers attend to some tokens only"
     if not mx.allclose(expected, stack.without_layers(tokens), rtol=1e-2, atol=1e-2).item():
         return "the embedding or the last norm differs"

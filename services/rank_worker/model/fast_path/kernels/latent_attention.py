@@ -148,7 +148,7 @@ class LatentAttentionKernels:
             if shape.latent % _WIDTH_UNIT or shape.rotated % _WIDTH_UNIT:
                 return f"no kernel for latents of {shape.latent} and {shape.rotated} numbers"
             if _shared_numbers(shape, 1, dtype) > _SHARED_NUMBERS_MAX:
-                return f"no kernel for latents of as many as {shape.latent} numbers"
+                return f"no kernel for latents of {shape.latent} numbers"
         fault = self._try(shapes, dtype)
         if fault and self._tensor_attend is not None:
             _log.info("no_tensor_cores", detail=fault)
