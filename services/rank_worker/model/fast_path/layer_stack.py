@@ -213,25 +213,43 @@ class LayerStack:
 
         Args:
             number: of the layer.
-            hidden: its input, [B, L, dim].
+            hidden: its input, [B, 1, dim].
             cache: its rows.
 
         Returns:
-            Its output, [B, L, dim].
+            Its output, [B, 1, dim].
         """
-        layer, view = self._layers[number], cache.view
-        rows, count, _ = hidden.shape
+        layer, new = self._layers[number], self._new_tokens(cache, hidden)
+        flat = hidden.reshape(new.rows, -1)
+        normalized = layer.form.input_norm(flat)
+        output, _ = self._run_layer(layer, cache, new, flat, normalized, layer.form.mlp_norm)
+        return output.reshape(hidden.shape)
+
+    def run_attention(self, number: int, normalized: mx.array, cache: RowLayer) -> mx.array:
+        """Build one layer's attention, for the proof.
+
+        Args:
+            number: of the layer.
+            normalized: its input, [B, L, dim].
+            cache: its rows.
+
+        Returns:
+            [B, L, dim].
+        """
+        new, dim = self._new_tokens(cache, normalized), normalized.shape[-1]
+        attended = self._layers[number].attend(normalized.reshape(-1, dim), cache, new)
+        return attended.reshape(normalized.shape)
+
+    def _new_tokens(self, cache: RowLayer, x: mx.array) -> NewTokens:
+        """Return the new tokens of a part of a forward, for its input [B, L, dim]."""
+        view, (rows, count, _) = cache.view, x.shape
         mask = places = None
         if isinstance(view, InPlaceView):
             places = RowPlaces(view.lengths, view.slots, tile_count(view.longest))
         else:
             mask = cache.make_mask(count, return_array=self._wants_mask_array)
         tables, apart = self._tables(cache.offset, rows, count), self._batch_invariant
-        new = NewTokens(rows, count, cache.offset, tables, mask, places, apart and count == 1)
-        flat = hidden.reshape(rows * count, -1)
-        normalized = layer.form.input_norm(flat)
-        output, _ = self._run_layer(layer, cache, new, flat, normalized, layer.form.mlp_norm)
-        return output.reshape(hidden.shape)
+        return NewTokens(rows, count, cache.offset, tables, mask, places, apart and count == 1)
 
     def _part(self, module: Any, function: Callable[..., Any], *args: Any) -> Any:
         if self.observe is None:

@@ -171,7 +171,7 @@ def _other_prefill(attention: Any) -> None:
     ("change", "said"),
     [
         (_other_scale, "layer 1 differs by"),
-        (_other_prefill, "layer 1 with several tokens differs by"),
+        (_other_prefill, "attention 1 to several new tokens differs by"),
     ],
 )
 def test_latent_attention_that_computes_something_else_keeps_mlx_lms_code(
