@@ -7,37 +7,28 @@ activation or a scaled residual.
 import dataclasses
 from typing import Any
 
-import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
+from services.rank_worker.model.fast_path.attention.head_attention import read_heads
+from services.rank_worker.model.fast_path.attention.interface import (
+    AttentionForm,
+    UnknownForm,
+    as_rms_norm,
+    is_linear_like,
+)
+from services.rank_worker.model.fast_path.attention.latent_attention import read_latents
 from services.rank_worker.model.fast_path.gated_mlp import has_gated_matrices
-from services.rank_worker.model.fast_path.kernels.attention import AttentionShape
-from services.rank_worker.model.fast_path.merged_linear import can_merge
-from services.rank_worker.model.fast_path.rotation import Rotation, read_rotation
-from services.rank_worker.model.sharding.mlp_split import is_linear
+from services.rank_worker.model.fast_path.rotation import Rotation
 
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_ATTENTION = {*_PROJECTIONS, "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-
-
-class UnknownForm(Exception):
-    """A model is not of a form that the fast path knows. The text says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerForm:
     """The modules of one decoder layer `h = x + attention(norm(x)); h + mlp(norm(h))`."""
 
-    attention: Any
-    """Has q_proj, k_proj, v_proj and o_proj, and where it normalizes heads q_norm and k_norm."""
-    shape: AttentionShape
-    scale: float
-    """Factor of the scores."""
-    rotation: Rotation | None
-    """Of queries and keys; None: they are not rotated."""
+    attention: AttentionForm
     mlp: Any
     has_gated_mlp: bool
     """`mlp` has gate_proj, up_proj and down_proj of equal kind; otherwise it is called as it is."""
@@ -76,7 +67,7 @@ def read_form(inner: nn.Module, parts: list[list[BlockPart]]) -> StackForm:
     layers = [
         _read_layer(block, kv[0], kv[1], rotations) for block, kv in zip(blocks, parts, strict=True)
     ]
-    return StackForm(children["embed_tokens"], layers, _rms_norm(children["norm"], "norm"))
+    return StackForm(children["embed_tokens"], layers, as_rms_norm(children["norm"], "norm"))
 
 
 def _read_layer(
@@ -84,74 +75,22 @@ def _read_layer(
 ) -> LayerForm:
     if set(block.children()) != _BLOCK:
         raise UnknownForm(f"a layer consists of {', '.join(sorted(block.children()))}")
-    attention = block.self_attn
-    names = set(attention.children()) - {"rope"}
-    normalizes = names == _ATTENTION | _HEAD_NORMS
-    if names != _ATTENTION and not normalizes:
-        raise UnknownForm(f"attention consists of {', '.join(sorted(names))}")
-    if not is_linear_like(attention.o_proj) or not can_merge(
-        [attention[name] for name in _PROJECTIONS]
-    ):
-        raise UnknownForm("queries, keys and values are projected by matrices of several kinds")
-    if (keys.heads, keys.dim) != (values.heads, values.dim):
-        raise UnknownForm(f"heads of keys and values have {keys.dim} and {values.dim} numbers")
-    if normalizes:
-        for name in sorted(_HEAD_NORMS):
-            if _rms_norm(attention[name], name).weight.shape != (keys.dim,):
-                raise UnknownForm(f"{name} does not normalize heads one by one")
-    rotation = _read_rotation(attention.get("rope"), keys.dim, rotations)
-    shape = AttentionShape(
-        query_heads=int(attention.q_proj.weight.shape[0]) // keys.dim,
-        kv_heads=keys.heads,
-        head_dim=keys.dim,
-        rotated=rotation.width if rotation is not None else 0,
-        is_traditional=rotation is not None and rotation.is_traditional,
-        normalizes=normalizes,
-    )
-    mlp = block.mlp
-    has_gated_mlp = has_gated_matrices(mlp) and is_linear_like(mlp.down_proj)
+    module, mlp = block.self_attn, block.mlp
+    found = (read(module, keys, values, rotations) for read in (read_heads, read_latents))
+    attention: AttentionForm | None = next((one for one in found if one is not None), None)
+    if attention is None:
+        names = sorted(set(module.children()) - {"rope"})
+        raise UnknownForm(f"attention consists of {', '.join(names)}")
     return LayerForm(
         attention,
-        shape,
-        float(attention.scale),
-        rotation,
         mlp,
-        has_gated_mlp,
-        _rms_norm(block.input_layernorm, "input_layernorm"),
-        _rms_norm(block.post_attention_layernorm, "post_attention_layernorm"),
+        has_gated_matrices(mlp) and is_linear_like(mlp.down_proj),
+        as_rms_norm(block.input_layernorm, "input_layernorm"),
+        as_rms_norm(block.post_attention_layernorm, "post_attention_layernorm"),
     )
-
-
-def _read_rotation(rope: Any, head_dim: int, known: list[Rotation]) -> Rotation | None:
-    """Return a layer's rotation, the known one where it is equal, so that layers share tables."""
-    if rope is None:
-        return None
-    rotation = read_rotation(rope, head_dim)
-    if rotation is None:
-        raise UnknownForm(f"{type(rope).__name__} is no rotation of pairs")
-    for one in known:
-        if one.equals(rotation):
-            return one
-    known.append(rotation)
-    return rotation
 
 
 def _has_modules(child: Any) -> bool:
     return any(
         isinstance(one, nn.Module) for one in (child if isinstance(child, list) else [child])
     )
-
-
-def is_linear_like(module: Any) -> bool:
-    """Tell whether a module is one matrix, whole or divided over ranks."""
-    return is_linear(module) or (
-        isinstance(module, nn.Module)
-        and isinstance(module.get("weight"), mx.array)
-        and "Sharded" in type(module).__name__
-    )
-
-
-def _rms_norm(module: Any, name: str) -> nn.RMSNorm:
-    if type(module) is not nn.RMSNorm:
-        raise UnknownForm(f"{name} is a {type(module).__name__}")
-    return module

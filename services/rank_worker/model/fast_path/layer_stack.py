@@ -12,7 +12,8 @@ import mlx.core as mx
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.decoder_layer import DecoderLayer, NewTokens, Pair
+from services.rank_worker.model.fast_path.attention.interface import NewTokens, Pair
+from services.rank_worker.model.fast_path.decoder_layer import DecoderLayer
 from services.rank_worker.model.fast_path.forms import StackForm
 from services.rank_worker.model.fast_path.kernels.attention import RowPlaces, tile_count
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
@@ -56,10 +57,12 @@ class LayerStack:
         norms = [*(one.mlp_norm for one in form.layers), *self._following]
         self._epsilons = {id(norm): mx.array([norm.eps], dtype=mx.float32) for norm in norms}
         mx.eval(list(self._epsilons.values()))
+        attentions = [one.attention for one in form.layers]
         self._rotations: dict[int, Rotation] = {
-            id(one.rotation): one.rotation for one in form.layers if one.rotation is not None
+            id(one.rotation): one.rotation for one in attentions if one.rotation is not None
         }
-        self._query_heads = max(one.shape.query_heads for one in form.layers)
+        self._query_heads = max(one.shape.query_heads for one in attentions)
+        self._wants_mask_array = any(one.is_expanded for one in attentions)
         self._counter = counter
         self._compiled: dict[int, Callable[..., list[mx.array]]] = {}
         """The decode, by the number of tiles: hidden states, then the experts of each layer that
@@ -104,7 +107,7 @@ class LayerStack:
                 count,
                 caches[0].offset,
                 self._tables(caches[0].offset, rows, count),
-                caches[0].make_mask(count),
+                caches[0].make_mask(count, return_array=self._wants_mask_array),
                 apart=self._batch_invariant and count == 1,
             )
             hidden = self._run(tokens.reshape(-1), caches, new)
@@ -176,7 +179,7 @@ class LayerStack:
         norm: Any,
     ) -> Pair:
         form = layer.form
-        change = self._part(form.attention, layer.attend, normalized, cache, new)
+        change = self._part(form.attention.module, layer.attend, normalized, cache, new)
         hidden, normalized = self._add_norm(hidden, change, form.mlp_norm)
         routed = find_routed(form.mlp)
         if form.has_gated_mlp:
@@ -201,6 +204,10 @@ class LayerStack:
         normalized: mx.array = self._form.norm(self._form.embedding(tokens))
         return normalized
 
+    def is_expanded(self, number: int) -> bool:
+        """Tell whether a layer computes several new tokens per row in another way than one."""
+        return self._layers[number].form.attention.is_expanded
+
     def run_layer(self, number: int, hidden: mx.array, cache: RowLayer) -> mx.array:
         """Build one layer, for the proof.
 
@@ -212,18 +219,37 @@ class LayerStack:
         Returns:
             Its output, [B, 1, dim].
         """
-        layer, view, rows = self._layers[number], cache.view, hidden.shape[0]
+        layer, new = self._layers[number], self._new_tokens(cache, hidden)
+        flat = hidden.reshape(new.rows, -1)
+        normalized = layer.form.input_norm(flat)
+        output, _ = self._run_layer(layer, cache, new, flat, normalized, layer.form.mlp_norm)
+        return output.reshape(hidden.shape)
+
+    def run_attention(self, number: int, normalized: mx.array, cache: RowLayer) -> mx.array:
+        """Build one layer's attention, for the proof.
+
+        Args:
+            number: of the layer.
+            normalized: its input, [B, L, dim].
+            cache: its rows.
+
+        Returns:
+            [B, L, dim].
+        """
+        new, dim = self._new_tokens(cache, normalized), normalized.shape[-1]
+        attended = self._layers[number].attend(normalized.reshape(-1, dim), cache, new)
+        return attended.reshape(normalized.shape)
+
+    def _new_tokens(self, cache: RowLayer, x: mx.array) -> NewTokens:
+        """Return the new tokens of a part of a forward, for its input [B, L, dim]."""
+        view, (rows, count, _) = cache.view, x.shape
         mask = places = None
         if isinstance(view, InPlaceView):
             places = RowPlaces(view.lengths, view.slots, tile_count(view.longest))
         else:
-            mask = cache.make_mask(1)
-        tables, apart = self._tables(cache.offset, rows, 1), self._batch_invariant
-        new = NewTokens(rows, 1, cache.offset, tables, mask, places, apart)
-        flat = hidden.reshape(rows, -1)
-        normalized = layer.form.input_norm(flat)
-        output, _ = self._run_layer(layer, cache, new, flat, normalized, layer.form.mlp_norm)
-        return output.reshape(hidden.shape)
+            mask = cache.make_mask(count, return_array=self._wants_mask_array)
+        tables, apart = self._tables(cache.offset, rows, count), self._batch_invariant
+        return NewTokens(rows, count, cache.offset, tables, mask, places, apart and count == 1)
 
     def _part(self, module: Any, function: Callable[..., Any], *args: Any) -> Any:
         if self.observe is None:

@@ -8,8 +8,9 @@ import mlx.core as mx
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
+from services.rank_worker.model.fast_path.attention.interface import UnknownForm
 from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
-from services.rank_worker.model.fast_path.forms import StackForm, UnknownForm, read_form
+from services.rank_worker.model.fast_path.forms import StackForm, read_form
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.proof import depends_on_other_rows, find_difference
@@ -156,7 +157,7 @@ def _open_kernels(
         fault = f"keys and values have {kv_bits} bits" if kv_bits else f"the model is {dtype}"
     else:
         kernels = Kernels(settings.device)
-        fault = kernels.find_fault({one.shape for one in form.layers}, form.norm.weight)
+        fault = kernels.find_fault({one.attention.shape for one in form.layers}, form.norm.weight)
     if not settings.all_agree(not fault) or kernels is None:
         return None, fault or "another rank has none"
     kernels.keep_common(settings.all_agree)

@@ -27,6 +27,10 @@ _SLOTS = (2, 0, 1)
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
 """Largest relative difference, as a root mean square, of a layer's change to its input."""
 
+_TOKENS_OF_EXPANDED = 3
+"""New tokens per row of a second comparison, where several are computed in another way than one."""
+_OTHER_ARGUMENTS = "layers are given more than a mask and a cache"
+
 _GRAPH_TOLERANCE = 0.5
 """The same for hidden states after all layers, over which rounding adds up; unrelated ones differ
 by 1.4."""
@@ -53,10 +57,17 @@ def find_difference(
     # Everything is compared also after a difference: other ranks may not find it, and all must run
     # the same collectives.
     found = [_compare_ends(stack, inner, plain, parts)]
+    if found[0] == _OTHER_ARGUMENTS:
+        # The layers cannot be called here. All ranks see that, as all run the same code.
+        return _OTHER_ARGUMENTS
     blocks: list[Any] = inner.children()["layers"]
     for number, (block, layer_parts) in enumerate(zip(blocks, parts, strict=True)):
         differs = _compare_layer(stack, number, block, layer_parts, lengths)
         found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
+        if stack.is_expanded(number):
+            differs = _compare_expanded(stack, number, block, layer_parts)
+            said = f"attention {number} to several new tokens differs by {differs:.1%}"
+            found.append(said if differs else None)
     if stack.has_kernels and (differs := _compare_graph(stack, parts, lengths)):
         found.append(f"the compiled decode differs by {differs:.1%}")
     return next(filter(None, found), None)
@@ -122,10 +133,14 @@ def _compare_ends(
     for cache in caches:
         _set_view(cache, view)
     tokens = mx.array([[1], [2], [3]], dtype=mx.int32)
-    masks: list[Any] = []
-    with _layers_do_nothing(inner, masks):
+    calls: list[list[Any]] = []
+    with _layers_do_nothing(inner, calls):
         expected = plain(tokens, caches)
-    if any(one is not view.mask(1, None, return_array=False) for one in masks):
+    if any(len(given) > 2 for given in calls):
+        return _OTHER_ARGUMENTS
+    masks = [[one for one in given if not isinstance(one, RowLayer)] for given in calls]
+    mask = view.mask(1, None, return_array=False)
+    if any(len(given) != 1 or given[0] is not mask for given in masks):
         return "layers attend to some tokens only"
     if not mx.allclose(expected, stack.without_layers(tokens), rtol=1e-2, atol=1e-2).item():
         return "the embedding or the last norm differs"
@@ -133,14 +148,13 @@ def _compare_ends(
 
 
 @contextlib.contextmanager
-def _layers_do_nothing(inner: nn.Module, masks: list[Any]) -> Iterator[None]:
-    """Replace the layers by functions that return their input, and note their masks."""
+def _layers_do_nothing(inner: nn.Module, calls: list[list[Any]]) -> Iterator[None]:
+    """Replace the layers by functions that return their input, and note all that they are given."""
     blocks: list[Any] = inner.children()["layers"]
     originals = [type(one) for one in blocks]
 
-    def call(_block: Any, hidden: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        del cache
-        masks.append(mask)
+    def call(_block: Any, hidden: mx.array, *others: Any, **named: Any) -> mx.array:
+        calls.append([*others, *named.values()])
         return hidden
 
     for block, original in zip(blocks, originals, strict=True):
@@ -160,15 +174,7 @@ def _compare_layer(
     lengths: Sequence[int],
 ) -> float:
     """Return the relative difference of a layer's results; 0 if it is within the tolerance."""
-    dtype = block.input_layernorm.weight.dtype
-    key = mx.random.key(number)
-    hidden = (0.1 * mx.random.normal((3, 1, _width(block)), key=key)).astype(dtype)
-    own, other = _cache(parts), _cache(parts)
-    for index, part in enumerate(parts):
-        shape = (len(lengths), part.heads, max(lengths) + 1, part.dim)
-        numbers = mx.random.normal(shape, key=mx.random.key(index + 1)).astype(part.dtype)
-        own.arrays[index], other.arrays[index] = numbers, mx.array(numbers)
-    mx.eval(own.arrays, other.arrays)
+    hidden, own, other = _random_input(number, block, parts, lengths, 1)
     order = mx.array(_SLOTS, dtype=mx.int32)
     view = _ragged_view(lengths)
     _set_view(other, view)
@@ -184,9 +190,49 @@ def _compare_layer(
         found = stack.run_layer(number, hidden, own)
     mx.eval(expected, found, other.arrays)
     pairs = [(expected - hidden, found - hidden, hidden)]
-    for one, another in zip(_new_tokens(other, lengths), _new_tokens(own, lengths), strict=True):
-        pairs.append((one, another, one))
+    written = (_new_tokens(one, lengths, 1) for one in (other, own))
+    pairs += [(one, another, one) for one, another in zip(*written, strict=True)]
     return max(relative_difference(*pair) for pair in pairs)
+
+
+def _compare_expanded(
+    stack: LayerStack, number: int, block: Any, parts: Sequence[BlockPart]
+) -> float:
+    """Do the same for a layer's attention alone, with several new tokens per row.
+
+    The rest of the layer computes each token by itself. It is left out, because rounding can give a
+    token another expert, and that is likelier with more tokens.
+    """
+    count = _TOKENS_OF_EXPANDED
+    x, own, other = _random_input(number, block, parts, _LENGTHS, count)
+    view = _ragged_view(_LENGTHS, count)
+    for cache in (own, other):
+        _set_view(cache, view)
+    expected = block.self_attn(x, view.mask(count, None, return_array=False), other)
+    found = stack.run_attention(number, x, own)
+    mx.eval(expected, found, own.arrays, other.arrays)
+    written = (_new_tokens(one, _LENGTHS, count) for one in (other, own))
+    pairs = [(expected, found), *zip(*written, strict=True)]
+    return max(relative_difference(one, another, one) for one, another in pairs)
+
+
+def _random_input(
+    number: int,
+    block: Any,
+    parts: Sequence[BlockPart],
+    lengths: Sequence[int],
+    count: int,
+) -> tuple[mx.array, RowLayer, RowLayer]:
+    """Return a layer's input [3, count, dim], and two caches with the same rows."""
+    key, dtype = mx.random.key(number), block.input_layernorm.weight.dtype
+    hidden = (0.1 * mx.random.normal((3, count, _width(block)), key=key)).astype(dtype)
+    own, other = _cache(parts), _cache(parts)
+    for index, part in enumerate(parts):
+        shape = (len(lengths), part.heads, max(lengths) + count, part.dim)
+        numbers = mx.random.normal(shape, key=mx.random.key(index + 1)).astype(part.dtype)
+        own.arrays[index], other.arrays[index] = numbers, mx.array(numbers)
+    mx.eval(own.arrays, other.arrays)
+    return hidden, own, other
 
 
 def _compare_graph(
@@ -220,9 +266,10 @@ def _call(_module: Any, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _new_tokens(cache: RowLayer, lengths: Sequence[int]) -> list[mx.array]:
-    """Return the keys and the values that the decode has written, [rows, kv_heads, head_dim]."""
-    rows, places = mx.arange(len(lengths)), mx.array(list(lengths))
+def _new_tokens(cache: RowLayer, lengths: Sequence[int], count: int) -> list[mx.array]:
+    """Return the keys and the values that were written, [rows, count, kv_heads, head_dim]."""
+    rows = mx.arange(len(lengths))[:, None]
+    places = mx.array(list(lengths))[:, None] + mx.arange(count)
     return [array[rows, :, places] for array in cache.arrays]
 
 
@@ -256,8 +303,8 @@ def _cache(parts: Sequence[BlockPart], room: int = 1) -> RowLayer:
     return cache
 
 
-def _ragged_view(lengths: Sequence[int]) -> RaggedView:
-    return RaggedView(lengths, range(len(lengths)), 1, max(lengths) + 1)
+def _ragged_view(lengths: Sequence[int], count: int = 1) -> RaggedView:
+    return RaggedView(lengths, range(len(lengths)), count, max(lengths) + count)
 
 
 def _set_view(cache: RowLayer, view: RaggedView | InPlaceView) -> None:

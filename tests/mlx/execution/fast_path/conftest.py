@@ -6,7 +6,8 @@ import pytest
 from tests.mlx.execution.fast_path.metal_kernels import COMPILER, KernelOnCpu
 
 _OF_KERNELS = ["kernels", "rows_in_place", "expert_kernels", "routed_blocks"]
-collect_ignore = [] if COMPILER else [f"test_{name}.py" for name in _OF_KERNELS]
+_IGNORED = [*(f"test_{name}.py" for name in _OF_KERNELS), "latent/test_latent_kernels.py"]
+collect_ignore = [] if COMPILER else _IGNORED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -265,6 +265,29 @@ _ARGUMENTS["experts/add_experts_norm"] = (
 )
 _CONSTANTS["experts/count_experts"] = {"WIDTH": 128, "TOP": 8, "HAS_REAL": 1, "THREADS": 128}
 _ARGUMENTS["experts/count_experts"] = ("counts places real experts0 experts1", "counted")
+_CONSTANTS["latent/latent_attention"] = (
+    {"QUERY_HEADS": 128, "HEADS": 8, "HEAD": 192, "LATENT": 512, "ROTATED": 64, "THREADS": 256}
+    | {"VECTOR_SIZE": 8, "ROTATED_SIZE": 2, "VALUE_SIZE": 2, "TILE": 256, "TRADITIONAL": 1}
+    | {"QUERY_STRIDE": 24_576, "PROJECTED_STRIDE": 2_112}
+)
+_ARGUMENTS["latent/latent_attention"] = (
+    (
+        "queries absorbed projected latents rotated_keys "
+        "lengths slots rotations latent_weight constants"
+    ),
+    "attended tile_sums",
+)
+_CONSTANTS["latent/tensor_latent_attention"] = _CONSTANTS["latent/latent_attention"] | {"HEADS": 16}
+_ARGUMENTS["latent/tensor_latent_attention"] = _ARGUMENTS["latent/latent_attention"]
+_CONSTANTS["latent/head_products"] = {
+    "ROW_TILES": 4,
+    "WARPS": 4,
+    "ROW_STRIDE": 24_576,
+    "HEAD_STRIDE": 192,
+}
+_ARGUMENTS["latent/head_products"] = ("rows weight", "product")
+_CONSTANTS["latent/part_norm"] = {"DIM": 1536, "STRIDE": 2112, "THREADS": 192, "VECTOR_SIZE": 8}
+_ARGUMENTS["latent/part_norm"] = ("input weight constants", "normalized")
 
 
 @pytest.mark.proof
@@ -279,7 +302,9 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
     body = CUDA.prologue + read_source(name)
     if name == "experts/count_experts":
         body = f"const unsigned* given[] = {{experts0, experts1}};\n{body}"
-    is_of_cuda = name.startswith(("experts/", "few_rows", "tensor_attention"))
+    is_of_cuda = name.startswith(
+        ("experts/", "few_rows", "tensor_attention", "latent/tensor", "latent/head")
+    )
     is_of_cuda &= name not in ("experts/route", "experts/add_experts", "experts/add_experts_norm")
     arguments = []
     for one in inputs.split():

@@ -6,8 +6,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx import nn
+from mlx_lm.models import ministral3
 
 from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
+from tests.mlx.models import with_random_weights
 
 
 @pytest.mark.parametrize(("kind", "query_heads", "kv_heads", "head_dim"), SHAPES)
@@ -96,6 +98,25 @@ def test_disagreement_of_another_rank_closes_fast_path() -> None:
         None,
         "mlx-lm's layers: another rank has no fast path",
     )
+
+
+def test_layers_that_are_given_more_than_mask_and_cache_keep_mlx_lms_code() -> None:
+    """Such as a scale of queries that depends on the position; the proof cannot call them."""
+    position_scale = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8_192}
+    arguments = ministral3.ModelArgs(
+        model_type="ministral3",
+        hidden_size=48,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        vocab_size=211,
+        rope_parameters={"type": "default", "rope_theta": 10_000.0, **position_scale},
+    )
+    opened = open_of(with_random_weights(ministral3.Model(arguments)))
+    assert opened.state == "mlx-lm's layers: layers are given more than a mask and a cache"
 
 
 def test_model_with_recurrent_state_keeps_mlx_lms_code(

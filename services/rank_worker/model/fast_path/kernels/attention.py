@@ -6,7 +6,7 @@ anew, which takes seconds on CUDA.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -110,13 +110,7 @@ class Attention:
             kernel("tensor_attention", HEADER, ["arrived"]) if dialect is CUDA else None
         )
         """Uses tensor cores; None: this GPU has none that it can use."""
-        self._add_tiles = make(
-            name="lockstep_add_tiles",
-            input_names=["tile_sums", "lengths"],
-            output_names=["attended"],
-            source=dialect.prologue + read_source("add_tiles"),
-            header=dialect.header,
-        )
+        self._tile_sums = TileSums(make, dialect)
 
     @property
     def has_tensor_cores(self) -> bool:
@@ -146,15 +140,10 @@ class Attention:
         return f"a kernel does not run ({fault})" if fault else ""
 
     def _try(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
-        """Attend to one row, of one tile and of two; return MLX's error, "" without one."""
-        try:
-            for shape in shapes:
-                self._attend_once(shape, dtype)
-        except (RuntimeError, ValueError) as error:
-            return str(error).splitlines()[0]
-        return ""
+        return first_error(functools.partial(self._attend_once, dtype=dtype), shapes)
 
     def _attend_once(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
+        """Attend to one row, of one tile and of two."""
         heads = shape.query_heads + 2 * shape.kv_heads
         row = mx.zeros((1, shape.kv_heads, TILE_TOKENS + 1, shape.head_dim), dtype=dtype)
         norm = mx.zeros((shape.head_dim,), dtype=dtype)
@@ -218,28 +207,65 @@ class Attention:
             output_shapes=[result if is_done else no_result, sums],
             output_dtypes=[dtype, mx.float32],
         )
-        done: mx.array = attended if is_done else self._add_up(tile_sums, places, shape, dtype)
+        if not is_done:
+            attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype, result)
+        done: mx.array = attended
         return done
 
-    def _add_up(
-        self, tile_sums: mx.array, places: RowPlaces, shape: AttentionShape, dtype: mx.Dtype
-    ) -> Any:
-        rows = tile_sums.shape[0]
-        (attended,) = self._add_tiles(
-            inputs=[tile_sums, places.lengths],
+
+class TileSums:
+    """Starts the kernel that adds up the tiles of rows."""
+
+    def __init__(self, make: Any, dialect: Dialect) -> None:
+        """Prepare; arguments as those of `Attention`."""
+        self._kernel = make(
+            name="lockstep_add_tiles",
+            input_names=["tile_sums", "lengths"],
+            output_names=["attended"],
+            source=dialect.prologue + read_source("add_tiles"),
+            header=dialect.header,
+        )
+
+    def add_up(
+        self, tile_sums: mx.array, lengths: mx.array, dtype: mx.Dtype, shape: tuple[int, ...]
+    ) -> mx.array:
+        """Add up.
+
+        Args:
+            tile_sums: float32 [rows, query heads, tiles, width + 2]: sums of a tile's values, its
+                highest score, and the sum of its weights.
+            lengths: see `RowPlaces`.
+            dtype: of the result.
+            shape: of the result, with its numbers in the order rows, query heads, width.
+        """
+        rows, query_heads, _, numbers = tile_sums.shape
+        width = numbers - 2
+        attended: mx.array
+        (attended,) = self._kernel(
+            inputs=[tile_sums, lengths],
             template=[
                 ("T", dtype),
-                ("HEAD_DIM", shape.head_dim),
-                ("QUERY_HEADS", shape.query_heads),
+                ("HEAD_DIM", width),
+                ("QUERY_HEADS", query_heads),
                 ("THREADS", _THREADS),
                 ("TILE", TILE_TOKENS),
             ],
-            grid=(_THREADS, shape.query_heads, rows),
+            grid=(_THREADS, query_heads, rows),
             threadgroup=(_THREADS, 1, 1),
-            output_shapes=[(rows, shape.query_heads * shape.head_dim)],
+            output_shapes=[shape],
             output_dtypes=[dtype],
         )
         return attended
+
+
+def first_error(run: Callable[[Any], None], shapes: Collection[Any]) -> str:
+    """Run kernels for all shapes; return the first line of MLX's error, "" without one."""
+    try:
+        for one in shapes:
+            run(one)
+    except (RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def tile_count(length_max: int) -> int:

@@ -15,9 +15,16 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.kernels.latent_attention import (
+    LatentAttentionKernels,
+    LatentShape,
+)
 from shared.log import Log
 
 _log = Log("rank_worker.fast_path")
+
+Shape = AttentionShape | LatentShape
+"""Of one layer's attention."""
 
 _ROW_THREADS = 256
 """Threads of a group that computes an activation."""
@@ -29,14 +36,16 @@ class Kernels:
     def __init__(self, device: Gpu) -> None:
         """Prepare for a kind of device; nothing is compiled yet."""
         make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
-        self.attention = Attention(make, CUDA if device == "cuda" else METAL)
+        dialect = CUDA if device == "cuda" else METAL
+        self.attention = Attention(make, dialect)
+        self.latent_attention = LatentAttentionKernels(make, dialect)
         names = ["input", "change", "weight", "constants"]
         self._add_norm = make_kernel(device, "add_norm", names, ["added", "normalized"])
         self._silu_product = make_kernel(device, "silu_product", ["gate_up"], ["product"])
         self.few_rows = FewRows() if device == "cuda" else None
         """Products of few rows; None: MLX's are used."""
 
-    def find_fault(self, shapes: Collection[AttentionShape], weight: mx.array) -> str:
+    def find_fault(self, shapes: Collection[Shape], weight: mx.array) -> str:
         """Compile and run all kernels once; return why they cannot serve, "" if they can.
 
         Without a kernel for products of few rows the others still serve, and MLX multiplies.
@@ -46,7 +55,10 @@ class Kernels:
             weight: [dim], of a norm of the model.
         """
         dtype, epsilon = weight.dtype, mx.zeros((1,), dtype=mx.float32)
-        if fault := self.attention.find_fault(shapes, dtype):
+        of_heads = [one for one in shapes if isinstance(one, AttentionShape)]
+        of_latents = [one for one in shapes if isinstance(one, LatentShape)]
+        fault = self.attention.find_fault(of_heads, dtype)
+        if fault := fault or self.latent_attention.find_fault(of_latents, dtype):
             return fault
         hidden = mx.ones((1, weight.size), dtype=dtype)
         try:
@@ -69,8 +81,10 @@ class Kernels:
         """
         if not all_agree(self.few_rows is not None):
             self.few_rows = None
-        if not all_agree(self.attention.has_tensor_cores):
-            self.attention.leave_tensor_cores()
+        attentions = (self.attention, self.latent_attention)
+        if not all_agree(all(one.has_tensor_cores for one in attentions)):
+            for one in attentions:
+                one.leave_tensor_cores()
 
     def add_norm(
         self, hidden: mx.array, change: mx.array, weight: mx.array, epsilon: mx.array

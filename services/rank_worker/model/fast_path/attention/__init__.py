@@ -1,0 +1,1 @@
+"""Attention of decoder layers, one module for each form that is known."""
