@@ -94,6 +94,7 @@ def rank_worker(sources: SettingSources, *, rank: int, spare: bool) -> int:
 
         # It has no file in the run folder before it has the place.
         if share.config.rank_worker.spare == "loaded":
+            adapters.check(share.config)
             claim = functools.partial(_create_process_file, share.config, name)
             return main.run_as_loaded_spare(share.config, rank, claim)
         blas_library = main.wait_as_spare(share.config, rank)

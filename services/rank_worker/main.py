@@ -36,6 +36,8 @@ from shared.os import lifeline
 
 _log = Log("rank_worker")
 
+_FILES_CHANGED = "Lockstep's files have changed since this spare process has read them."
+
 
 def run(config: Config, rank: int = -1, *, blas_library: str | None = None) -> int:
     """Run one rank for one epoch and return the exit code, which is never 0.
@@ -55,7 +57,11 @@ def run_as_loaded_spare(config: Config, rank: int, on_place_taken: Callable[[], 
         config: the settings.
         rank: whose place this process will take.
         on_place_taken: called in a thread when the process before this one has ended.
+
+    Raises:
+        UsageError: no supervisor has started this process.
     """
+    _check_supervised()
     return _run(config, rank, None, on_place_taken)
 
 
@@ -93,8 +99,7 @@ def wait_as_spare(config: Config, rank: int) -> str:
         UsageError: no supervisor has started this process.
         WorldLost: Lockstep's files have changed meanwhile.
     """
-    if not lifeline.is_held():
-        raise UsageError("Spare processes of ranks are started by `lockstep up` only.")
+    _check_supervised()
     _set_up_process(config, rank)
     build = code_version.build_id()
     blas_library = _prepare_for_mlx(config)
@@ -105,8 +110,13 @@ def wait_as_spare(config: Config, rank: int) -> str:
     lifeline.wait_for_turn()
     if code_version.build_id() != build:
         # The other ranks may run the new code; the supervisor starts a new process at once.
-        raise WorldLost("Lockstep's files have changed since this spare process has read them.")
+        raise WorldLost(_FILES_CHANGED)
     return blas_library
+
+
+def _check_supervised() -> None:
+    if not lifeline.is_held():
+        raise UsageError("Spare processes of ranks are started by `lockstep up` only.")
 
 
 def _set_up_process(config: Config, rank: int) -> None:
@@ -164,13 +174,16 @@ def _run_epoch(
     link = SchedulerLink(config.rank_address, hello, clock, keys_dir=config.keys_dir)
     link.start()
     if on_place_taken is not None:
-        waiter = threading.Thread(target=_take_place, args=(link, on_place_taken), daemon=True)
-        waiter.start()
+        waited_for = (link, hello.build, on_place_taken)
+        threading.Thread(target=_take_place, args=waited_for, daemon=True).start()
     order = link.orders.get()
     if not isinstance(order, JoinWorld):
         raise TypeError(f"expected JoinWorld as the first order, got {type(order).__name__}")
     log.bind(rank=order.rank, epoch=order.epoch)
     try:
+        if is_spare and code_version.build_id() != hello.build:
+            # It would import the rest of the code from the new files.
+            raise WorldLost(_FILES_CHANGED)
         with contextlib.ExitStack() as environment:
             if port is not None:
                 environment.callback(port.release)
@@ -198,11 +211,20 @@ def _run_epoch(
         return _report_failure(link, order, error, detail, limits.EXIT_WORLD_LOST)
 
 
-def _take_place(link: SchedulerLink, on_place_taken: Callable[[], object]) -> None:
-    """Wait until the supervisor gives this spare process its place; tell the scheduler."""
+def _take_place(link: SchedulerLink, build: str, on_place_taken: Callable[[], object]) -> None:
+    """Wait until the supervisor gives this spare process its place; tell the scheduler.
+
+    The process ends instead if Lockstep's files have changed and it has not served yet.
+    """
     lifeline.wait_for_turn()
+    if code_version.build_id() != build and not link.step_started:
+        _log.error("rank_failed", detail=_FILES_CHANGED)
+        link.exit(limits.EXIT_WORLD_LOST)
     link.take_place()
-    on_place_taken()
+    try:
+        on_place_taken()
+    except LockstepError as error:
+        _log.error("process_file_not_written", detail=str(error))
 
 
 def _describe_device() -> Device:

@@ -92,6 +92,8 @@ class SchedulerLink:
         """The main thread joins a world, and may be about to report why it cannot: an exit waits
         `FLUSH_S` for that."""
         self._hello = hello
+        self._has_place = False
+        """This spare process has the place of the process before it."""
         self._clock = clock or SystemClock()
         self._end_process = end_process
         self._link: Dialer[ToRank] = Dialer(address, "rank", ToRank, self._clock, keys_dir=keys_dir)
@@ -117,8 +119,8 @@ class SchedulerLink:
 
     def take_place(self) -> None:
         """Tell the scheduler that the process before this spare one has ended; thread-safe."""
-        self._hello = structs.replace(self._hello, spare=False)
-        self.send(PlaceTaken(rank=self._hello.rank))
+        self._has_place = True
+        self._link.wake()
 
     def wait_until_sent(self) -> None:
         """Wait until all queued messages have left, `FLUSH_S` at most.
@@ -162,6 +164,10 @@ class SchedulerLink:
             return self._finish_exit(self._exit_code)
         for event in self._link.poll(self._heartbeat_due_in_s()):
             self._handle(event)
+        if self._has_place and self._hello.spare:
+            # In this thread, which also sends the hello.
+            self._hello = structs.replace(self._hello, spare=False)
+            self._outgoing.append(PlaceTaken(rank=self._hello.rank))
         self._send_heartbeat()
         self._flush()
         return True

@@ -309,9 +309,9 @@ class Worker:
         per_token = executor.store.bytes_per_token + executor.proposer.bytes_per_token
         row_tokens_max = max(0, row_bytes - executor.kv_bytes_per_row) // max(1, per_token)
         canary.check_prompt(executor, tokens_max, row_tokens_max, on_cpu=self._on_cpu)
-        if not self._on_cpu:
-            longest = min(tokens_max - 1, row_tokens_max)
-            self.prefill_time = time_prefill(executor, self.clock, longest, world.all_agree)
+        # A CPU needs no preparation for a new length, and the prompts would take long.
+        longest = 0 if self._on_cpu else min(tokens_max - 1, row_tokens_max)
+        self.prefill_time = time_prefill(executor, self.clock, longest, world.all_agree)
 
     def _kv_budget_bytes(self) -> int:
         """Return the memory that KV may use on this rank, in bytes."""
@@ -321,8 +321,8 @@ class Worker:
 
     def _free_kv_bytes(self) -> int:
         """Return the part of the free memory that KV may use, in bytes, beside a loaded spare."""
-        spares = 0 if self.order.kv_budget_bytes else self.config.rank_worker.weight_copies - 1
-        return int(KV_MEMORY_SHARE * max(0, self._free_bytes() - spares * hardware.used_bytes()))
+        copies = 0 if self.order.kv_budget_bytes else self.config.rank_worker.weight_copies - 1
+        return int(KV_MEMORY_SHARE * max(0, self._free_bytes() - copies * hardware.used_bytes()))
 
     def _free_bytes(self) -> int:
         """Return the memory that is free now for this rank, in bytes."""

@@ -263,7 +263,7 @@ class SchedulerCore:
 
     def _handle_rank_ready(self, peer: PeerId, message: RankReady, now_s: float) -> None:
         before = self._world.state
-        if problem := self._world.handle_ready(peer, message):
+        if problem := self._world.handle_ready(peer, message, now_s):
             self._end_epoch("load", problem, now_s)
         elif before is not self._world.state:
             self._begin_epoch(now_s)

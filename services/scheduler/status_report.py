@@ -54,7 +54,7 @@ class StatusReporter:
             backend=world.recovery.backend,
             sharding=config.sharding,
             namespace=self.change.namespace,
-            spare_world=world.explain_spares(),
+            spare_world=world.spares.explain(),
             world_change=self.change.explain(now_s),
             ranks=[self.telemetry.complete(one, now_s) for one in world.statuses()],
             dismissed=world.dismissed.report(now_s),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from services.rank_worker.execution.executor import Executor
+from services.rank_worker.execution.warmup import infinite_logits_refused
 from shared.clock import Clock
 from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
 
@@ -16,7 +17,7 @@ LENGTHS = (64, 256, 1_024)
 """Lengths of prompts in tokens, which are run in turn."""
 BUDGET_S = 0.5
 """The next length is run if its expected time is not longer."""
-_SPARE_TOKENS = 256
+_ROOM_TOKENS = 256
 """Tokens of a row beyond the prompt, as rows of real requests have."""
 
 
@@ -38,13 +39,16 @@ def time_prefill(
     """Time prompts of growing length; return the time of the longest.
 
     Each length is run twice, as the first run compiles kernels. All ranks call this at the same
-    point.
+    point, also those of a device that times nothing.
 
     Args:
         executor: warm and without sequences, before and after.
         clock: measures durations.
-        tokens_max: longest prompt.
+        tokens_max: longest prompt on this rank; 0: none is timed on any rank.
         all_agree: tells whether a statement holds on all ranks; a collective.
+
+    Raises:
+        ConfigError: the model's logits are not finite.
     """
     found = NOT_TIMED
     steps = itertools.count(1)
@@ -53,7 +57,8 @@ def time_prefill(
         if not all_agree(length <= tokens_max and expected_s <= BUDGET_S):
             break
         for _ in range(2):
-            found = PrefillTime(length, _run_prompt(executor, clock, length, steps))
+            with infinite_logits_refused():
+                found = PrefillTime(length, _run_prompt(executor, clock, length, steps))
     executor.restart_receipts()
     return found
 
@@ -76,7 +81,7 @@ def _run_prompt(
         step_id=next(steps),
         deadline_s=0.0,
         row_count=1,
-        row_tokens=length + _SPARE_TOKENS,
+        row_tokens=length + _ROOM_TOKENS,
         admitted=[sequence],
         prefill_chunks=[chunk],
     )

@@ -5,6 +5,7 @@ memory. The first request must not pay for that, and its duration must not be ta
 usual step. A model whose logits are not finite is refused here.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -62,7 +63,7 @@ def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = F
         executor.finish(executor.launch(plan))
 
     first, second = _admissions(executor.vocab_size, prompt_tokens_max)
-    try:
+    with infinite_logits_refused():
         run(admitted=[first], prefill_chunks=[_prefill(first)])
         # The first sequence decodes alone before the second is admitted.
         run(decodes=SEQUENCES[:1])
@@ -74,6 +75,17 @@ def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = F
                 run(decodes=SEQUENCES, **fields)
         run(dropped=SEQUENCES, row_count=0, row_tokens=0)
         executor.restart_receipts()
+
+
+@contextlib.contextmanager
+def infinite_logits_refused() -> Iterator[None]:
+    """Say in a `with` block with steps before a rank is ready why its logits are not finite.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    try:
+        yield
     except InvariantBroken as error:
         raise ConfigError(
             f"The model computes logits that are not finite ({error}): its weights are damaged, or "

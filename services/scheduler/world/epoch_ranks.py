@@ -38,6 +38,10 @@ class EpochRanks:
         """
         self.epoch = epoch
         self.backend: Backend = backend
+        self.has_whole_canary = all(one.canary_prompt for one in orders)
+        """Their canary has its long prompt."""
+        self.were_spares = False
+        """They had not loaded as spares when they became the ranks of the current epoch."""
         self.ring_obstacle = ""
         """Why these processes cannot use the ring backend; "" if they can."""
         self._members = {member.peer: member for member in chosen}

@@ -24,6 +24,8 @@ class PassedCanary:
         """
         # Shares of layers and experts follow from the ranks' memory.
         self._depends_on_memory = sharding in ("expert", "pipeline")
+        self.doubts = 0
+        """How often the results of ranks were in doubt."""
         self._world: object = None
         """Backend and machines that have passed."""
         self._passed_at_s = 0.0
@@ -43,6 +45,7 @@ class PassedCanary:
     def forget(self) -> None:
         """Let the next canary run whole, because results of its ranks are in doubt."""
         self._world = None
+        self.doubts += 1
 
     def covers(self, backend: Backend, ranks: Sequence[RankHello], now_s: float) -> bool:
         """Tell whether equal devices, with equal code and shards, have passed within the hour.

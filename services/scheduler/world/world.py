@@ -68,10 +68,12 @@ class World:
         """Processes that wait for an epoch."""
         self._ranks: EpochRanks | None = None
         """Those of the current epoch; None between epochs."""
-        self._spares = SpareWorld(config, self.passed_canary, self.dismissed, actions)
+        self.spares = SpareWorld(config, self.passed_canary, self.dismissed, actions)
         self._last_epoch = Epoch(0)
         """The latest that has begun, of this world or of a spare world."""
-        self._now_s = 0.0
+        self._places_taken: list[RankHello] = []
+        """Spare processes that have said since the last end of an epoch that a process before them
+        has ended."""
         self._failure_kind: FailureKind = ""
         """Why the current epoch ends, as far as it is known."""
 
@@ -114,18 +116,22 @@ class World:
             None, or why the current epoch must end: the process replaces one of its ranks or is one
             of them over a new connection, or the processes cannot form a world.
         """
+        if isinstance(message, PlaceTaken):
+            member = self.find(peer) or self.spares.find(peer)
+            if member is not None:
+                self.dismissed.forget_replaced(member.hello)
+                self._places_taken.append(member.hello)
+            if (waiting := self.spares.remove(peer)) is None:
+                is_spare = self.spares.has(peer)
+                return f"The process of rank {message.rank} has ended." if is_spare else None
+            message = structs.replace(waiting.hello, spare=False)
         if self.find(peer) is not None:
             return None
-        if isinstance(message, PlaceTaken):
-            waiting = self._spares.remove(peer)
-            if waiting is None:
-                is_loaded = self._spares.has(peer)
-                return f"The process of rank {message.rank} has ended." if is_loaded else None
-            message = structs.replace(waiting.hello, spare=False)
         if message.spare:
-            self._spares.handle_hello(peer, message, now_s)
+            self.spares.handle_hello(peer, message, now_s)
             self._try_to_begin_spares(now_s)
             return None
+        self.spares.end_if_replaced(message, now_s)
         self.dismissed.forget_replaced(message)
         for other in list(self._waiting.values()):
             if is_same_process(message, other.hello):
@@ -137,47 +143,50 @@ class World:
 
     def handle_loading(self, peer: PeerId, message: RankLoading) -> None:
         """Record how far a rank has joined and loaded, for the status and the deadlines."""
-        for ranks in (self._ranks, self._spares.ranks):
+        for ranks in (self._ranks, self.spares.ranks):
             if ranks is not None:
                 ranks.note_loading(peer, message)
 
-    def handle_ready(self, peer: PeerId, message: RankReady) -> str | None:
+    def handle_ready(self, peer: PeerId, message: RankReady, now_s: float) -> str | None:
         """Record that a rank has loaded; `state` becomes READY with the last rank.
 
         Args:
             peer: the rank process.
             message: its report.
+            now_s: when it arrived, in seconds.
 
         Returns:
             None, or why the epoch must end: its ranks differ in model, settings or canary results.
         """
-        spares = self._spares.ranks
+        spares = self.spares.ranks
         if spares is not None and spares.find(peer) is not None:
-            self._spares.handle_ready(peer, message, self._now_s)
+            self.spares.handle_ready(peer, message, now_s)
         if self.state is not WorldState.LOADING or self._ranks is None or not self.find(peer):
             return None
         self._ranks.note_ready(peer, message)
         mismatch = self._ranks.explain_mismatch()
         if mismatch is not None:
             # Another start would end in the same mismatch.
-            self.recovery.abandon_start("configuration", mismatch)
+            self._abandon_start(mismatch)
             return mismatch
         difference = self._ranks.explain_difference()
         if difference is not None:
             self._failure_kind = "canary"
             return difference
         if self._ranks.is_loaded:
-            self.passed_canary.note(self._ranks.backend, self._ranks.hellos, self._now_s)
-            self._become_ready(self._ranks.age_s(self._now_s))
+            self.passed_canary.note(self._ranks.backend, self._ranks.hellos, now_s)
+            if self._ranks.were_spares:
+                self.spares.note_start()
+            self._become_ready(now_s, self._ranks.age_s(now_s))
         return None
 
-    def _become_ready(self, seconds: float) -> None:
+    def _become_ready(self, now_s: float, seconds: float) -> None:
         self.state = WorldState.READY
         self.was_ready = True
         self.recovery.note_ready()
         self.model.note_ready()
         self._log("info", "world_ready", seconds=round(seconds, 1))
-        self._try_to_begin_spares(self._now_s)
+        self._try_to_begin_spares(now_s)
 
     def handle_lost(self, peer: PeerId, cause: str, now_s: float) -> bool:
         """Remove a rank process whose link is lost; return whether it was a rank of this epoch.
@@ -193,8 +202,7 @@ class World:
         member = self._ranks.remove(peer) if self._ranks is not None else None
         if member is not None:
             self.dismissed.add(member, now_s)
-        elif self._spares.remove(peer) is None and self._spares.has(peer):
-            self._spares.end(f"The link of a spare process is lost ({cause}).", now_s, peer)
+        self.spares.handle_lost(peer, cause, now_s)
         self.dismissed.note_link_lost(peer, cause)
         return member is not None
 
@@ -212,9 +220,7 @@ class World:
         Returns:
             True if the process was a rank of this epoch, or no further epoch may start.
         """
-        if self._spares.has(peer):
-            if self._spares.remove(peer) is None:
-                self._spares.end(f"A spare process has failed: {message.detail}", now_s, peer)
+        if self.spares.handle_failed(peer, message, now_s):
             return False
         was_waiting = self._waiting.pop(peer, None) is not None
         member = self._ranks.remove(peer) if self._ranks is not None else None
@@ -229,13 +235,13 @@ class World:
         if message.cause == "memory":
             self.model.reduce_kv_budget()
         if message.permanent and (is_ranked or self.state is not WorldState.READY):
-            self.recovery.abandon_start("configuration", message.detail)
+            self._abandon_start(message.detail)
         return is_ranked or (bool(self.recovery.failure) and self.state is not WorldState.FAILED)
 
     def knows(self, peer: PeerId) -> bool:
         """Tell whether a peer is a rank process, or was dismissed and may still run."""
         is_present = peer in self._waiting or self.find(peer) is not None
-        return is_present or self._spares.has(peer) or self.dismissed.has(peer)
+        return is_present or self.spares.has(peer) or self.dismissed.has(peer)
 
     def overdue_reason(self, now_s: float) -> str | None:
         """Return a sentence if the ranks have not joined or loaded before the deadline, else None.
@@ -243,8 +249,7 @@ class World:
         Args:
             now_s: the monotonic time in seconds.
         """
-        self._now_s = now_s
-        self._spares.check_deadlines(now_s)
+        self.spares.check_deadlines(now_s)
         if self.state is not WorldState.LOADING or self._ranks is None:
             return None
         return self._ranks.overdue_reason(now_s, self._config.scheduler)
@@ -271,16 +276,16 @@ class World:
                 failed = FailedEpoch(self.epoch, cause, was_ready, *known)
                 self.recovery.epoch_failed(failed, now_s)
                 self.passed_canary.forget()
-        self._dismiss_ranks(cause, now_s)
+        self._leave_epoch(cause, now_s)
         self._failure_kind = ""
         if self.recovery.failure:
             self.state = WorldState.FAILED
-            self._spares.end(cause, now_s)
-        elif (spares := self._spares.take(self.recovery.backend, now_s)) is not None:
+            self.spares.end(cause, now_s, counts=False)
+        elif (spares := self.spares.take(self.recovery.backend, now_s)) is not None:
             self._set_current(spares)
             self._log("info", "epoch_begins", ranks=self.size, backend=spares.backend)
             if spares.is_loaded:
-                self._become_ready(0.0)
+                self._become_ready(now_s, 0.0)
         else:
             self._try_to_begin_epoch(now_s)
 
@@ -291,18 +296,18 @@ class World:
             cause: why the epoch ends, one sentence for the ranks.
             now_s: the monotonic time in seconds, from which the ranks are listed as dismissed.
         """
-        self._dismiss_ranks(cause, now_s)
-        self._spares.end(cause, now_s)
+        self._leave_epoch(cause, now_s)
+        self.spares.end(cause, now_s, counts=False)
 
-    def _dismiss_ranks(self, cause: str, now_s: float) -> None:
-        self._now_s = now_s
+    def _leave_epoch(self, cause: str, now_s: float) -> None:
         if self._ranks is not None:
             is_canary = self._failure_kind == "canary"
             self._ranks.dismiss(cause, now_s, self.dismissed, is_canary=is_canary)
             self._ranks = None
-        for member in self._waiting.values():
-            # It may have said hello before the process that it replaces was dismissed.
-            self.dismissed.forget_replaced(member.hello)
+        # They may have spoken before the processes that they replace were dismissed.
+        for hello in [*self._places_taken, *(one.hello for one in self._waiting.values())]:
+            self.dismissed.forget_replaced(hello)
+        self._places_taken.clear()
         self.state = WorldState.GATHERING
 
     def extend_deadlines(self, seconds: float, now_s: float) -> None:
@@ -312,7 +317,7 @@ class World:
             seconds: how long the scheduler did not run, by which they are postponed.
             now_s: the monotonic time in seconds; the deadlines count from then at the latest.
         """
-        for ranks in (self._ranks, self._spares.ranks):
+        for ranks in (self._ranks, self.spares.ranks):
             if ranks is not None:
                 ranks.extend_deadlines(seconds, now_s)
 
@@ -341,10 +346,6 @@ class World:
         ranks = range(self.size)
         return [known.get(rank) or RankStatus(rank=rank, state="missing") for rank in ranks]
 
-    def explain_spares(self) -> str:
-        """Return what the loaded spare processes do, in words; "" without any."""
-        return self._spares.explain()
-
     def _try_to_begin_epoch(self, now_s: float) -> str | None:
         """Begin an epoch if enough processes wait; return why they cannot form a world, or None."""
         chosen = assign_ranks(self._waiting.values(), self.size)
@@ -362,16 +363,16 @@ class World:
         self._log("info", "epoch_begins", ranks=self.size, backend=ranks.backend)
         return None
 
+    def _abandon_start(self, detail: str) -> None:
+        """Rule out further epochs; not if spares lacked room, which new processes may have."""
+        if self._ranks is None or not self._ranks.were_spares:
+            self.recovery.abandon_start("configuration", detail)
+
     def _try_to_begin_spares(self, now_s: float) -> None:
         """Begin the spare world if this world serves and each rank has a spare process."""
-        chosen = self._spares.choose() if self.state is WorldState.READY else None
-        if chosen is None:
-            return
-        budgets = [report.kv_budget_bytes for report in self.reports()]
-        try:
-            self._spares.begin(self._begin(chosen, now_s, budgets))
-        except ConfigError as error:
-            self._log("warning", "spare_world_impossible", cause=str(error))
+        if self.state is WorldState.READY:
+            budgets = [report.kv_budget_bytes for report in self.reports()]
+            self.spares.begin_if_complete(lambda chosen: self._begin(chosen, now_s, budgets), now_s)
 
     def _begin(
         self, chosen: Sequence[RankProcess], now_s: float, kv_budgets: Sequence[int] = ()

@@ -166,7 +166,8 @@ class Child:
             return
         self.starts += 1
         self._started_at_s = now_s
-        self._stopped_at_s = None
+        # The system reports a stop once: that of a spare was reported before it took the place.
+        self._stopped_at_s = self._process.stopped_at_s
         self._is_killed = False
 
     def reset_backoff(self) -> None:
@@ -235,6 +236,8 @@ class Child:
         if self.has_ended(now_s):
             return None
         process, self._process = self._process, None
+        if process is not None:
+            process.stopped_at_s = self._stopped_at_s
         return process
 
     def terminate(self) -> None:

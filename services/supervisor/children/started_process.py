@@ -35,6 +35,8 @@ class StartedProcess:
             OSError: when it cannot be started.
         """
         self.name = name
+        self.stopped_at_s: float | None = None
+        """Since when it was stopped as a spare, by the supervisor's time; None: it was not."""
         self._console = console
         read_end, self._lifeline = os.pipe()
         try:

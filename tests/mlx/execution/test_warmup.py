@@ -100,6 +100,34 @@ def test_timed_prompt_fits_context_and_memory(
     assert time_prefill(executor, SteadyClock(0.001), tokens_max).tokens == expected
 
 
+def test_every_rank_votes_on_each_length_and_stops_after_the_first_refusal(
+    make_model: MakeModel,
+) -> None:
+    """A vote is a collective: a rank that times nothing, such as one on a CPU beside GPUs, must take
+    part in it."""
+    votes: list[bool] = []
+
+    def all_agree(vote: bool) -> bool:
+        votes.append(vote)
+        return vote
+
+    executor = ExecutorDriver(make_model("llama")).executor
+    assert time_prefill(executor, SteadyClock(0.001), 0, all_agree) == NOT_TIMED
+    assert votes == [False]
+    time_prefill(executor, SteadyClock(0.001), 300, all_agree)
+    assert votes == [False, True, True, False]
+
+
+def test_timing_refuses_model_whose_logits_are_not_finite(make_model: MakeModel) -> None:
+    """The error is that of the warm-up, with its remedy: longer prompts may be the first to show
+    it."""
+    model = models.MODEL_FACTORIES["llama"]()
+    model.update(tree_map(lambda one: one * mx.nan, model.parameters()))
+
+    with pytest.raises(ConfigError, match=r"set model\.dtype to float32"):
+        time_prefill(ExecutorDriver(model).executor, SteadyClock(0.001), 4_096)
+
+
 def test_nothing_is_timed_where_no_prompt_fits_or_a_rank_disagrees(make_model: MakeModel) -> None:
     """Without room for the shortest prompt nothing runs; and all ranks run the same prompts, so one
     rank's objection counts for all."""

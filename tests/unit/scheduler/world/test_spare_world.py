@@ -1,5 +1,7 @@
 """The spare world: spare processes that load while the world before them serves."""
 
+from typing import Literal
+
 import msgspec
 import pytest
 
@@ -12,7 +14,7 @@ from services.scheduler.events import (
     SendToRanks,
     TimePassed,
 )
-from services.scheduler.world.spare_world import STARTS_MAX
+from services.scheduler.world.spare_world import RETRY_S, STARTS_MAX
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import (
@@ -63,12 +65,12 @@ class ManualWorld:
         """Send one message of a rank process; return the actions."""
         return self.core.handle(RankMessageReceived(PeerId(peer), message), self.now_s)
 
-    def start(self, prefix: bytes, *, spare: bool = False) -> list[Action]:
+    def start(self, prefix: bytes, *, spare: bool = False, build: str = "") -> list[Action]:
         """Let a process of each rank say hello; return all actions."""
         actions = []
         for rank in range(self.size):
             self.processes += 1
-            hello = rank_hello(rank, self.processes, spare=spare)
+            hello = rank_hello(rank, self.processes, spare=spare, build=build)
             actions += self.act(prefix + b"%d" % rank, hello)
         return actions
 
@@ -106,6 +108,12 @@ def leaving(actions: list[Action]) -> set[bytes]:
         if isinstance(one, SendToRanks) and isinstance(one.message, LeaveWorld)
     ]
     return {bytes(peer) for peers in found for peer in peers}
+
+
+def leave_orders(actions: list[Action]) -> list[LeaveWorld]:
+    """Return the orders to leave."""
+    messages = [one.message for one in actions if isinstance(one, SendToRanks)]
+    return [one for one in messages if isinstance(one, LeaveWorld)]
 
 
 def test_spares_join_next_epoch_once_world_serves_and_each_rank_has_one() -> None:
@@ -200,7 +208,7 @@ def test_spare_that_takes_place_after_hello_of_next_spare_becomes_rank() -> None
     """The message that a spare has its place may be later than the hello of the spare after it: the
     first becomes the rank, and the other one stays a spare."""
     world = serving_world(1)
-    world.core._world._spares._starts_failed = STARTS_MAX
+    world.core._world.spares._starts_failed = STARTS_MAX
     world.tell(b"s0", rank_hello(0, 50, spare=True))
     world.tell(b"t0", rank_hello(0, 51, spare=True))
     assert orders(world.act(b"s0", PlaceTaken(rank=0))).keys() == {b"s0"}
@@ -239,12 +247,15 @@ def test_failed_spare_does_not_end_epoch() -> None:
 
 @pytest.mark.parametrize("changes", [{"model_fingerprint": "other"}, {"canary": [FINDING]}])
 def test_spares_that_differ_end_spare_world(changes: dict[str, object]) -> None:
-    """Ranks with different models or canaries must not serve together, nor replace ranks that
-    do."""
+    """Spares with different models or canaries must not serve together; they start again a few
+    times only."""
     world = serving_world()
-    world.start(b"s", spare=True)
-    actions = world.load(b"s", **changes)
-    assert leaving(actions) == {b"s0", b"s1"}
+    for number in range(STARTS_MAX):
+        prefix = b"%d-" % number
+        assert orders(world.start(prefix, spare=True))
+        actions = world.load(prefix, **changes)
+        assert leaving(actions) == {prefix + b"0", prefix + b"1"}
+    assert not orders(world.start(b"x", spare=True))
     assert world.core._world.state.value == "ready"
 
 
@@ -256,10 +267,90 @@ def test_spares_load_no_more_after_failed_starts(make_world: MakeWorld) -> None:
         failed = RankFailed(rank=0, epoch=1, detail="no memory", permanent=False, cause="memory")
         world.tell(b"%d-0" % number, failed)
     assert not orders(world.start(b"x", spare=True))
-    assert "too many" in world.core._world.explain_spares()
+    assert "too many" in world.core._world.spares.explain()
     # As ranks they serve nevertheless.
     world.tell(b"x0", PlaceTaken(rank=0))
     assert orders(world.act(b"x1", PlaceTaken(rank=1))).keys() == {b"x0", b"x1"}
+
+
+def test_spares_with_differing_canaries_leave_because_of_them() -> None:
+    """A rank then no longer trusts Metal's fast synchronization, as after a world's canary."""
+    world = serving_world()
+    world.start(b"s", spare=True)
+    for rank, digest in enumerate((bytes(16), bytes([1] * 16))):
+        finding = msgspec.structs.replace(FINDING, digest=digest)
+        ready = msgspec.structs.replace(READY, rank=rank, canary=[finding])
+        actions = world.act(b"s%d" % rank, ready)
+    assert [one.cause for one in leave_orders(actions)] == ["canary"]
+
+
+def test_failed_starts_are_forgotten_after_a_while_and_a_missing_service_is_no_failure() -> None:
+    """A hub that is away for a moment, or memory that another program used, may be there again."""
+    world = serving_world(1)
+    causes: list[Literal["memory", "unavailable"]] = ["memory", "memory", "unavailable", "memory"]
+    for number, cause in enumerate(causes):
+        assert orders(world.start(b"%d-" % number, spare=True))
+        failed = RankFailed(rank=0, epoch=1, detail="x", permanent=False, cause=cause)
+        world.tell(b"%d-0" % number, failed)
+    assert not orders(world.start(b"x", spare=True))
+    world.now_s += RETRY_S
+    assert orders(world.start(b"y", spare=True))
+
+
+def test_spares_that_left_out_prompt_of_canary_do_not_serve_after_doubtful_results() -> None:
+    """When results were wrong, the next canary runs whole: a spare world that began before leaves,
+    unless its own canary was whole."""
+    for is_whole in (False, True):
+        world = ManualWorld(1)
+        world.start(b"r", build="1")
+        world.load(b"r")
+        if is_whole:
+            world.core._world.passed_canary.forget()
+        (order,) = orders(world.start(b"s", spare=True, build="1")).values()
+        assert order.canary_prompt == is_whole
+        world.load(b"s")
+        world.core._world.passed_canary.forget()
+        failed = RankFailed(rank=0, epoch=1, detail="x", permanent=False)
+        assert leaving(world.act(b"r0", failed)) == (set() if is_whole else {b"s0"})
+
+
+def test_ended_process_is_not_listed_as_dismissed_after_its_spare_has_its_place() -> None:
+    """Its process id may belong to another process, which a supervisor must not kill."""
+    world = serving_world()
+    world.start(b"s", spare=True)
+    world.load(b"s")
+    world.tell(b"s0", PlaceTaken(rank=0))
+    assert [one.pid for one in world.core._world.dismissed.report(2.0)] == [102]
+    # The other rank has obeyed, and its spare has its place as well.
+    world.tell(b"s1", PlaceTaken(rank=1))
+    assert not world.core._world.dismissed.report(2.0)
+
+
+def test_new_process_of_rank_shows_that_its_spare_has_ended_too() -> None:
+    """The supervisor would have used the spare, so the spare world is not the next epoch."""
+    world = serving_world()
+    world.start(b"s", spare=True)
+    world.load(b"s")
+    assert leaving(world.act(b"n0", rank_hello(0, 70))) == {b"r0", b"r1", b"s0", b"s1"}
+    assert world.core._world.state.value == "gathering"
+
+
+def test_spares_that_continue_loading_may_lack_room_without_ending_all_attempts() -> None:
+    """They began beside another world, so their permanent failure is not one of new processes."""
+    world = serving_world(1)
+    world.start(b"s", spare=True)
+    world.tell(b"s0", PlaceTaken(rank=0))
+    failed = RankFailed(rank=0, epoch=2, detail="No room.", permanent=True)
+    world.tell(b"s0", failed)
+    assert world.core._world.state.value == "gathering"
+    assert orders(world.start(b"n")).keys() == {b"n0"}
+
+
+def test_status_names_ranks_whose_spares_are_missing() -> None:
+    """A spare world never begins if a host keeps no spare processes."""
+    world = serving_world()
+    world.tell(b"s1", rank_hello(1, 80, spare=True))
+    assert world.core._world.spares.explain() == "waiting for those of rank 0"
 
 
 def test_spares_that_do_not_load_in_time_leave() -> None:

@@ -283,6 +283,26 @@ def test_spare_process_takes_place_of_killed_child_at_once(
     assert f"continues in its spare process {waiting}" in output.getvalue()
 
 
+def test_stop_of_spare_counts_when_it_has_taken_the_place(
+    child: Child, tmp_path: Path, output: io.StringIO
+) -> None:
+    """The system reports a stop once, and then to the spare: its process is killed in the place of
+    a rank as a stopped rank is."""
+    child.spare = _spare(tmp_path, output)
+    child.start_if_due(0.0)
+    child.spare.start_if_due(0.0)
+    assert child.spare.pid is not None
+    os.kill(child.spare.pid, signal.SIGSTOP)
+    spare = child.spare
+    wait_until(lambda: not spare.has_ended(2.0) and spare.stopped_s(3.0) > 0.0, DEADLINE_S)
+    _kill(child)
+    wait_until(lambda: child.reap(4.0) is not None, DEADLINE_S)
+
+    child.start_if_due(4.0)
+
+    assert child.stopped_s(7.0) >= 5.0
+
+
 def test_spare_waits_for_restart_delay_after_repeated_faults(
     child: Child, tmp_path: Path, output: io.StringIO
 ) -> None:
