@@ -103,8 +103,8 @@ def test_timed_prompt_fits_context_and_memory(
 def test_every_rank_votes_on_each_length_and_stops_after_the_first_refusal(
     make_model: MakeModel,
 ) -> None:
-    """A vote is a collective: a rank that times nothing, such as one on a CPU beside GPUs, must take
-    part in it."""
+    """A vote is a collective: a rank that times nothing, such as one on a CPU beside GPUs, votes
+    too."""
     votes: list[bool] = []
 
     def all_agree(vote: bool) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.rank_worker import scheduler_link
+from services.rank_worker import main, scheduler_link
 from services.rank_worker.scheduler_link import SchedulerLink
 from shared import limits
 from shared.clock import SystemClock
@@ -26,6 +26,7 @@ from shared.messages import (
     StepPlan,
     ToScheduler,
 )
+from shared.os import lifeline
 from shared.transport.links import Connected, Listener, Received
 from tests.support.orders import join_order, rank_hello
 from tests.support.waiting import wait_until
@@ -157,6 +158,17 @@ def test_spare_that_takes_place_says_so_and_is_no_spare_after_reconnect(pair: Li
     pair.poll_until(lambda: len(pair.received) == 3)
 
     assert pair.received == [HELLO, PlaceTaken(rank=HELLO.rank), HELLO]
+
+
+def test_spare_whose_files_have_changed_ends_instead_of_taking_place(
+    pair: LinkPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that runs old code must not become the rank that a restart was to renew."""
+    monkeypatch.setattr(lifeline, "wait_for_turn", lambda: None)
+    main._take_place(pair.rank_link, "another build", lambda: None)
+
+    assert pair.exit_code() == limits.EXIT_WORLD_LOST
+    assert not any(isinstance(one, PlaceTaken) for one in pair.received)
 
 
 def test_join_and_plans_reach_main_thread_in_sent_order(pair: LinkPair) -> None:
