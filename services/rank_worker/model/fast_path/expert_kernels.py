@@ -71,19 +71,20 @@ def open_expert_kernels(
     if not all_agree(device != "cpu" or not layers):
         return "mlx-lm's experts: another rank has no kernels" if device != "cpu" else ""
     fault = _open_products(layers, device, all_agree)
+    # With logits of 32 bits on some ranks only, ranks would choose different experts.
+    has_wide_logits = all_agree(device == "cuda" or not layers)
     blocks = [one for one in model.modules() if has_expert_layer(one)] if layers else []
-    routed, fits, obstacle = _try_rules(blocks, device, _activation_dtype(model))
+    routed, fits, obstacle = _try_rules(
+        blocks, device, _activation_dtype(model), has_wide_logits=has_wide_logits
+    )
     # A rank whose experts were hardly chosen cannot tell rules apart, so all vote on each.
     agreed = [all_agree(one) for one in fits]
     if not layers:
         return ""
     if not any(agreed):
         reason = obstacle or "another rank has no kernels"
-        return (
-            f"mlx-lm's experts: {fault}"
-            if fault
-            else f"experts with kernels, mlx-lm's routing: {reason}"
-        )
+        products = f"mlx-lm's experts: {fault}" if fault else "experts with kernels"
+        return f"{products}, mlx-lm's routing: {reason}"
     for block, one in zip(blocks, routed, strict=True):
         one.rule = RoutingRule(one.rule.top, *_RULES[agreed.index(True)])
         use_kernels(block, one)
@@ -95,9 +96,9 @@ def open_expert_kernels(
 
 
 def _activation_dtype(model: nn.Module) -> mx.Dtype:
-    """Return the dtype of hidden states, which is that of the norms."""
-    norms = (one.weight.dtype for one in model.modules() if isinstance(one, nn.RMSNorm))
-    return next(norms, mx.float32)
+    """Return the dtype of hidden states, which is that of the norms, of any kind."""
+    norms = (one for one in model.modules() if "Norm" in type(one).__name__ and "weight" in one)
+    return next((one["weight"].dtype for one in norms), mx.float32)
 
 
 def _open_products(
@@ -165,7 +166,7 @@ def _compare(layer: Any, local: LocalExperts, kernels: FewExperts) -> float:
 
 
 def _try_rules(
-    blocks: list[nn.Module], device: DeviceKind, dtype: mx.Dtype
+    blocks: list[nn.Module], device: DeviceKind, dtype: mx.Dtype, *, has_wide_logits: bool
 ) -> tuple[list[RoutedBlock], list[bool], str]:
     """Try all rules for all blocks.
 
@@ -173,6 +174,7 @@ def _try_rules(
         blocks: those around the layers of experts.
         device: kind of the device.
         dtype: of hidden states.
+        has_wide_logits: the routers' logits may have 32 bits.
 
     Returns:
         (what computes the blocks, whether each rule holds for all, why none does).
@@ -182,6 +184,8 @@ def _try_rules(
     if not blocks or device == "cpu":
         return routed, fits, ""
     routing, kernels = RoutingKernels(device), Kernels(device)
+    if not has_wide_logits:
+        kernels.few_rows = None
     for number, block in enumerate(blocks):
         try:
             form = read_block(block)

@@ -178,8 +178,15 @@ class LayerStack:
         normalized: mx.array,
         norm: Any,
     ) -> Pair:
+        module = layer.form.attention.module
+        change = self._part(module, layer.attend, normalized, cache, new)
+        return self._run_rest(layer, new, hidden, change, norm)
+
+    def _run_rest(
+        self, layer: DecoderLayer, new: NewTokens, hidden: mx.array, change: mx.array, norm: Any
+    ) -> Pair:
+        """Build a layer behind its attention, whose result is `change`, and the following norm."""
         form = layer.form
-        change = self._part(form.attention.module, layer.attend, normalized, cache, new)
         hidden, normalized = self._add_norm(hidden, change, form.mlp_norm)
         routed = find_routed(form.mlp)
         if form.has_gated_mlp:
@@ -224,6 +231,24 @@ class LayerStack:
         normalized = layer.form.input_norm(flat)
         output, _ = self._run_layer(layer, cache, new, flat, normalized, layer.form.mlp_norm)
         return output.reshape(hidden.shape)
+
+    def run_rest(self, number: int, hidden: mx.array, attended: mx.array) -> Pair:
+        """Build one layer around its attention, for the proof.
+
+        Args:
+            number: of the layer.
+            hidden: its input, [B, 1, dim].
+            attended: the result of its attention, [B, 1, dim].
+
+        Returns:
+            (input of its attention, its output), [B, 1, dim].
+        """
+        layer, rows = self._layers[number], hidden.shape[0]
+        flat, change = hidden.reshape(rows, -1), attended.reshape(rows, -1)
+        new = NewTokens(rows, 1, 0, {}, apart=self._batch_invariant)
+        output, _ = self._run_rest(layer, new, flat, change, layer.form.mlp_norm)
+        normalized: mx.array = layer.form.input_norm(hidden)
+        return normalized, output.reshape(hidden.shape)
 
     def run_attention(self, number: int, normalized: mx.array, cache: RowLayer) -> mx.array:
         """Build one layer's attention, for the proof.

@@ -49,7 +49,8 @@ class Rotation:
         units = mx.contiguous(mx.broadcast_to(mx.array(unit), (rows, 1, count, self.head_dim)))
         table: mx.array = self.rope(units, offset=offset)
         if self.width < self.head_dim:
-            table = table[..., : self.width]
+            # Kernels read rows of `width` numbers, one after the other.
+            table = mx.contiguous(table[..., : self.width])
         if self.is_traditional:
             pairs = table.reshape(rows, 1, count, self.width // 2, 2)
             table = pairs.swapaxes(-1, -2).reshape(rows, 1, count, self.width)

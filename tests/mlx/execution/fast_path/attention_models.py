@@ -3,7 +3,7 @@
 from typing import Any
 
 from mlx import nn
-from mlx_lm.models import llama, qwen2, qwen3
+from mlx_lm.models import glm4_moe, llama, qwen2, qwen3
 
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
@@ -25,10 +25,28 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
 }
+_DENSE_GLM: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "partial_rotary_factor": 0.5,
+    "first_k_dense_replace": 2,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "use_qk_norm": True,
+    "attention_bias": False,
+    "rope_scaling": None,
+}
 _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (qwen3.Model, qwen3.ModelArgs, {"model_type": "qwen3"}),
     "qwen2": (qwen2.Model, qwen2.ModelArgs, {"model_type": "qwen2"}),
     "llama": (llama.Model, llama.ModelArgs, {"model_type": "llama"}),
+    # Half of each head is rotated.
+    "partial": (glm4_moe.Model, glm4_moe.ModelArgs, _DENSE_GLM),
     "traditional": (
         llama.Model,
         llama.ModelArgs,
@@ -64,6 +82,7 @@ SHAPES = [
     ("qwen2", 6, 2, 64),
     ("llama", 5, 1, 128),
     ("traditional", 4, 4, 80),
+    ("partial", 4, 2, 16),
     ("qwen3", 7, 1, 64),
     ("llama", 4, 1, 256),
     ("qwen3", 16, 2, 96),

@@ -4,7 +4,7 @@ A kernel that only CUDA has gets Metal's words for what the languages call diffe
 what only CUDA can do.
 
 It proves the arithmetic and the barriers of a kernel. Threads run in turn, so it cannot prove that
-a race does no harm.
+a race does no harm; nor does it show how 16 bits round, and how arrays are aligned.
 """
 
 import ctypes
@@ -55,7 +55,8 @@ class KernelOnCpu:
     ) -> list[mx.array]:
         """Run the kernel; inputs that it writes are changed in place."""
         function = self._compile(inputs, template, output_dtypes)
-        given = [_view(one) for one in inputs]
+        may_copy = self._made.get("ensure_row_contiguous", True)
+        given = [_view(one, may_copy=may_copy) for one in inputs]
         results = [
             np.full(shape, np.nan if kind == mx.float32 else 99, dtype=_NUMPY[kind])
             for shape, kind in zip(output_shapes, output_dtypes, strict=True)
@@ -120,10 +121,16 @@ extern "C" void run({parameters}) {{
         return ctypes.CDLL(str(library)).run
 
 
-def _view(array: mx.array) -> np.ndarray[Any, Any]:
-    """Return the memory of an array, which the kernel may change; of a copy if it has gaps."""
+def _view(array: mx.array, *, may_copy: bool) -> np.ndarray[Any, Any]:
+    """Return the memory of an array, which the kernel may change; of a copy if it has gaps.
+
+    Raises:
+        AssertionError: it has gaps, and MLX would not copy it for the kernel.
+    """
     mx.eval(array)
-    return np.ascontiguousarray(memoryview(array))  # type: ignore[arg-type]
+    seen = np.asarray(memoryview(array))  # type: ignore[arg-type]
+    assert may_copy or seen.flags.c_contiguous, f"an array of shape {array.shape} has gaps"
+    return np.ascontiguousarray(seen)
 
 
 def _constant(pair: tuple[str, Any]) -> str:

@@ -141,8 +141,8 @@ def test_kernels_that_choose_something_else_are_not_used(monkeypatch: pytest.Mon
 
 
 def test_one_rank_without_kernels_keeps_all_ranks_from_them() -> None:
-    """The votes are about kernels at all, products, and the rules of routing."""
-    votes = iter([True, True, False, False, False, False])
+    """The votes are about kernels at all, products, logits, and the rules of routing."""
+    votes = iter([True, True, True, False, False, False, False])
     model = _model("qwen3_moe")
     state = open_expert_kernels(model, "cuda", lambda _: next(votes))
     assert state.endswith("mlx-lm's routing: another rank has no kernels")
@@ -193,7 +193,7 @@ def test_ranks_find_the_rule_that_their_experts_do_not_show(family: str) -> None
         model = make_moe_model(family, **SIZES)
         split = Split("expert", rank, 4)
         apply_split(model, moe_config(family, **SIZES), split, unlinked_collectives(rank, 4))
-        votes.append(_votes(model)[2:])
+        votes.append(_votes(model)[3:])
     common = [all(of_rule) for of_rule in zip(*votes, strict=True)]
     is_sigmoid = family == "minimax"
     assert common == [not is_sigmoid, False, is_sigmoid, False]

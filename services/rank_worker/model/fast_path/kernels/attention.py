@@ -80,6 +80,14 @@ class RowPlaces:
     """int32 zeros [rows, query heads], with which one forward's kernels count groups of threads
     that have finished; None: the forward has one attention, or its rows one tile."""
 
+    def halves(self) -> list["RowPlaces"]:
+        """Return the places of the first half of the rows, and of the others."""
+        half = len(self.lengths) // 2
+        return [
+            RowPlaces(self.lengths[part], self.slots[part], self.tiles)
+            for part in (slice(half), slice(half, None))
+        ]
+
 
 class Attention:
     """Starts the kernels of attention on one kind of GPU. Compiled kernels are kept by MLX."""

@@ -50,6 +50,10 @@ _VALUE_NUMBERS_MAX = 4
 """Numbers of a latent that one thread sums up."""
 
 
+_SUMS_BYTES_MAX = 1 << 29
+"""Most memory for the sums of tiles of one operation; more rows are divided among several."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LatentShape:
     """What the kernels of a latent attention are compiled for."""
@@ -91,6 +95,15 @@ class NewLatents:
     projected: mx.array
     """[rows, any]: each row ends with the new latent, not normalized yet, and the new key's rotated
     part, not rotated yet. May be the same array as `queries`."""
+
+    def halves(self) -> list["NewLatents"]:
+        """Return those of the first half of the rows, and of the others."""
+        parts = zip(*map(_halves, (self.queries, self.absorbed, self.projected)), strict=True)
+        return [NewLatents(*part) for part in parts]
+
+
+def _halves(rows: mx.array) -> list[mx.array]:
+    return [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
 
 
 class LatentAttentionKernels:
@@ -199,7 +212,7 @@ class LatentAttentionKernels:
         (normalized,) = self._part_norm(
             inputs=[rows, weight, epsilon],
             template=[
-                *(("T", dtype), ("DIM", width), ("STRIDE", stride)),
+                *(("T", dtype), ("DIM", width)),
                 # Each row begins at a whole vector.
                 ("VECTOR_SIZE", vector_size(math.gcd(width, stride), dtype)),
                 ("THREADS", threads),
@@ -238,6 +251,15 @@ class LatentAttentionKernels:
         """
         rows, heads, _, width = new.absorbed.shape
         dtype, tiles = new.absorbed.dtype, places.tiles
+        if min(rows, tiles) > 1 and 4 * rows * heads * tiles * (width + 2) > _SUMS_BYTES_MAX:
+            # Of a long row beside many short ones, all have sums of as many tiles.
+            parts = zip(new.halves(), places.halves(), _halves(rotations), strict=True)
+            return mx.concatenate(
+                [
+                    self.attend(shape, weights, its, latents, rotated_keys, where, table)
+                    for its, where, table in parts
+                ]
+            )
         kernel, shared_by = self._attend, _heads_of_group(shape, dtype)
         if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
             kernel, shared_by = self._tensor_attend, _divisor(heads, _TENSOR_HEADS_MAX)
@@ -250,11 +272,7 @@ class LatentAttentionKernels:
                 *(new.queries, new.absorbed, new.projected, latents, rotated_keys),
                 *(places.lengths, places.slots, rotations, weights.norm, weights.constants),
             ],
-            template=[
-                *_template(shape, dtype, shared_by),
-                ("QUERY_STRIDE", new.queries.shape[1]),
-                ("PROJECTED_STRIDE", new.projected.shape[1]),
-            ],
+            template=_template(shape, dtype, shared_by),
             grid=(tiles * _THREADS, heads // shared_by, rows),
             threadgroup=(_THREADS, 1, 1),
             output_shapes=[result if tiles == 1 else no_result, sums],
