@@ -212,7 +212,7 @@ def _compare_attention(
 
 
 def _compare_rest(stack: LayerStack, number: int, block: Any, parts: Sequence[BlockPart]) -> float:
-    """Do so for a layer whose attention gives the same to both, and for what it gives to that."""
+    """Do so for a layer whose attention has the same result in both, and for the input of that."""
     hidden, cache, _ = _random_input(number, block, parts, _LENGTHS, 1)
     attended = (0.1 * mx.random.normal(hidden.shape, key=mx.random.key(3))).astype(hidden.dtype)
     view = _ragged_view(_LENGTHS)
