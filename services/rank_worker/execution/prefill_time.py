@@ -9,9 +9,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from services.rank_worker.execution.executor import Executor
-from services.rank_worker.execution.warmup import infinite_logits_refused
+from services.rank_worker.execution.warmup import (
+    infinite_logits_refused,
+    made_up_prompt,
+    whole_prefill,
+)
 from shared.clock import Clock
-from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
+from shared.messages import Sampling, StepPlan
 
 LENGTHS = (64, 256, 1_024)
 """Lengths of prompts in tokens, which are run in turn."""
@@ -67,15 +71,7 @@ def _run_prompt(
     executor: Executor, clock: Clock, length: int, steps: "itertools.count[int]"
 ) -> float:
     """Run one prompt and drop it; return the milliseconds of its prefill."""
-    tokens = [(7 * place + 1) % executor.vocab_size for place in range(length)]
-    sequence = AdmittedSequence(
-        sequence_id=1,
-        slot=0,
-        tokens=tokens,
-        prompt_tokens=length,
-        sampling=Sampling(seed=1, temperature=0.0),
-    )
-    chunk = PrefillChunk(sequence_id=1, start=0, length=length, samples=True)
+    sequence = made_up_prompt(length, executor.vocab_size, 1, 0, Sampling(seed=1, temperature=0.0))
     prefill = StepPlan(
         epoch=1,
         step_id=next(steps),
@@ -83,7 +79,7 @@ def _run_prompt(
         row_count=1,
         row_tokens=length + _ROOM_TOKENS,
         admitted=[sequence],
-        prefill_chunks=[chunk],
+        prefill_chunks=[whole_prefill(sequence)],
     )
     began_s = clock.now()
     executor.finish(executor.launch(prefill))

@@ -64,10 +64,10 @@ def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = F
 
     first, second = _admissions(executor.vocab_size, prompt_tokens_max)
     with infinite_logits_refused():
-        run(admitted=[first], prefill_chunks=[_prefill(first)])
+        run(admitted=[first], prefill_chunks=[whole_prefill(first)])
         # The first sequence decodes alone before the second is admitted.
         run(decodes=SEQUENCES[:1])
-        run(admitted=[second], prefill_chunks=[_prefill(second)])
+        run(admitted=[second], prefill_chunks=[whole_prefill(second)])
         for _ in range(DECODE_STEPS):
             run(decodes=SEQUENCES)
         if speculates and executor.store.can_roll_back and has_room:
@@ -97,18 +97,34 @@ def infinite_logits_refused() -> Iterator[None]:
 def _admissions(vocab_size: int, tokens_max: int) -> list[AdmittedSequence]:
     lengths = [min(length, tokens_max) for length in PROMPT_TOKENS]
     return [
-        AdmittedSequence(
-            sequence_id=sequence_id,
-            slot=slot,
-            tokens=[(7 * place + 1) % vocab_size for place in range(length)],
-            prompt_tokens=length,
-            sampling=_SAMPLINGS[slot],
-        )
+        made_up_prompt(length, vocab_size, sequence_id, slot, _SAMPLINGS[slot])
         for slot, (sequence_id, length) in enumerate(zip(SEQUENCES, lengths, strict=True))
     ]
 
 
-def _prefill(admitted: AdmittedSequence) -> PrefillChunk:
+def made_up_prompt(
+    length: int, vocab_size: int, sequence_id: int, slot: int, sampling: Sampling
+) -> AdmittedSequence:
+    """Return a sequence whose token ids depend on their position only.
+
+    Args:
+        length: tokens of the prompt.
+        vocab_size: of the model.
+        sequence_id: of the sequence.
+        slot: its place in the batch.
+        sampling: how its tokens are drawn.
+    """
+    return AdmittedSequence(
+        sequence_id=sequence_id,
+        slot=slot,
+        tokens=[(7 * place + 1) % vocab_size for place in range(length)],
+        prompt_tokens=length,
+        sampling=sampling,
+    )
+
+
+def whole_prefill(admitted: AdmittedSequence) -> PrefillChunk:
+    """Return the chunk that is a sequence's whole prompt."""
     length = len(admitted.tokens)
     return PrefillChunk(sequence_id=admitted.sequence_id, start=0, length=length, samples=True)
 

@@ -22,6 +22,7 @@ STARTS_MAX = 3
 """Failed starts in a row after which no spare world is begun for `RETRY_S`: a lack of memory mostly
 does not pass."""
 RETRY_S = 600.0
+"""Time without a start after that."""
 
 
 class SpareWorld:
@@ -137,7 +138,7 @@ class SpareWorld:
             self.end(difference, now_s, is_canary=True)
         elif ranks.is_loaded:
             self._has_passed = True
-            self.note_start()
+            self.note_loaded()
             self._passed_canary.note(ranks.backend, ranks.hellos, now_s)
             fields = {"spare_epoch": ranks.epoch, "seconds": round(ranks.age_s(now_s), 1)}
             self._actions.append(WriteLog("info", "spare_world_ready", fields))
@@ -170,7 +171,7 @@ class SpareWorld:
             self.end(cause, now_s, peer, counts=message.cause != "unavailable")
         return True
 
-    def note_start(self) -> None:
+    def note_loaded(self) -> None:
         """Forget failed starts, because processes that began as spares have loaded."""
         self._starts_failed = 0
 

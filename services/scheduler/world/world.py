@@ -176,7 +176,7 @@ class World:
         if self._ranks.is_loaded:
             self.passed_canary.note(self._ranks.backend, self._ranks.hellos, now_s)
             if self._ranks.were_spares:
-                self.spares.note_start()
+                self.spares.note_loaded()
             self._become_ready(now_s, self._ranks.age_s(now_s))
         return None
 

@@ -286,8 +286,8 @@ _CONSTANTS["latent/head_products"] = {
     "HEAD_STRIDE": 192,
 }
 _ARGUMENTS["latent/head_products"] = ("rows weight", "product")
-_CONSTANTS["latent/part_norm"] = {"DIM": 1536, "STRIDE": 2112, "THREADS": 192, "VECTOR_SIZE": 8}
-_ARGUMENTS["latent/part_norm"] = ("input weight constants", "normalized")
+_CONSTANTS["norms/part_norm"] = {"DIM": 1536, "STRIDE": 2112, "THREADS": 192, "VECTOR_SIZE": 8}
+_ARGUMENTS["norms/part_norm"] = ("input weight constants", "normalized")
 
 
 @pytest.mark.proof

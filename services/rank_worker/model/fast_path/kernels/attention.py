@@ -195,9 +195,10 @@ class Attention:
             *(weights.query_norm, weights.key_norm, weights.constants),
         ]
         by_tensor_cores = self._tensor_attend is not None and _fits_tensor_cores(shape, dtype)
-        kernel, heads = self._attend, _divisor(shape, _heads_max(shape))
+        heads_per_key = shape.query_heads // shape.kv_heads
+        kernel, heads = self._attend, largest_divisor(heads_per_key, _heads_max(shape))
         if by_tensor_cores:
-            kernel, heads = self._tensor_attend, _divisor(shape, _TENSOR_HEADS_MAX)
+            kernel, heads = self._tensor_attend, largest_divisor(heads_per_key, _TENSOR_HEADS_MAX)
             arrived = places.arrived
             if tiles > 1 and arrived is None:
                 arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
@@ -289,10 +290,14 @@ def _fits_tensor_cores(shape: AttentionShape, dtype: mx.Dtype) -> bool:
     return dtype in DTYPES and shape.head_dim <= _WIDE_HEAD_DIM
 
 
-def _divisor(shape: AttentionShape, heads_max: int) -> int:
-    """Return how many query heads share a group of threads: a divisor of the heads per key head."""
-    heads_per_key = shape.query_heads // shape.kv_heads
-    return max(one for one in range(1, heads_max + 1) if heads_per_key % one == 0)
+def largest_divisor(heads: int, most: int) -> int:
+    """Return how many of some heads share a group of threads: a divisor of them.
+
+    Args:
+        heads: that have the same keys.
+        most: largest result.
+    """
+    return max(one for one in range(1, most + 1) if heads % one == 0)
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from services.rank_worker.model.fast_path.kernels.attention import (
     RowPlaces,
     TileSums,
     first_error,
+    largest_divisor,
     tile_count,
 )
 from services.rank_worker.model.fast_path.kernels.dialects import (
@@ -134,7 +135,7 @@ class LatentAttentionKernels:
             name="lockstep_part_norm",
             input_names=["input", "weight", "constants"],
             output_names=["normalized"],
-            source=dialect.prologue + read_source("latent/part_norm"),
+            source=dialect.prologue + read_source("norms/part_norm"),
             header=dialect.header,
         )
         self._tile_sums = TileSums(make, dialect)
@@ -262,7 +263,7 @@ class LatentAttentionKernels:
             )
         kernel, shared_by = self._attend, _heads_of_group(shape, dtype)
         if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
-            kernel, shared_by = self._tensor_attend, _divisor(heads, _TENSOR_HEADS_MAX)
+            kernel, shared_by = self._tensor_attend, largest_divisor(heads, _TENSOR_HEADS_MAX)
         result, no_result = (rows, heads, 1, width), (1,)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
         sums = (rows, heads, tiles, width + 2) if tiles > 1 else (1,)
@@ -283,17 +284,12 @@ class LatentAttentionKernels:
         return attended
 
 
-def _divisor(heads: int, most: int) -> int:
-    """Return how many heads share a group of threads: a divisor of all."""
-    return max(one for one in range(1, most + 1) if heads % one == 0)
-
-
 @functools.lru_cache(maxsize=64)
 def _heads_of_group(shape: LatentShape, dtype: mx.Dtype) -> int:
     most = _HEADS_MAX
     while _shared_numbers(shape, most, dtype) > _SHARED_NUMBERS_MAX:
         most -= 1
-    return _divisor(shape.query_heads, most)
+    return largest_divisor(shape.query_heads, most)
 
 
 def _fits_tensor_cores(shape: LatentShape, dtype: mx.Dtype) -> bool:
