@@ -88,6 +88,7 @@ def main(path: str, backend: Backend) -> None:
             "device": device.name,
             "kind": device.kind,
             "layers": layers,
+            "layers_state": executor.layers_state,
             "weights_mib": loaded.shard_bytes / 2**20,
         }
     )

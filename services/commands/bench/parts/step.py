@@ -127,6 +127,7 @@ def measure(plan: DecodeStepPlan, report: Report) -> None:
             print_progress(f"{name}: loading {plan.model.name}")
             rank = _start_ranks(plan, f"step-{index}", size, settings)
             ranks[name] = started.enter_context(contextlib.closing(rank))
+            report.notes.append(f"{name} computes layers by: {_describe_layers(rank)}.")
         about = ranks[LOCKSTEP].descriptions[0]
         report.settings |= {
             "model": plan.model.name,
@@ -147,6 +148,11 @@ def measure(plan: DecodeStepPlan, report: Report) -> None:
             "On a CPU MLX computes while it is handed the work, so encode_ms contains most of "
             "device_ms. The limit is that of one core; matrix products use several, and caches."
         )
+
+
+def _describe_layers(ranks: RankProcesses) -> str:
+    """Return how ranks compute layers, as `lockstep status` says it; once, if all do alike."""
+    return " / ".join(dict.fromkeys(about["layers_state"] for about in ranks.descriptions))
 
 
 def _measure_case(

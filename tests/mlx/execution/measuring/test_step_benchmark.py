@@ -119,7 +119,7 @@ def test_rows_that_cannot_be_are_refused_in_a_sentence(
 def test_bench_step_of_demo_model_has_no_more_operations_than_today(tmp_path: Path) -> None:
     """The command counts what the real path hands to the device, by batch and contender."""
     options = ["--model", "demo", "--quick", "--repeats", "1", "--json", "--logs", str(tmp_path)]
-    compared = "rank_worker.kv_bits=8"
+    compared = "rank_worker.kv_bits=8,rank_worker.fast_path=off"
     done = subprocess.run(
         [*LOCKSTEP_COMMAND, "bench", "step", *options, "--compare", compared],
         check=True,
@@ -127,6 +127,10 @@ def test_bench_step_of_demo_model_has_no_more_operations_than_today(tmp_path: Pa
         timeout=300,
     )
     document = json.loads(done.stdout)
+    assert document["notes"][:2] == [
+        "lockstep computes layers by: fast path.",
+        f"{compared} computes layers by: mlx-lm's layers.",
+    ]
     cases = {case["conditions"]["batch"]: case for case in document["cases"]}
     assert cases.keys() == DEMO_NODES.keys()
     for batch, case in cases.items():
