@@ -7,7 +7,10 @@ caches are larger.
 """
 
 import contextlib
+import importlib.metadata
+import re
 from collections.abc import MutableMapping
+from pathlib import Path
 
 from shared.errors import ConfigError
 from shared.os import user_folders
@@ -20,6 +23,7 @@ VARIABLES = {
 """MLX's own defaults are 1, 400 and 256."""
 
 _KERNELS_VARIABLE = "MLX_PTX_CACHE_DIR"
+_GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 def enlarge_caches(environment: MutableMapping[str, str]) -> None:
@@ -32,18 +36,34 @@ def enlarge_caches(environment: MutableMapping[str, str]) -> None:
         environment.setdefault(name, value)
 
 
-def keep_compiled_kernels(environment: MutableMapping[str, str]) -> None:
+def keep_compiled_kernels(
+    environment: MutableMapping[str, str], gpu_folder: Path = _GPU_FOLDER
+) -> None:
     """Have MLX keep compiled kernels in this user's cache folder, if there is one.
 
     Otherwise MLX keeps them in the folder for temporary files, which is emptied at a restart, and
-    which other users may write to.
+    which other users may write to. MLX finds a kernel by its name alone, so each version of MLX and
+    each kind of GPU has a folder of its own: machines may share a home folder.
 
     Args:
         environment: variables of this process; changed in place.
+        gpu_folder: where the NVIDIA driver describes each GPU.
     """
     with contextlib.suppress(ConfigError):
         folder = user_folders.cache_folder(_KERNELS_VARIABLE) / "kernels"
-        environment.setdefault(_KERNELS_VARIABLE, str(folder))
+        own = folder / importlib.metadata.version("mlx") / _gpu_names(gpu_folder)
+        environment.setdefault(_KERNELS_VARIABLE, str(own))
+
+
+def _gpu_names(folder: Path) -> str:
+    """Return the models of this machine's GPUs as the name of a folder."""
+    models = set()
+    for path in folder.glob("*/information"):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
+            models.add(found.group(1) if found else "")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", " ".join(sorted(models))).strip("-")
+    return name or "unknown-gpu"
 
 
 def encode_without_graphs(environment: MutableMapping[str, str]) -> None:

@@ -42,6 +42,32 @@ def test_compiled_kernels_are_kept_in_cache_folder_of_user(
     assert set(chosen.values()) == {"/elsewhere"}
 
 
+def test_each_kind_of_gpu_and_version_of_mlx_has_kernels_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Code for one GPU does not load on another one, and machines may share a home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    folders = set()
+    for number, model in enumerate(["NVIDIA H200", "NVIDIA A100-SXM4-80GB", None]):
+        gpus = tmp_path / str(number)
+        if model is not None:
+            (gpus / "0000:00:1e.0").mkdir(parents=True)
+            text = f"Model: \t\t {model}\nIRQ:   \t\t 11\n"
+            (gpus / "0000:00:1e.0" / "information").write_text(text)
+        for version in ("0.32.4", "0.33.0"):
+            monkeypatch.setattr("importlib.metadata.version", lambda _name, one=version: one)
+            environment: dict[str, str] = {}
+            cuda_variables.keep_compiled_kernels(environment, gpus)
+            folders |= set(environment.values())
+    assert len(folders) == 6
+    assert {Path(one).name for one in folders} == {
+        "NVIDIA-H200",
+        "NVIDIA-A100-SXM4-80GB",
+        "unknown-gpu",
+    }
+
+
 def test_operations_are_started_without_graphs_unless_the_operator_wants_them() -> None:
     """MLX's variable is set, and one that is set already stays."""
     environment: dict[str, str] = {}
