@@ -147,6 +147,19 @@ class QuantizedRowLayer(RowLayer):
         return [numbers, groups, groups]
 
 
+def make_row_layer(parts: Sequence[BlockPart], bits: int) -> RowLayer:
+    """Return a layer without rows.
+
+    Args:
+        parts: shapes of the keys and of the values that the model computes.
+        bits: bits per stored number, 4 or 8; 0: the type that the model computes.
+
+    Raises:
+        ValueError: when these shapes cannot be quantized.
+    """
+    return QuantizedRowLayer(parts, bits) if bits else RowLayer(parts)
+
+
 def group_size(parts: Sequence[BlockPart]) -> int:
     """Return how many numbers of a key or value share a quantization scale.
 

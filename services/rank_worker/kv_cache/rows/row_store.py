@@ -12,7 +12,7 @@ import mlx.core as mx
 from services.rank_worker.kv_cache.rows.block_layout import BlockLayout, BlockPart
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.interface import BatchView, KVStore
-from services.rank_worker.kv_cache.rows.row_layers import QuantizedRowLayer, RowLayer, View
+from services.rank_worker.kv_cache.rows.row_layers import View, make_row_layer
 from services.rank_worker.kv_cache.rows.row_views import (
     InPlaceView,
     PaddedView,
@@ -49,9 +49,7 @@ class RowStore(KVStore):
             ValueError: when these shapes cannot be quantized.
         """
         super().__init__()
-        self._layers = [
-            QuantizedRowLayer(parts, bits) if bits else RowLayer(parts) for parts in layers
-        ]
+        self._layers = [make_row_layer(parts, bits) for parts in layers]
         self.can_roll_back = True
         self.layout = BlockLayout([part for layer in self._layers for part in layer.parts])
         self.layout_text = self.layout.text

@@ -7,7 +7,7 @@ third axis costs two operations per product.
 import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
-from services.rank_worker.model.fast_path.attention.interface import NewTokens, Pair
+from services.rank_worker.model.fast_path.attention.interface import NewTokens, RowArrays
 from services.rank_worker.model.fast_path.forms import LayerForm
 from services.rank_worker.model.fast_path.gated_mlp import GatedMlp
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
@@ -38,7 +38,9 @@ class DecoderLayer:
         has_plain_mlp = self._mlp is not None and self._mlp.has_plain_matrices
         return has_plain_mlp and self._attention.has_plain_matrices
 
-    def attend(self, normalized: mx.array, cache: RowLayer | Pair, tokens: NewTokens) -> mx.array:
+    def attend(
+        self, normalized: mx.array, cache: RowLayer | RowArrays, tokens: NewTokens
+    ) -> mx.array:
         """Compute the layer's attention; see `Attention.attend`."""
         return self._attention.attend(normalized, cache, tokens)
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.attention.interface import NewTokens, Pair
+from services.rank_worker.model.fast_path.attention.interface import NewTokens, RowArrays
 from services.rank_worker.model.fast_path.decoder_layer import DecoderLayer
 from services.rank_worker.model.fast_path.forms import StackForm
 from services.rank_worker.model.fast_path.kernels.attention import RowPlaces, tile_count
@@ -20,6 +20,9 @@ from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.rotation import Rotation
 from services.rank_worker.model.fast_path.routed_block import RoutedBlock, find_routed
 from services.rank_worker.model.forward import Observe
+
+Pair = tuple[mx.array, mx.array]
+"""Hidden states, and the same normalized, [B * L, dim] each."""
 
 
 class LayerStack:
@@ -149,18 +152,19 @@ class LayerStack:
             tokens: int32 [B].
             lengths: see `RowPlaces`; so is `slots`.
             slots: of the rows.
-            arrays: keys and values of each layer in turn.
+            arrays: those of each layer in turn.
         """
         rows = tokens.shape[0]
         arrived = mx.zeros((rows, self._query_heads), dtype=mx.int32) if tiles > 1 else None
         places = RowPlaces(lengths, slots, tiles, arrived)
         tables, apart = self._tables(lengths, rows, 1), self._batch_invariant
         new = NewTokens(rows, 1, lengths, tables, places=places, apart=apart)
-        pairs = list(zip(arrays[::2], arrays[1::2], strict=True))
-        return self._run(tokens, pairs, new)
+        per_layer = len(arrays) // len(self._layers)
+        starts = range(0, len(arrays), per_layer)
+        return self._run(tokens, [arrays[one : one + per_layer] for one in starts], new)
 
     def _run(
-        self, tokens: mx.array, caches: Sequence[RowLayer] | Sequence[Pair], new: NewTokens
+        self, tokens: mx.array, caches: Sequence[RowLayer] | Sequence[RowArrays], new: NewTokens
     ) -> mx.array:
         hidden: mx.array = self._form.embedding(tokens)
         normalized: mx.array = self._form.layers[0].input_norm(hidden)
@@ -172,7 +176,7 @@ class LayerStack:
     def _run_layer(
         self,
         layer: DecoderLayer,
-        cache: RowLayer | Pair,
+        cache: RowLayer | RowArrays,
         new: NewTokens,
         hidden: mx.array,
         normalized: mx.array,

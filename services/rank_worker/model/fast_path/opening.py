@@ -93,7 +93,7 @@ def open_fast_path(
         if experts:
             found = FastPath(found.stack, f"{found.state}; {experts}")
         if settings.batch_invariant:
-            _make_invariant(found, forward, shape)
+            _make_invariant(found, forward, shape, kv_bits)
     if forward.inner is not None:
         forward.use_layers(found.stack)
     store.writes_in_place = found.stack is not None and found.stack.has_kernels
@@ -117,7 +117,7 @@ def _open(
     )
     if invariant and not stack.has_plain_matrices:
         raise _refusal("this model's layers have experts, adapters or divided biases")
-    difference = find_difference(stack, forward.inner, forward.plain, shape.layers())
+    difference = find_difference(stack, forward.inner, forward.plain, shape.layers(), kv_bits)
     if not settings.all_agree(difference is None):
         return FastPath(None, f"mlx-lm's layers: {difference or 'a difference on another rank'}")
     if kernels is not None:
@@ -125,7 +125,7 @@ def _open(
     return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
 
 
-def _make_invariant(found: FastPath, forward: Forward, shape: ModelShape) -> None:
+def _make_invariant(found: FastPath, forward: Forward, shape: ModelShape, kv_bits: int) -> None:
     """Make the head independent of other rows, as the layers are already.
 
     Raises:
@@ -137,7 +137,7 @@ def _make_invariant(found: FastPath, forward: Forward, shape: ModelShape) -> Non
     if head is None:
         raise _refusal("this model's head is not found")
     tile_head(head)
-    if depends_on_other_rows(stack, forward.head, shape.layers()):
+    if depends_on_other_rows(stack, forward.head, shape.layers(), kv_bits):
         raise _refusal("on this device the matrix library's sums depend on other rows")
 
 
@@ -152,11 +152,9 @@ def _open_kernels(
     if settings.device == "cpu":
         return None, ""
     dtype = form.norm.weight.dtype
-    kernels = None
-    if kv_bits or dtype not in _KERNEL_DTYPES:
-        fault = f"keys and values have {kv_bits} bits" if kv_bits else f"the model is {dtype}"
-    else:
-        kernels = Kernels(settings.device)
+    kernels, fault = None, f"the model is {dtype}"
+    if dtype in _KERNEL_DTYPES:
+        kernels = Kernels(settings.device, kv_bits)
         fault = kernels.find_fault({one.attention.shape for one in form.layers}, form.norm.weight)
     if not settings.all_agree(not fault) or kernels is None:
         return None, fault or "another rank has none"

@@ -5,6 +5,8 @@ up over the layers, and a layer that computes anything else is found.
 """
 
 import contextlib
+import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +15,11 @@ import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
-from services.rank_worker.kv_cache.rows.row_layers import RowLayer
+from services.rank_worker.kv_cache.rows.row_layers import (
+    QuantizedRowLayer,
+    RowLayer,
+    make_row_layer,
+)
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView, UniformView
 from services.rank_worker.model.fast_path.kernels.attention import TILE_TOKENS
 from services.rank_worker.model.fast_path.layer_stack import LayerStack
@@ -39,8 +45,45 @@ PlainForward = Callable[[mx.array, Sequence[Any]], mx.array]
 """mlx-lm's forward: token ids [B, L] and caches -> hidden states [B, L, dim]."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rows:
+    """How a layer stores its rows."""
+
+    parts: Sequence[BlockPart]
+    """Shapes of the keys and of the values that the model computes."""
+    bits: int
+    """Per stored number; 0: the type that the model computes."""
+
+    def empty(self, count: int, room: int) -> RowLayer:
+        """Return rows of zeros with room for some tokens each."""
+        layer = make_row_layer(self.parts, self.bits)
+        layer.resize(count, room, 0, 0)
+        mx.eval(layer.arrays)
+        return layer
+
+    def random(self, count: int, room: int) -> RowLayer:
+        """Return rows of random numbers; the same for the same arguments."""
+        layer = make_row_layer(self.parts, self.bits)
+        layer.arrays = []
+        for index, part in enumerate(self.parts):
+            shape = (count, part.heads, room, part.dim)
+            numbers = mx.random.normal(shape, key=mx.random.key(index + 1)).astype(part.dtype)
+            layer.arrays += self._stored(layer, numbers)
+        mx.eval(layer.arrays)
+        return layer
+
+    def _stored(self, layer: RowLayer, numbers: mx.array) -> Sequence[mx.array]:
+        if not isinstance(layer, QuantizedRowLayer):
+            return [numbers]
+        return mx.quantize(numbers, group_size=layer.group_size, bits=layer.bits)
+
+
 def find_difference(
-    stack: LayerStack, inner: nn.Module, plain: PlainForward, parts: list[list[BlockPart]]
+    stack: LayerStack,
+    inner: nn.Module,
+    plain: PlainForward,
+    parts: list[list[BlockPart]],
+    kv_bits: int,
 ) -> str | None:
     """Compare the fast path with mlx-lm's code. Runs the collectives of each layer.
 
@@ -49,33 +92,38 @@ def find_difference(
         inner: mlx-lm's model without its head.
         plain: its forward.
         parts: shapes of each layer's keys and values.
+        kv_bits: bits per number of stored KV; 0: the model's own dtype.
 
     Returns:
         What differs, as a clause; None: nothing.
     """
     lengths = _LENGTHS_OF_KERNELS if stack.has_kernels else _LENGTHS
+    rows = [_Rows(one, kv_bits) for one in parts]
     # Everything is compared also after a difference: other ranks may not find it, and all must run
     # the same collectives.
-    found = [_compare_ends(stack, inner, plain, parts)]
+    found = [_compare_ends(stack, inner, plain, rows)]
     if found[0] == _OTHER_ARGUMENTS:
         # The layers cannot be called here. All ranks see that, as all run the same code.
         return _OTHER_ARGUMENTS
     blocks: list[Any] = inner.children()["layers"]
-    for number, (block, layer_parts) in enumerate(zip(blocks, parts, strict=True)):
-        differs = _compare_layer(stack, number, block, layer_parts, lengths)
+    for number, (block, own_rows) in enumerate(zip(blocks, rows, strict=True)):
+        differs = _compare_layer(stack, number, block, own_rows, lengths)
         found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
         if stack.is_expanded(number):
             count = _TOKENS_OF_EXPANDED
-            differs = _compare_attention(stack, number, block, layer_parts, _LENGTHS, count)
+            differs = _compare_attention(stack, number, block, own_rows, _LENGTHS, count)
             said = f"attention {number} to several new tokens differs by {differs:.1%}"
             found.append(said if differs else None)
-    if stack.has_kernels and (differs := _compare_graph(stack, parts, lengths)):
+    if stack.has_kernels and (differs := _compare_graph(stack, rows, lengths)):
         found.append(f"the compiled decode differs by {differs:.1%}")
     return next(filter(None, found), None)
 
 
 def depends_on_other_rows(
-    stack: LayerStack, head: Callable[[mx.array], mx.array], parts: list[list[BlockPart]]
+    stack: LayerStack,
+    head: Callable[[mx.array], mx.array],
+    parts: list[list[BlockPart]],
+    kv_bits: int,
 ) -> bool:
     """Tell whether results for a row have other bits beside other rows than alone.
 
@@ -85,20 +133,18 @@ def depends_on_other_rows(
         stack: the fast path.
         head: the model's, [rows, 1, dim] -> [rows, 1, logits].
         parts: shapes of each layer's keys and values.
+        kv_bits: bits per number of stored KV; 0: the model's own dtype.
     """
     lengths = [5, *range(2 * TILE_ROWS + 1), TILE_TOKENS + 88]
-    count, room, rows = len(lengths), max(lengths) + 1, []
+    count = len(lengths)
     dtype = parts[0][0].dtype
     hidden = mx.random.normal((count, 1, stack.dim), key=mx.random.key(1)).astype(dtype)
-    for one in parts[0]:
-        shape = (count, one.heads, room, one.dim)
-        rows.append(mx.random.normal(shape, key=mx.random.key(one.heads)).astype(one.dtype))
-    mx.eval(hidden, rows)
-    together = stack.run_layer(0, hidden, _filled(parts[0], rows, lengths, stack))
+    rows = _Rows(parts[0], kv_bits).random(count, max(lengths) + 1)
+    mx.eval(hidden)
+    together = stack.run_layer(0, hidden, _copied(rows, range(count), lengths, stack))
     mx.eval(together)
     for row in (0, count // 2, count - 1):
-        own = [mx.contiguous(array[row : row + 1]) for array in rows]
-        cache = _filled(parts[0], own, lengths[row : row + 1], stack)
+        cache = _copied(rows, range(row, row + 1), lengths[row : row + 1], stack)
         alone = stack.run_layer(0, hidden[row : row + 1], cache)
         if not mx.array_equal(alone[0], together[row]).item():
             return True
@@ -106,15 +152,11 @@ def depends_on_other_rows(
     return not mx.array_equal(head(hidden[-1:])[0], logits[-1]).item()
 
 
-def _filled(
-    parts: Sequence[BlockPart],
-    arrays: Sequence[mx.array],
-    lengths: Sequence[int],
-    stack: LayerStack,
-) -> RowLayer:
-    """Return a layer's rows with copies of these keys and values."""
-    cache = RowLayer(parts)
-    cache.arrays = [mx.array(one) for one in arrays]
+def _copied(rows: RowLayer, chosen: range, lengths: Sequence[int], stack: LayerStack) -> RowLayer:
+    """Return copies of a layer's adjacent rows, for a decode with these lengths."""
+    cache = copy.copy(rows)
+    # Kernels write the copies.
+    cache.arrays = [mx.array(one[chosen.start : chosen.stop]) for one in rows.arrays]
     mx.eval(cache.arrays)
     cache.view = UniformView(0, 1, lengths[0], lengths[0] + 1)
     if stack.has_kernels:
@@ -126,10 +168,10 @@ def _filled(
 
 
 def _compare_ends(
-    stack: LayerStack, inner: nn.Module, plain: PlainForward, parts: list[list[BlockPart]]
+    stack: LayerStack, inner: nn.Module, plain: PlainForward, rows: Sequence[_Rows]
 ) -> str | None:
     """Compare the embedding, the last norm, and the layers' arguments."""
-    caches = [_cache(one) for one in parts]
+    caches = [one.empty(len(_LENGTHS), 1) for one in rows]
     view = _ragged_view(_LENGTHS)
     for cache in caches:
         _set_view(cache, view)
@@ -171,7 +213,7 @@ def _compare_layer(
     stack: LayerStack,
     number: int,
     block: Any,
-    parts: Sequence[BlockPart],
+    rows: _Rows,
     lengths: Sequence[int],
 ) -> float:
     """Return the relative difference of a layer's results; 0 if it is within the tolerance.
@@ -179,20 +221,20 @@ def _compare_layer(
     Attention is compared alone, and the rest with equal results of it: otherwise rounding of the
     scores could give a token another expert, which is a difference of a tenth.
     """
-    attention = _compare_attention(stack, number, block, parts, lengths, 1)
-    return max(attention, _compare_rest(stack, number, block, parts))
+    attention = _compare_attention(stack, number, block, rows, lengths, 1)
+    return max(attention, _compare_rest(stack, number, block, rows))
 
 
 def _compare_attention(
     stack: LayerStack,
     number: int,
     block: Any,
-    parts: Sequence[BlockPart],
+    rows: _Rows,
     lengths: Sequence[int],
     count: int,
 ) -> float:
     """Do so for a layer's attention, with `count` new tokens per row: kernels write single ones."""
-    hidden, own, other = _random_input(number, block, parts, lengths, count)
+    hidden, own, other = _random_input(number, block, rows, lengths, count)
     x = block.input_layernorm(hidden)
     view = _ragged_view(lengths, count)
     _set_view(other, view)
@@ -211,9 +253,9 @@ def _compare_attention(
     return max(relative_difference(one, another, one) for one, another in pairs)
 
 
-def _compare_rest(stack: LayerStack, number: int, block: Any, parts: Sequence[BlockPart]) -> float:
+def _compare_rest(stack: LayerStack, number: int, block: Any, rows: _Rows) -> float:
     """Do so for a layer whose attention has the same result in both, and for the input of that."""
-    hidden, cache, _ = _random_input(number, block, parts, _LENGTHS, 1)
+    hidden, cache, _ = _random_input(number, block, rows, _LENGTHS, 1)
     attended = (0.1 * mx.random.normal(hidden.shape, key=mx.random.key(3))).astype(hidden.dtype)
     view = _ragged_view(_LENGTHS)
     _set_view(cache, view)
@@ -247,25 +289,19 @@ def _attention_gives(block: Any, result: mx.array, given: list[mx.array]) -> Ite
 def _random_input(
     number: int,
     block: Any,
-    parts: Sequence[BlockPart],
+    rows: _Rows,
     lengths: Sequence[int],
     count: int,
 ) -> tuple[mx.array, RowLayer, RowLayer]:
     """Return a layer's input [3, count, dim], and two caches with the same rows."""
     key, dtype = mx.random.key(number), block.input_layernorm.weight.dtype
     hidden = (0.1 * mx.random.normal((3, count, _width(block)), key=key)).astype(dtype)
-    own, other = _cache(parts), _cache(parts)
-    for index, part in enumerate(parts):
-        shape = (len(lengths), part.heads, max(lengths) + count, part.dim)
-        numbers = mx.random.normal(shape, key=mx.random.key(index + 1)).astype(part.dtype)
-        own.arrays[index], other.arrays[index] = numbers, mx.array(numbers)
-    mx.eval(own.arrays, other.arrays)
+    own, other = (rows.random(len(lengths), max(lengths) + count) for _ in range(2))
+    mx.eval(hidden)
     return hidden, own, other
 
 
-def _compare_graph(
-    stack: LayerStack, parts: list[list[BlockPart]], lengths: Sequence[int]
-) -> float:
+def _compare_graph(stack: LayerStack, rows: Sequence[_Rows], lengths: Sequence[int]) -> float:
     """Return how much a compiled decode differs from one that is not compiled; 0 if little.
 
     Kernels write rows that MLX does not know to be changed, and use arrays of the whole forward, so
@@ -274,7 +310,7 @@ def _compare_graph(
     tokens = mx.array([[1], [2], [3]], dtype=mx.int32)
     results = []
     for observe in (None, _call):
-        caches = [_cache(one, room=max(lengths) + 1) for one in parts]
+        caches = [one.empty(len(lengths), max(lengths) + 1) for one in rows]
         for cache in caches:
             _set_view(cache, InPlaceView(_SLOTS, [lengths[slot] for slot in _SLOTS]))
         # A stack whose parts are observed is not compiled.
@@ -298,7 +334,14 @@ def _new_tokens(cache: RowLayer, lengths: Sequence[int], count: int) -> list[mx.
     """Return the keys and the values that were written, [rows, count, kv_heads, head_dim]."""
     rows = mx.arange(len(lengths))[:, None]
     places = mx.array(list(lengths))[:, None] + mx.arange(count)
-    return [array[rows, :, places] for array in cache.arrays]
+    written = [array[rows, :, places] for array in cache.arrays]
+    if not isinstance(cache, QuantizedRowLayer):
+        return written
+    size, bits = cache.group_size, cache.bits
+    return [
+        mx.dequantize(numbers, scales, biases, size, bits)
+        for numbers, scales, biases in (written[:3], written[3:])
+    ]
 
 
 def relative_difference(expected: mx.array, found: mx.array, rounded: mx.array) -> float:
@@ -319,16 +362,6 @@ def relative_difference(expected: mx.array, found: mx.array, rounded: mx.array) 
     if differs <= tolerance * size + tolerance / 8 * rounding:
         return 0.0
     return differs / size if size and math.isfinite(differs / size) else 1.0
-
-
-def _cache(parts: Sequence[BlockPart], room: int = 1) -> RowLayer:
-    cache = RowLayer(parts)
-    shapes = [(len(_LENGTHS), one.heads, room, one.dim) for one in parts]
-    cache.arrays = [
-        mx.zeros(shape, dtype=one.dtype) for shape, one in zip(shapes, parts, strict=True)
-    ]
-    mx.eval(cache.arrays)
-    return cache
 
 
 def _ragged_view(lengths: Sequence[int], count: int = 1) -> RaggedView:

@@ -92,7 +92,7 @@ class KernelOnCpu:
             "thread_position_in_threadgroup.x": "group::current",
         }
         # MLX's arrays begin at multiples of 8 bytes on a CPU.
-        body = re.sub(r"alignas\(\w+ \* sizeof\(T\)\)", "", made["source"])
+        body = re.sub(r"alignas\([A-Z_]+ \*[^)]*\)+", "", made["source"])
         for name, place in places.items():
             body = body.replace(name, place)
         parameters = ", ".join([*pointers, *shapes, "int gx, int gy, int gz, int threads"])

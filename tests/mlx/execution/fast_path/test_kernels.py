@@ -10,8 +10,10 @@ import pytest
 from mlx import nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from services.rank_worker.kv_cache.rows.block_layout import BlockPart
+from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
 from services.rank_worker.model.fast_path.kernels import attention
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL, read_source
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
@@ -49,6 +51,66 @@ def test_attention_of_tensor_cores_computes_and_writes_like_mlx_lm(
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+@pytest.mark.parametrize(
+    ("bits", "kind", "query_heads", "kv_heads", "head_dim"),
+    [
+        (8, "qwen3", 4, 2, 32),
+        *(
+            pytest.param(*one, marks=pytest.mark.proof)
+            for one in [
+                (4, "qwen3", 8, 2, 64),
+                (8, "qwen2", 6, 2, 64),
+                (4, "llama", 5, 1, 128),
+                (8, "traditional", 4, 4, 96),
+                (8, "partial", 4, 2, 64),
+                (4, "llama", 4, 1, 256),
+            ]
+        ),
+    ],
+)
+def test_kernels_read_and_write_quantized_rows_like_mlx_lm(
+    bits: int, kind: str, query_heads: int, kv_heads: int, head_dim: int, device: str
+) -> None:
+    """They pass the same proof, in which mlx-lm quantizes new keys and values."""
+    opened = open_of(make(kind, query_heads, kv_heads, head_dim), bits, device=device)
+    assert opened.state == "fast path with kernels"
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("spread", [1.0, 0.0, 1e-6])
+def test_new_keys_are_quantized_to_the_words_of_mlx(bits: int, spread: float) -> None:
+    """Also where all numbers of a group are equal, are 0, or hardly differ."""
+    shape = attention.AttentionShape(2, 1, 64, 0, is_traditional=False, normalizes=False)
+    attend = attention.Attention(mx.fast.metal_kernel, METAL, bits).attend
+    weights = attention.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), mx.array([0.1, 0.0, 0.0]))
+    middle = mx.array([3.0, -0.5, 0.0])[:, None]
+    qkv = middle + spread * mx.random.normal((3, 4 * 64), key=mx.random.key(bits))
+    rows = make_row_layer([BlockPart(1, 64, mx.float32)] * 2, bits)
+    rows.resize(3, 9, 0, 0)
+    mx.eval(rows.arrays, qkv)
+    lengths = [0, 4, 8]
+    places = attention.RowPlaces(mx.array(lengths), mx.array([2, 0, 1]), 1)
+    attend(shape, weights, qkv, rows.arrays, places, None)
+    parts = [qkv[:, start : start + 64] for start in (128, 192)]
+    expected = [one for part in parts for one in mx.quantize(part, 64, bits)]
+    for found, wanted in zip(rows.arrays, expected, strict=True):
+        whole = mx.zeros_like(found)
+        whole[mx.array([2, 0, 1]), 0, mx.array(lengths)] = wanted
+        assert mx.array_equal(found, whole).item()
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+def test_heads_whose_shares_are_no_whole_words_are_computed_without_kernels() -> None:
+    """Eight threads share a head, and a word has 8 numbers of 4 bits."""
+    opened = open_of(make("qwen3", 4, 2, 32), 4, device="metal")
+    assert opened.state == (
+        "fast path without kernels: no kernel for heads of 32 numbers in 4 bits"
+    )
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
 def test_layers_of_one_forward_count_finished_groups_in_one_array(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -65,11 +127,11 @@ def test_layers_of_one_forward_count_finished_groups_in_one_array(
     arrived = mx.zeros((2, 4), dtype=mx.int32)
     counts = attention.tile_count(lengths[1])
     places = attention.RowPlaces(mx.array(lengths), mx.array([0, 1]), counts, arrived)
-    first, second = (attend(shape, weights, qkv, keys, values, places, None) for _ in range(2))
+    first, second = (attend(shape, weights, qkv, [keys, values], places, None) for _ in range(2))
     assert mx.array_equal(first, second).item()
     assert not arrived.any().item()
     alone = attention.RowPlaces(mx.array(lengths[:1]), mx.array([0]), 1)
-    one = attend(shape, weights, qkv[:1], keys, values, alone, None)
+    one = attend(shape, weights, qkv[:1], [keys, values], alone, None)
     assert mx.allclose(one[0], first[0], rtol=1e-5, atol=1e-6).item()
 
 
@@ -210,7 +272,7 @@ _TYPES |= {
 }
 _TYPES |= {"places": "int", "real": "bool", "experts0": "unsigned", "experts1": "unsigned"}
 _CONSTANTS = {
-    "decode_attention": (
+    "heads/decode_attention": (
         {"HEAD_DIM": 128, "HEADS": 4, "HEADS_PER_KEY": 4, "QUERY_HEADS": 32, "KV_HEADS": 8}
         | {"VECTOR_SIZE": 8, "THREADS": 128, "TILE": 256, "NORMALIZES": 1, "TRADITIONAL": 0}
         | {"ROTATED": 128}
@@ -221,8 +283,8 @@ _CONSTANTS = {
     "few_rows": {"ROW_TILES": 2, "WARPS": 8, "GATED": 1, "HAS_BIAS": 0},
 }
 _ARGUMENTS = {
-    "decode_attention": (
-        "qkv keys values lengths slots rotations query_weight key_weight constants",
+    "heads/decode_attention": (
+        "qkv lengths slots rotations query_weight key_weight constants keys values",
         "attended tile_sums",
     ),
     "add_tiles": ("tile_sums lengths", "attended"),
@@ -230,11 +292,18 @@ _ARGUMENTS = {
     "silu_product": ("gate_up", "product"),
     "few_rows": ("rows weight bias", "product"),
 }
-_CONSTANTS["tensor_attention"] = _CONSTANTS["decode_attention"]
-_ARGUMENTS["tensor_attention"] = (
-    f"{_ARGUMENTS['decode_attention'][0]} arrived",
-    _ARGUMENTS["decode_attention"][1],
-)
+_HEADS_INPUTS, _HEADS_OUTPUTS = _ARGUMENTS["heads/decode_attention"]
+_CONSTANTS["heads/tensor_attention"] = _CONSTANTS["heads/decode_attention"]
+_ARGUMENTS["heads/tensor_attention"] = (f"{_HEADS_INPUTS} arrived", _HEADS_OUTPUTS)
+for _bits in (8, 4):
+    _of_bits = {"BITS": _bits, "GROUP": 64, "VECTOR_SIZE": 16}
+    _CONSTANTS[f"heads/quantized_attention {_bits}"] = (
+        _CONSTANTS["heads/decode_attention"] | _of_bits
+    )
+    _ARGUMENTS[f"heads/quantized_attention {_bits}"] = (
+        f"{_HEADS_INPUTS} keys_scales keys_biases values_scales values_biases",
+        _HEADS_OUTPUTS,
+    )
 _CONSTANTS["experts/expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SHARING": 8}
 _ARGUMENTS["experts/expert_products"] = ("rows weight up experts groups", "product")
 _CONSTANTS["experts/group_experts"] = {
@@ -299,19 +368,21 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
     if NVCC is None:
         return
     inputs, outputs = _ARGUMENTS[name]
-    body = CUDA.prologue + read_source(name)
+    body = CUDA.prologue + read_source(name.partition(" ")[0])
+    words = {"keys": "unsigned", "values": "unsigned"} if "quantized" in name else {}
+    types = _TYPES | words
     if name == "experts/count_experts":
         body = f"const unsigned* given[] = {{experts0, experts1}};\n{body}"
     is_of_cuda = name.startswith(
-        ("experts/", "few_rows", "tensor_attention", "latent/tensor", "latent/head")
+        ("experts/", "few_rows", "heads/tensor", "latent/tensor", "latent/head")
     )
     is_of_cuda &= name not in ("experts/route", "experts/add_experts", "experts/add_experts_norm")
     arguments = []
     for one in inputs.split():
-        arguments.append(f"const {_TYPES.get(one, _BFLOAT16)}* {one}")
+        arguments.append(f"const {types.get(one, _BFLOAT16)}* {one}")
         if f"{one}_shape" in body:
             arguments.append(f"const int* {one}_shape")
-    arguments += [f"{_TYPES.get(one, _BFLOAT16)}* {one}" for one in outputs.split()]
+    arguments += [f"{types.get(one, _BFLOAT16)}* {one}" for one in outputs.split()]
     constants = "".join(
         f"constexpr int {key} = {value};\n" for key, value in _CONSTANTS[name].items()
     )

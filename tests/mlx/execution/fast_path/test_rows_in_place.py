@@ -16,10 +16,13 @@ from tests.mlx.models import make_qwen3
 PROMPTS = {1: make_prompt(1, 9), 2: make_prompt(2, 5), 3: make_prompt(3, 21)}
 
 
-def _driver(model: nn.Module, **settings: Any) -> ExecutorDriver:
+def _driver(model: nn.Module, kv_bits: int = 0, **settings: Any) -> ExecutorDriver:
     driver = ExecutorDriver(model, row_count=3, row_tokens=48)
     driver.executor = make_executor(
-        model, profile=ExecutionProfile(has_queue=True), fast_path=FastPathSettings(**settings)
+        model,
+        kv_bits=kv_bits,
+        profile=ExecutionProfile(has_queue=True),
+        fast_path=FastPathSettings(**settings),
     )
     return driver
 
@@ -49,10 +52,11 @@ def _run(driver: ExecutorDriver) -> dict[int, list[int]]:
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
-def test_rows_written_in_place_give_tokens_of_rows_written_by_mlx() -> None:
+@pytest.mark.parametrize("kv_bits", [0, 8])
+def test_rows_written_in_place_give_tokens_of_rows_written_by_mlx(kv_bits: int) -> None:
     """All other uses of rows in plans find the numbers that kernels have written."""
-    expected = _run(_driver(make_qwen3(head_dim=16)))
-    driver = _driver(make_qwen3(head_dim=16), device="metal")
+    expected = _run(_driver(make_qwen3(head_dim=32), kv_bits))
+    driver = _driver(make_qwen3(head_dim=32), kv_bits, device="metal")
     assert driver.executor.layers_state == "fast path with kernels"
     assert driver.executor.store.writes_in_place
     assert _run(driver) == expected

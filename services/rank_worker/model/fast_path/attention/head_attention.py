@@ -14,7 +14,7 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.model.fast_path.attention.interface import (
     NewTokens,
-    Pair,
+    RowArrays,
     UnknownForm,
     as_rms_norm,
     attend_apart,
@@ -144,15 +144,17 @@ class HeadAttention:
             [mx.broadcast_to(one, (heads, 1, shape.head_dim)) for one, heads in rows]
         )
 
-    def attend(self, normalized: mx.array, cache: RowLayer | Pair, tokens: NewTokens) -> mx.array:
+    def attend(
+        self, normalized: mx.array, cache: RowLayer | RowArrays, tokens: NewTokens
+    ) -> mx.array:
         """See `Attention`."""
         qkv = self._qkv(normalized, apart=tokens.apart)
         table = tokens.tables.get(id(self._form.rotation))
         if tokens.places is not None:
             assert self._kernels is not None
-            keys, values = cache.arrays if isinstance(cache, RowLayer) else cache
+            stored = cache.arrays if isinstance(cache, RowLayer) else cache
             attended = self._kernels.attention.attend(
-                self._form.shape, self._weights, qkv, keys, values, tokens.places, table
+                self._form.shape, self._weights, qkv, stored, tokens.places, table
             )
         else:
             assert isinstance(cache, RowLayer)

@@ -18,8 +18,8 @@ from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.rotation import Rotation, read_rotation
 from services.rank_worker.model.sharding.mlp_split import is_linear
 
-Pair = tuple[mx.array, mx.array]
-"""Keys and values of all rows in one layer, [row_count, kv_heads, room, head_dim] each."""
+RowArrays = Sequence[mx.array]
+"""Keys and values of all rows in one layer, as `RowLayer.arrays`."""
 
 
 class UnknownForm(Exception):
@@ -48,7 +48,9 @@ class NewTokens:
 class Attention(Protocol):
     """Computes the attention of one layer."""
 
-    def attend(self, normalized: mx.array, cache: RowLayer | Pair, tokens: NewTokens) -> mx.array:
+    def attend(
+        self, normalized: mx.array, cache: RowLayer | RowArrays, tokens: NewTokens
+    ) -> mx.array:
         """Compute attention, and write new keys and values to the rows.
 
         Args:

@@ -23,7 +23,7 @@ from services.rank_worker.model.fast_path.attention.head_matrices import (
 )
 from services.rank_worker.model.fast_path.attention.interface import (
     NewTokens,
-    Pair,
+    RowArrays,
     UnknownForm,
     as_rms_norm,
     attend_apart,
@@ -167,7 +167,9 @@ class LatentAttention:
         """See `LayerStack`."""
         return all(isinstance(one, MergedLinear | SummedLinear) for one in self._products)
 
-    def attend(self, normalized: mx.array, cache: RowLayer | Pair, tokens: NewTokens) -> mx.array:
+    def attend(
+        self, normalized: mx.array, cache: RowLayer | RowArrays, tokens: NewTokens
+    ) -> mx.array:
         """See `Attention`."""
         table = tokens.tables[id(self._form.rotation)]
         projected = [_multiply(one, normalized, tokens) for one in self._projections]

@@ -11,8 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.rank_worker.kv_cache.rows.block_layout import BlockPart
+from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
 from services.rank_worker.model.fast_path.kernels.dialects import (
     CUDA,
+    VECTOR_BYTES,
     Dialect,
     read_source,
     vector_size,
@@ -33,6 +36,8 @@ _TENSOR_HEADS_MAX = 8
 """Query heads of a group whose products tensor cores compute: the rows of half a tile."""
 _WIDE_HEAD_DIM = 128
 """From this width on, fewer heads fit, and none with tensor cores."""
+_WORD_BITS = 32
+"""Of an array's words that hold numbers of fewer bits."""
 _LANES = 8
 """Divides a head: `decode_attention` shares it between as many threads (its LANES), and threads of
 `tensor_attention` read as many numbers at once."""
@@ -92,30 +97,37 @@ class RowPlaces:
 class Attention:
     """Starts the kernels of attention on one kind of GPU. Compiled kernels are kept by MLX."""
 
-    def __init__(self, make: Any, dialect: Dialect) -> None:
+    def __init__(self, make: Any, dialect: Dialect, kv_bits: int = 0) -> None:
         """Prepare; nothing is compiled yet.
 
         Args:
             make: `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`.
             dialect: of the GPU.
+            kv_bits: bits per number of stored keys and values; 0: the model's own dtype.
         """
-        inputs = ["qkv", "keys", "values", "lengths", "slots", "rotations"]
+        self._kv_bits = kv_bits
+        inputs = ["qkv", "lengths", "slots", "rotations"]
         inputs += ["query_weight", "key_weight", "constants"]
+        parts = ("", "_scales", "_biases") if kv_bits else ("",)
+        inputs += [f"{name}{part}" for name in ("keys", "values") for part in parts]
 
         def kernel(name: str, header: str, more_inputs: Sequence[str] = ()) -> Any:
             return make(
                 name=f"lockstep_{name}",
                 input_names=[*inputs, *more_inputs],
                 output_names=["attended", "tile_sums"],
-                source=dialect.prologue + read_source(name),
+                source=dialect.prologue + read_source(f"heads/{name}"),
                 header=header,
                 # A copy of keys and values would be written instead of the row.
                 ensure_row_contiguous=False,
             )
 
-        self._attend = kernel("decode_attention", dialect.header)
+        name = "quantized_attention" if kv_bits else "decode_attention"
+        self._attend = kernel(name, dialect.header)
         self._tensor_attend = (
-            kernel("tensor_attention", HEADER, ["arrived"]) if dialect is CUDA else None
+            kernel("tensor_attention", HEADER, ["arrived"])
+            if dialect is CUDA and not kv_bits
+            else None
         )
         """Uses tensor cores; None: this GPU has none that it can use."""
         self._tile_sums = TileSums(make, dialect)
@@ -139,8 +151,9 @@ class Attention:
             dtype: of the model.
         """
         for shape in shapes:
-            if shape.head_dim % _LANES:
-                return f"no kernel for heads of {shape.head_dim} numbers"
+            if not _vector_size(shape, dtype, self._kv_bits):
+                stored = f" in {self._kv_bits} bits" if self._kv_bits else ""
+                return f"no kernel for heads of {shape.head_dim} numbers{stored}"
         if self._tensor_attend is not None and (fault := self._try(shapes, dtype)):
             _log.info("no_tensor_cores", detail=fault)
             self.leave_tensor_cores()
@@ -153,22 +166,23 @@ class Attention:
     def _attend_once(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
         """Attend to one row, of one tile and of two."""
         heads = shape.query_heads + 2 * shape.kv_heads
-        row = mx.zeros((1, shape.kv_heads, TILE_TOKENS + 1, shape.head_dim), dtype=dtype)
+        part = BlockPart(shape.kv_heads, shape.head_dim, dtype)
+        layer = make_row_layer([part, part], self._kv_bits)
+        layer.resize(1, TILE_TOKENS + 1, 0, 0)
         norm = mx.zeros((shape.head_dim,), dtype=dtype)
         weights = AttentionWeights(norm, norm, mx.ones((3,), dtype=mx.float32))
         qkv = mx.ones((1, heads * shape.head_dim), dtype=dtype)
         rotations = mx.ones((1, shape.rotated), dtype=mx.float32) if shape.rotated else None
         for length in (1, TILE_TOKENS):
             places = RowPlaces(mx.array([length]), mx.array([0]), tile_count(length))
-            mx.eval(self.attend(shape, weights, qkv, row, row, places, rotations))
+            mx.eval(self.attend(shape, weights, qkv, layer.arrays, places, rotations))
 
     def attend(
         self,
         shape: AttentionShape,
         weights: AttentionWeights,
         qkv: mx.array,
-        keys: mx.array,
-        values: mx.array,
+        stored: Sequence[mx.array],
         places: RowPlaces,
         rotations: mx.array | None,
     ) -> mx.array:
@@ -179,9 +193,10 @@ class Attention:
             weights: of the layer.
             qkv: [rows, (query_heads + 2 * kv_heads) * head_dim], row-contiguous: new queries, keys
                 and values before norm and rotation.
-            keys: [row_count, kv_heads, room, head_dim], row-contiguous, changed in place. MLX does
-                not know of the change: all other work on them must begin after this is computed.
-            values: like `keys`.
+            stored: keys and values of all rows, [row_count, kv_heads, room, head_dim] each; where
+                they have fewer bits, three arrays of each (see `QuantizedRowLayer`). All are
+                row-contiguous, and changed in place. MLX does not know of the change: all other
+                work on them must begin after this is computed.
             places: where the rows are in these arrays.
             rotations: table of `Rotation`, `rotated` numbers per row; None: heads are not rotated.
 
@@ -190,13 +205,15 @@ class Attention:
         """
         rows, dtype, tiles = qkv.shape[0], qkv.dtype, places.tiles
         inputs = [
-            *(qkv, keys, values, places.lengths, places.slots),
+            *(qkv, places.lengths, places.slots),
             weights.constants if rotations is None else rotations,
-            *(weights.query_norm, weights.key_norm, weights.constants),
+            *(weights.query_norm, weights.key_norm, weights.constants, *stored),
         ]
         by_tensor_cores = self._tensor_attend is not None and _fits_tensor_cores(shape, dtype)
         heads_per_key = shape.query_heads // shape.kv_heads
         kernel, heads = self._attend, largest_divisor(heads_per_key, _heads_max(shape))
+        # Numbers that share a scale.
+        group = shape.head_dim // stored[1].shape[-1] if self._kv_bits else 0
         if by_tensor_cores:
             kernel, heads = self._tensor_attend, largest_divisor(heads_per_key, _TENSOR_HEADS_MAX)
             arrived = places.arrived
@@ -210,7 +227,7 @@ class Attention:
         is_done = tiles == 1 or by_tensor_cores
         attended, tile_sums = kernel(
             inputs=inputs,
-            template=_template(shape, dtype, heads),
+            template=_template(shape, dtype, heads, self._kv_bits, group),
             grid=(tiles * _THREADS, shape.query_heads // heads, rows),
             threadgroup=(_THREADS, 1, 1),
             output_shapes=[result if is_done else no_result, sums],
@@ -300,8 +317,25 @@ def largest_divisor(heads: int, most: int) -> int:
     return max(one for one in range(1, most + 1) if heads % one == 0)
 
 
+def _vector_size(shape: AttentionShape, dtype: mx.Dtype, kv_bits: int) -> int:
+    """Return how many numbers of a key a thread reads at once; 0: heads cannot be divided so."""
+    share, rest = divmod(shape.head_dim, _LANES)
+    if rest:
+        return 0
+    if not kv_bits:
+        return vector_size(share, dtype)
+    size = VECTOR_BYTES * 8 // kv_bits
+    while share % size:
+        size //= 2
+    # Threads read whole words.
+    return size if size * kv_bits >= _WORD_BITS else 0
+
+
 @functools.lru_cache(maxsize=64)
-def _template(shape: AttentionShape, dtype: mx.Dtype, heads: int) -> list[tuple[str, Any]]:
+def _template(
+    shape: AttentionShape, dtype: mx.Dtype, heads: int, kv_bits: int, group: int
+) -> list[tuple[str, Any]]:
+    of_bits = [("BITS", kv_bits), ("GROUP", group)] if kv_bits else []
     return [
         ("T", dtype),
         ("HEAD_DIM", shape.head_dim),
@@ -309,10 +343,11 @@ def _template(shape: AttentionShape, dtype: mx.Dtype, heads: int) -> list[tuple[
         ("HEADS_PER_KEY", shape.query_heads // shape.kv_heads),
         ("QUERY_HEADS", shape.query_heads),
         ("KV_HEADS", shape.kv_heads),
-        ("VECTOR_SIZE", vector_size(shape.head_dim // _LANES, dtype)),
+        ("VECTOR_SIZE", _vector_size(shape, dtype, kv_bits)),
         ("THREADS", _THREADS),
         ("TILE", TILE_TOKENS),
         ("NORMALIZES", shape.normalizes),
         ("TRADITIONAL", shape.is_traditional),
         ("ROTATED", shape.rotated),
+        *of_bits,
     ]

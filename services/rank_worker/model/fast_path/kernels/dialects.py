@@ -14,7 +14,8 @@ import mlx.core as mx
 Gpu = Literal["cuda", "metal"]
 
 _FOLDER = Path(__file__).parent / "sources"
-_VECTOR_BYTES = 16
+VECTOR_BYTES = 16
+"""Bytes that a thread reads at once."""
 _ROW_THREADS_MAX = 512
 """Most threads of a group that normalizes a row."""
 
@@ -45,6 +46,7 @@ CUDA = Dialect(
 #define MAX(one, other) fmaxf(one, other)
 #define EXP2(value) exp2f(value)
 #define EXP(value) expf(value)
+#define ROUND(value) rintf(value)
 #define RSQRT(value) (1.0f / sqrtf(value))
 static __device__ __forceinline__ float lockstep_warp_sum(float value) {
   for (int mask = 16; mask > 0; mask /= 2) {
@@ -76,6 +78,7 @@ METAL = Dialect(
 #define MAX(one, other) metal::max(one, other)
 #define EXP2(value) metal::exp2(value)
 #define EXP(value) metal::exp(value)
+#define ROUND(value) metal::rint(value)
 #define RSQRT(value) metal::precise::rsqrt(value)
 static inline float lockstep_warp_sum(float value) {
   for (ushort mask = 16; mask > 0; mask /= 2) {
@@ -139,7 +142,7 @@ def vector_size(count: int, dtype: mx.Dtype) -> int:
         count: numbers side by side.
         dtype: of the numbers.
     """
-    size = _VECTOR_BYTES // dtype.size
+    size = VECTOR_BYTES // dtype.size
     while count % size:
         size //= 2
     return size

@@ -33,11 +33,11 @@ _ROW_THREADS = 256
 class Kernels:
     """Starts kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
-    def __init__(self, device: Gpu) -> None:
-        """Prepare for a kind of device; nothing is compiled yet."""
+    def __init__(self, device: Gpu, kv_bits: int = 0) -> None:
+        """Prepare for a kind of device; nothing is compiled yet. `kv_bits` as for `Attention`."""
         make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
         dialect = CUDA if device == "cuda" else METAL
-        self.attention = Attention(make, dialect)
+        self.attention = Attention(make, dialect, kv_bits)
         self.latent_attention = LatentAttentionKernels(make, dialect)
         names = ["input", "change", "weight", "constants"]
         self._add_norm = make_kernel(device, "add_norm", names, ["added", "normalized"])
