@@ -20,6 +20,9 @@ from services.rank_worker.speculation.proposer import RankProposer
 from shared.errors import InvariantBroken
 from shared.messages import StepPlan
 
+_ANY_TOKENS = 16
+"""Up to this number of tokens no forward is padded."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeExecutor:
@@ -76,6 +79,9 @@ class DecodeExecutor:
             self._run_plain(sequences, slots, forwards)
             return drafts
         token_counts = [drafts.count(sequence_id) + 1 for sequence_id in plan.decodes]
+        if self.store.writes_in_place:
+            self._run_apart(sequences, token_counts, drafts, forwards)
+            return drafts
         previous_logits: mx.array | None = None
         for group in group_decode_rows(slots, token_counts, self.forward_cost_tokens):
             previous_logits = self._run_verification(
@@ -116,6 +122,33 @@ class DecodeExecutor:
             logits = logits[mx.array(view.output_rows, dtype=mx.int32)]
         forwards.add_decode(logits, [sequence.sequence_id for sequence in sequences])
 
+    def _run_apart(
+        self,
+        sequences: Sequence[RunningSequence],
+        token_counts: Sequence[int],
+        drafts: StepDrafts,
+        forwards: ForwardOutputs,
+    ) -> None:
+        """Build one forward over rows with drafts, in which each token is a row by itself.
+
+        So no row is padded, and kernels attend for each token.
+        """
+        slots, total = [sequence.slot for sequence in sequences], sum(token_counts)
+        padding = _padded_count(total) - total
+        caches = self.store.decode_apart(slots, token_counts, padding)
+        indices: list[int] = []
+        for row, sequence in enumerate(sequences):
+            count = drafts.count(sequence.sequence_id)
+            own = drafts.index_range(sequence.sequence_id, count)
+            indices += [row, *(len(sequences) + one for one in own)]
+        indices += indices[-1:] * padding
+        known = mx.concatenate([last_tokens(sequences, slots), drafts.ids])
+        tokens = known[mx.array(indices, dtype=mx.int32)]
+        logits = self.forward.all_logits(tokens[:, None], caches, range(total))[:total, 0]
+        starts = list(itertools.accumulate(token_counts, initial=0))[:-1]
+        self.proposer.on_decode(sequences, starts, self.forward.hidden)
+        forwards.add_decode(logits, _sequence_ids(sequences, token_counts))
+
     def _run_verification(
         self,
         sequences: Sequence[RunningSequence],
@@ -153,15 +186,8 @@ class DecodeExecutor:
         logits = self.forward.selected_logits(
             tokens, view.caches, None if selects_all else positions
         )
-        self.proposer.on_decode(sequences, rows, self.forward.hidden)
-        forwards.add_decode(
-            logits,
-            [
-                sequence.sequence_id
-                for sequence, count in zip(sequences, token_counts, strict=True)
-                for _ in range(count)
-            ],
-        )
+        self.proposer.on_decode(sequences, [row * width for row in rows], self.forward.hidden)
+        forwards.add_decode(logits, _sequence_ids(sequences, token_counts))
         return logits
 
     def _check_room(self, plan: StepPlan, draft_count_max: int, lengths: Sequence[int]) -> None:
@@ -180,6 +206,23 @@ class DecodeExecutor:
                 f"plan {plan.step_id} has up to {draft_count_max} drafts per row, but rows of "
                 f"{list(lengths)} tokens do not all have room for them in {room} tokens"
             )
+
+
+def _padded_count(tokens: int) -> int:
+    """Round a number of tokens up, so that a compiled decode has few shapes."""
+    if tokens <= _ANY_TOKENS:
+        return tokens
+    step = max(8, (1 << (tokens - 1).bit_length()) // 16)
+    return -(-tokens // step) * step
+
+
+def _sequence_ids(sequences: Sequence[RunningSequence], token_counts: Sequence[int]) -> list[int]:
+    """Return the sequence of each token, row by row."""
+    return [
+        sequence.sequence_id
+        for sequence, count in zip(sequences, token_counts, strict=True)
+        for _ in range(count)
+    ]
 
 
 def _unpadded_positions(rows: Sequence[int], token_counts: Sequence[int], width: int) -> list[int]:

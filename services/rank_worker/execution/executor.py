@@ -137,15 +137,13 @@ class Executor:
         )
 
     def _uses_rows_otherwise(self, plan: StepPlan) -> bool:
-        """Tell whether a plan reads or writes rows other than by decodes of one token."""
+        """Tell whether a plan reads or writes rows other than by decodes."""
         size = (self.store.row_count, self.store.row_tokens)
         return bool(
             plan.admitted
             or plan.moves
             or plan.prefill_chunks
             or plan.draft_chunks
-            or plan.drafts
-            or plan.draft_counts
             or (plan.row_count, plan.row_tokens) != size
         )
 

@@ -46,10 +46,10 @@ class PendingHidden:
 
     hidden: mx.array
     """[B, L, H], computed by the forward of that step."""
-    row: int
-    """Row in `hidden`."""
+    start: int
+    """Index of the first one among the B * L of `hidden`."""
     count: int = 1
-    """Number of hidden states, from the start of the row."""
+    """Number of hidden states from there on."""
     next_token: TokenReference | None = None
     """The token after the last of them; None: the last token of the sequence."""
 
@@ -189,22 +189,22 @@ class EagleProposer(DrafterWithRows):
         return builder.build(self._synchronize)
 
     def on_decode(
-        self, sequences: Sequence[RunningSequence], rows: Sequence[int], hidden: mx.array | None
+        self, sequences: Sequence[RunningSequence], starts: Sequence[int], hidden: mx.array | None
     ) -> None:
         """Keep the hidden states of a decode, drafts included, until the next step appends them.
 
         Args:
             sequences: those that the decode computes.
-            rows: the row in `hidden` of each.
+            starts: index of each one's first token among the B * L tokens of `hidden`.
             hidden: [B, L, H] in the model's dtype.
         """
         assert hidden is not None
-        for sequence, row in zip(sequences, rows, strict=True):
+        for sequence, start in zip(sequences, starts, strict=True):
             pending = self._pending.setdefault(sequence.sequence_id, [])
             if pending:
                 # The token that this decode reads.
                 pending[-1].next_token = sequence.last_token
-            pending.append(PendingHidden(hidden, row))
+            pending.append(PendingHidden(hidden, start))
             while sum(states.count for states in pending[1:]) >= PENDING_STATES_MAX:
                 del pending[0]
 
@@ -226,7 +226,7 @@ class EagleProposer(DrafterWithRows):
             if row is not None:
                 for states in pending[row]:
                     ids, index = states.next_token or sequences[row].decoded_token()
-                    hidden.add(states.hidden, states.row * states.hidden.shape[1], states.count)
+                    hidden.add(states.hidden, states.start, states.count)
                     tokens.add(ids, index - states.count + 1, states.count)
             hidden.pad((input_row + 1) * width)
             tokens.pad((input_row + 1) * width)

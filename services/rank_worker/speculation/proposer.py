@@ -115,13 +115,13 @@ class RankProposer:
         )
 
     def on_decode(
-        self, sequences: Sequence[RunningSequence], rows: Sequence[int], hidden: mx.array | None
+        self, sequences: Sequence[RunningSequence], starts: Sequence[int], hidden: mx.array | None
     ) -> None:
         """Let the drafter keep the hidden states of a decode; does nothing unless overridden.
 
         Args:
             sequences: those that the decode computes.
-            rows: the row in `hidden` of each.
+            starts: index of each one's first token among the B * L tokens of `hidden`.
             hidden: [B, L, H] in the model's dtype; None unless `Forward.keeps_hidden` is set.
         """
 

@@ -46,8 +46,8 @@ class KVStore(abc.ABC):
 
     Ranks of one model with equal texts could exchange blocks."""
     writes_in_place: bool = False
-    """Whether decodes of one token write rows without MLX's knowledge, see `InPlaceView`. Nothing
-    else may use rows before such a decode has ended."""
+    """Whether decodes write rows without MLX's knowledge, see `InPlaceView`. Nothing else may use
+    rows before such a decode has ended. Only then there is `decode_apart`."""
     needs_state: bool = False
     """Whether a row can be rebuilt from blocks only together with a checkpoint at their end."""
 
@@ -176,6 +176,23 @@ class KVStore(abc.ABC):
         for slot, length in zip(slots, lengths, strict=True):
             self.roll_back(slot, length)
         return view
+
+    def decode_apart(self, slots: Sequence[int], counts: Sequence[int], padding: int) -> list[Any]:
+        """Lengthen rows by different numbers of tokens, each of which is a row of the forward.
+
+        Args:
+            slots: rows in rising order. Other rows are not changed.
+            counts: tokens of each row.
+            padding: how often the last token is repeated at the end of the forward's input.
+
+        Returns:
+            One cache per layer, passed to the model as `cache`.
+
+        Raises:
+            InvariantBroken: when a row has no room, or kernels do not write rows.
+        """
+        del padding
+        raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) have no kernels")
 
     def roll_back(self, slot: int, length: int) -> None:
         """Shorten a row to `length` tokens.

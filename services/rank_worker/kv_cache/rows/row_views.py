@@ -189,21 +189,25 @@ class PaddedView(UniformView):
 
 
 class InPlaceView:
-    """Rows that decode one token each, for a kernel that writes keys and values into the arrays.
+    """Tokens that are decoded by kernels, which write keys and values into the arrays.
 
     MLX does not know that they change. So a forward with this view can be started behind others
     without waiting and without copies, but nothing else may use the rows before it has ended.
     """
 
-    def __init__(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+    def __init__(
+        self, slots: Sequence[int], lengths: Sequence[int], *, shares_rows: bool = False
+    ) -> None:
         """Build the indices.
 
         Args:
-            slots: the rows.
-            lengths: tokens in each of them before this forward.
+            slots: the row of each token.
+            lengths: tokens before it in its row.
+            shares_rows: some are of the same row.
         """
         self.slots = mx.array(list(slots), dtype=mx.int32)
         self.lengths = mx.array(list(lengths), dtype=mx.int32)
         self.longest = max(lengths)
-        """Tokens in the longest row."""
+        """Tokens before the last one of the longest row."""
+        self.shares_rows = shares_rows
         self.offset = self.lengths

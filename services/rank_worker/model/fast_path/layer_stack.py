@@ -15,8 +15,8 @@ from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.attention.interface import NewTokens, RowArrays
 from services.rank_worker.model.fast_path.decoder_layer import DecoderLayer
 from services.rank_worker.model.fast_path.forms import StackForm
-from services.rank_worker.model.fast_path.kernels.attention import RowPlaces, tile_count
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
+from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces, tile_count
 from services.rank_worker.model.fast_path.rotation import Rotation
 from services.rank_worker.model.fast_path.routed_block import RoutedBlock, find_routed
 from services.rank_worker.model.forward import Observe
@@ -67,9 +67,9 @@ class LayerStack:
         self._query_heads = max(one.shape.query_heads for one in attentions)
         self._wants_mask_array = any(one.is_expanded for one in attentions)
         self._counter = counter
-        self._compiled: dict[int, Callable[..., list[mx.array]]] = {}
-        """The decode, by the number of tiles: hidden states, then the experts of each layer that
-        the counter has noted."""
+        self._compiled: dict[tuple[int, bool], Callable[..., list[mx.array]]] = {}
+        """The decode, by the number of tiles and whether tokens share rows: hidden states, then the
+        experts of each layer that the counter has noted."""
         self._noted_layers: list[int] = []
         """What the counter calls these layers."""
         self.observe: Observe | None = None
@@ -117,24 +117,23 @@ class LayerStack:
         return hidden.reshape(rows, count, -1)
 
     def _decode(self, tokens: mx.array, view: InPlaceView, caches: Sequence[RowLayer]) -> mx.array:
-        tiles = tile_count(view.longest)
+        kind = (tile_count(view.longest), view.shares_rows)
         arrays = [array for cache in caches for array in cache.arrays]
         if self.observe is not None:
-            return self._decode_in_place(tiles, tokens, view.lengths, view.slots, *arrays)
-        if tiles not in self._compiled:
-            decode = functools.partial(self._decode_and_note, tiles)
-            self._compiled[tiles] = mx.compile(decode)
-        hidden, *experts = self._compiled[tiles](tokens, view.lengths, view.slots, *arrays)
+            return self._decode_in_place(*kind, tokens, view.lengths, view.slots, *arrays)
+        if kind not in self._compiled:
+            self._compiled[kind] = mx.compile(functools.partial(self._decode_and_note, *kind))
+        hidden, *experts = self._compiled[kind](tokens, view.lengths, view.slots, *arrays)
         if self._counter is not None:
             self._counter.note(zip(self._noted_layers, experts, strict=True))
         return hidden
 
-    def _decode_and_note(self, tiles: int, *args: mx.array) -> list[mx.array]:
+    def _decode_and_note(self, tiles: int, shares_rows: bool, *args: mx.array) -> list[mx.array]:
         """Build a decode; return also the arrays that layers of experts note while it is built."""
         if self._counter is not None:
             # Those of earlier decodes outside of a counted forward, as in the proof.
             self._counter.take_noted()
-        hidden = self._decode_in_place(tiles, *args)
+        hidden = self._decode_in_place(tiles, shares_rows, *args)
         if self._counter is None:
             return [hidden]
         noted = self._counter.take_noted()
@@ -143,12 +142,19 @@ class LayerStack:
         return [hidden, *(experts for _, experts in noted)]
 
     def _decode_in_place(
-        self, tiles: int, tokens: mx.array, lengths: mx.array, slots: mx.array, *arrays: mx.array
+        self,
+        tiles: int,
+        shares_rows: bool,
+        tokens: mx.array,
+        lengths: mx.array,
+        slots: mx.array,
+        *arrays: mx.array,
     ) -> mx.array:
         """Build a decode whose kernels write the rows.
 
         Args:
             tiles: of the longest row.
+            shares_rows: see `RowPlaces`.
             tokens: int32 [B].
             lengths: see `RowPlaces`; so is `slots`.
             slots: of the rows.
@@ -156,7 +162,7 @@ class LayerStack:
         """
         rows = tokens.shape[0]
         arrived = mx.zeros((rows, self._query_heads), dtype=mx.int32) if tiles > 1 else None
-        places = RowPlaces(lengths, slots, tiles, arrived)
+        places = RowPlaces(lengths, slots, tiles, arrived, shares_rows)
         tables, apart = self._tables(lengths, rows, 1), self._batch_invariant
         new = NewTokens(rows, 1, lengths, tables, places=places, apart=apart)
         per_layer = len(arrays) // len(self._layers)
@@ -274,7 +280,8 @@ class LayerStack:
         view, (rows, count, _) = cache.view, x.shape
         mask = places = None
         if isinstance(view, InPlaceView):
-            places = RowPlaces(view.lengths, view.slots, tile_count(view.longest))
+            tiles = tile_count(view.longest)
+            places = RowPlaces(view.lengths, view.slots, tiles, shares_rows=view.shares_rows)
         else:
             mask = cache.make_mask(count, return_array=self._wants_mask_array)
         tables, apart = self._tables(cache.offset, rows, count), self._batch_invariant

@@ -21,7 +21,7 @@ from services.rank_worker.kv_cache.rows.row_layers import (
     make_row_layer,
 )
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView, UniformView
-from services.rank_worker.model.fast_path.kernels.attention import TILE_TOKENS
+from services.rank_worker.model.fast_path.kernels.row_places import TILE_TOKENS
 from services.rank_worker.model.fast_path.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
 
@@ -33,8 +33,8 @@ _SLOTS = (2, 0, 1)
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
 """Largest relative difference, as a root mean square, of a layer's change to its input."""
 
-_TOKENS_OF_EXPANDED = 3
-"""New tokens per row of a second comparison, where several are computed in another way than one."""
+_TOKENS_OF_ROW = 3
+"""New tokens per row of further comparisons, where several are computed in another way than one."""
 _OTHER_ARGUMENTS = "layers are given more than a mask and a cache"
 
 _GRAPH_TOLERANCE = 0.5
@@ -109,9 +109,13 @@ def find_difference(
     for number, (block, own_rows) in enumerate(zip(blocks, rows, strict=True)):
         differs = _compare_layer(stack, number, block, own_rows, lengths)
         found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
-        if stack.is_expanded(number):
-            count = _TOKENS_OF_EXPANDED
-            differs = _compare_attention(stack, number, block, own_rows, _LENGTHS, count)
+        # Kernels decode drafts; other forwards of several tokens are without them.
+        for in_place in (True, False):
+            if not (stack.has_kernels if in_place else stack.is_expanded(number)):
+                continue
+            differs = _compare_attention(
+                stack, number, block, own_rows, lengths, _TOKENS_OF_ROW, in_place=in_place
+            )
             said = f"attention {number} to several new tokens differs by {differs:.1%}"
             found.append(said if differs else None)
     if stack.has_kernels and (differs := _compare_graph(stack, rows, lengths)):
@@ -221,7 +225,9 @@ def _compare_layer(
     Attention is compared alone, and the rest with equal results of it: otherwise rounding of the
     scores could give a token another expert, which is a difference of a tenth.
     """
-    attention = _compare_attention(stack, number, block, rows, lengths, 1)
+    attention = _compare_attention(
+        stack, number, block, rows, lengths, 1, in_place=stack.has_kernels
+    )
     return max(attention, _compare_rest(stack, number, block, rows))
 
 
@@ -232,20 +238,28 @@ def _compare_attention(
     rows: _Rows,
     lengths: Sequence[int],
     count: int,
+    *,
+    in_place: bool,
 ) -> float:
-    """Do so for a layer's attention, with `count` new tokens per row: kernels write single ones."""
+    """Do so for a layer's attention, with `count` new tokens per row.
+
+    `in_place`: kernels compute it, each token by itself.
+    """
     hidden, own, other = _random_input(number, block, rows, lengths, count)
     x = block.input_layernorm(hidden)
     view = _ragged_view(lengths, count)
     _set_view(other, view)
     expected = block.self_attn(x, view.mask(count, None, return_array=False), other)
-    if stack.has_kernels and count == 1:
-        # The rows of the forward are in another order than those of the arrays.
-        _set_view(own, InPlaceView(_SLOTS, [lengths[slot] for slot in _SLOTS]))
-        order = mx.array(_SLOTS, dtype=mx.int32)
-        expected, x = expected[order], x[order]
-    else:
-        _set_view(own, view)
+    _set_view(own, view)
+    if in_place:
+        # The rows of the forward are in another order than those of the arrays. A row's last token
+        # comes first, so that it does not find what the attention of others has written.
+        tokens = [(slot, place) for slot in _SLOTS for place in reversed(range(count))]
+        ends = [lengths[slot] + place for slot, place in tokens]
+        slots = [slot for slot, _ in tokens]
+        _set_view(own, InPlaceView(slots, ends, shares_rows=count > 1))
+        order = mx.array([slot * count + place for slot, place in tokens], dtype=mx.int32)
+        expected, x = (one.reshape(-1, 1, one.shape[-1])[order] for one in (expected, x))
     found = stack.run_attention(number, x, own)
     mx.eval(expected, found, own.arrays, other.arrays)
     written = (_new_tokens(one, lengths, count) for one in (other, own))

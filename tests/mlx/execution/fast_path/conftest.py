@@ -3,11 +3,9 @@
 import mlx.core as mx
 import pytest
 
-from tests.mlx.execution.fast_path.metal_kernels import COMPILER, KernelOnCpu
+from tests.mlx.execution.fast_path.kernels.metal_kernels import COMPILER, KernelOnCpu
 
-_OF_KERNELS = ["kernels", "rows_in_place", "expert_kernels", "routed_blocks"]
-_IGNORED = [*(f"test_{name}.py" for name in _OF_KERNELS), "latent/test_latent_kernels.py"]
-collect_ignore = [] if COMPILER else _IGNORED
+collect_ignore = [] if COMPILER else ["kernels", "latent/test_latent_kernels.py"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

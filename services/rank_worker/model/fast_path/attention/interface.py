@@ -13,8 +13,8 @@ from mlx.utils import tree_map
 
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
-from services.rank_worker.model.fast_path.kernels.attention import RowPlaces
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
+from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
 from services.rank_worker.model.fast_path.rotation import Rotation, read_rotation
 from services.rank_worker.model.sharding.mlp_split import is_linear
 

@@ -20,16 +20,22 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     read_source,
     vector_size,
 )
+from services.rank_worker.model.fast_path.kernels.row_places import (
+    TILE_TOKENS,
+    RowPlaces,
+    TileSums,
+    tile_count,
+    write_first,
+)
 from services.rank_worker.model.fast_path.kernels.tensor_cores import DTYPES, HEADER
 from shared.log import Log
 
 _log = Log("rank_worker.fast_path")
 
-TILE_TOKENS = 256
-"""Tokens that one group of threads sums up. A row's result depends on it, and on nothing else of
-the batch."""
 _THREADS = 128
 """Threads of a group; with 256, fewer groups fit on a processor of a GPU."""
+_WRITING_THREADS = 64
+"""Of a group that only writes a new key and value: a warp for each."""
 _HEADS_MAX = 5
 """Query heads of a group; more of them do not fit into the registers of its threads."""
 _TENSOR_HEADS_MAX = 8
@@ -71,29 +77,6 @@ class AttentionWeights:
     """float32 [3]: factor of the scores, epsilon of the queries' norm, epsilon of the keys'."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowPlaces:
-    """The rows of one decode in the KV arrays."""
-
-    lengths: mx.array
-    """int32 [rows]: tokens in each row before this decode."""
-    slots: mx.array
-    """int32 [rows]: index of each row in the arrays."""
-    tiles: int
-    """Tiles of TILE_TOKENS that the longest row needs, its new token included."""
-    arrived: mx.array | None = None
-    """int32 zeros [rows, query heads], with which one forward's kernels count groups of threads
-    that have finished; None: the forward has one attention, or its rows one tile."""
-
-    def halves(self) -> list["RowPlaces"]:
-        """Return the places of the first half of the rows, and of the others."""
-        half = len(self.lengths) // 2
-        return [
-            RowPlaces(self.lengths[part], self.slots[part], self.tiles)
-            for part in (slice(half), slice(half, None))
-        ]
-
-
 class Attention:
     """Starts the kernels of attention on one kind of GPU. Compiled kernels are kept by MLX."""
 
@@ -111,11 +94,11 @@ class Attention:
         parts = ("", "_scales", "_biases") if kv_bits else ("",)
         inputs += [f"{name}{part}" for name in ("keys", "values") for part in parts]
 
-        def kernel(name: str, header: str, more_inputs: Sequence[str] = ()) -> Any:
+        def kernel(name: str, header: str, more_inputs: Sequence[str] = (), *, writes: bool) -> Any:
             return make(
                 name=f"lockstep_{name}",
                 input_names=[*inputs, *more_inputs],
-                output_names=["attended", "tile_sums"],
+                output_names=["written"] if writes else ["attended", "tile_sums"],
                 source=dialect.prologue + read_source(f"heads/{name}"),
                 header=header,
                 # A copy of keys and values would be written instead of the row.
@@ -123,9 +106,11 @@ class Attention:
             )
 
         name = "quantized_attention" if kv_bits else "decode_attention"
-        self._attend = kernel(name, dialect.header)
+        self._attend = kernel(name, dialect.header, writes=False)
+        name = "write_quantized_rows" if kv_bits else "write_rows"
+        self._write = kernel(name, dialect.header, writes=True)
         self._tensor_attend = (
-            kernel("tensor_attention", HEADER, ["arrived"])
+            kernel("tensor_attention", HEADER, ["arrived"], writes=False)
             if dialect is CUDA and not kv_bits
             else None
         )
@@ -174,7 +159,10 @@ class Attention:
         qkv = mx.ones((1, heads * shape.head_dim), dtype=dtype)
         rotations = mx.ones((1, shape.rotated), dtype=mx.float32) if shape.rotated else None
         for length in (1, TILE_TOKENS):
-            places = RowPlaces(mx.array([length]), mx.array([0]), tile_count(length))
+            places = RowPlaces(
+                *(mx.array([length]), mx.array([0]), tile_count(length)),
+                shares_rows=length > 1,
+            )
             mx.eval(self.attend(shape, weights, qkv, layer.arrays, places, rotations))
 
     def attend(
@@ -204,84 +192,48 @@ class Attention:
             [rows, query_heads * head_dim] in the dtype of `qkv`.
         """
         rows, dtype, tiles = qkv.shape[0], qkv.dtype, places.tiles
-        inputs = [
-            *(qkv, places.lengths, places.slots),
+        # Numbers that share a scale.
+        group = shape.head_dim // stored[1].shape[-1] if self._kv_bits else 0
+        template = functools.partial(_template, shape, dtype, kv_bits=self._kv_bits, group=group)
+        others = [
             weights.constants if rotations is None else rotations,
             *(weights.query_norm, weights.key_norm, weights.constants, *stored),
         ]
-        by_tensor_cores = self._tensor_attend is not None and _fits_tensor_cores(shape, dtype)
-        heads_per_key = shape.query_heads // shape.kv_heads
-        kernel, heads = self._attend, largest_divisor(heads_per_key, _heads_max(shape))
-        # Numbers that share a scale.
-        group = shape.head_dim // stored[1].shape[-1] if self._kv_bits else 0
+        inputs = [qkv, places.lengths, places.slots, *others]
+        if places.shares_rows:
+            grid = (_WRITING_THREADS, shape.kv_heads, rows)
+            inputs[1] = write_first(self._write, inputs, template(0, _WRITING_THREADS), grid)
+        lengths = inputs[1]
+        kernel, heads, by_tensor_cores = self._choose(shape, dtype)
         if by_tensor_cores:
-            kernel, heads = self._tensor_attend, largest_divisor(heads_per_key, _TENSOR_HEADS_MAX)
             arrived = places.arrived
             if tiles > 1 and arrived is None:
                 arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
             # With one tile there is nothing to count.
-            inputs.append(places.lengths if arrived is None else arrived)
+            inputs.append(lengths if arrived is None else arrived)
         result, no_result = (rows, shape.query_heads * shape.head_dim), (1,)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
         sums = (rows, shape.query_heads, tiles, shape.head_dim + 2) if tiles > 1 else (1,)
         is_done = tiles == 1 or by_tensor_cores
         attended, tile_sums = kernel(
             inputs=inputs,
-            template=_template(shape, dtype, heads, self._kv_bits, group),
+            template=template(heads, _THREADS),
             grid=(tiles * _THREADS, shape.query_heads // heads, rows),
             threadgroup=(_THREADS, 1, 1),
             output_shapes=[result if is_done else no_result, sums],
             output_dtypes=[dtype, mx.float32],
         )
         if not is_done:
-            attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype, result)
+            attended = self._tile_sums.add_up(tile_sums, lengths, dtype, result)
         done: mx.array = attended
         return done
 
-
-class TileSums:
-    """Starts the kernel that adds up the tiles of rows."""
-
-    def __init__(self, make: Any, dialect: Dialect) -> None:
-        """Prepare; arguments as those of `Attention`."""
-        self._kernel = make(
-            name="lockstep_add_tiles",
-            input_names=["tile_sums", "lengths"],
-            output_names=["attended"],
-            source=dialect.prologue + read_source("add_tiles"),
-            header=dialect.header,
-        )
-
-    def add_up(
-        self, tile_sums: mx.array, lengths: mx.array, dtype: mx.Dtype, shape: tuple[int, ...]
-    ) -> mx.array:
-        """Add up.
-
-        Args:
-            tile_sums: float32 [rows, query heads, tiles, width + 2]: sums of a tile's values, its
-                highest score, and the sum of its weights.
-            lengths: see `RowPlaces`.
-            dtype: of the result.
-            shape: of the result, with its numbers in the order rows, query heads, width.
-        """
-        rows, query_heads, _, numbers = tile_sums.shape
-        width = numbers - 2
-        attended: mx.array
-        (attended,) = self._kernel(
-            inputs=[tile_sums, lengths],
-            template=[
-                ("T", dtype),
-                ("HEAD_DIM", width),
-                ("QUERY_HEADS", query_heads),
-                ("THREADS", _THREADS),
-                ("TILE", TILE_TOKENS),
-            ],
-            grid=(_THREADS, query_heads, rows),
-            threadgroup=(_THREADS, 1, 1),
-            output_shapes=[shape],
-            output_dtypes=[dtype],
-        )
-        return attended
+    def _choose(self, shape: AttentionShape, dtype: mx.Dtype) -> tuple[Any, int, bool]:
+        """Return the kernel, the query heads of a group, and whether it uses tensor cores."""
+        heads_per_key = shape.query_heads // shape.kv_heads
+        if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
+            return self._tensor_attend, largest_divisor(heads_per_key, _TENSOR_HEADS_MAX), True
+        return self._attend, largest_divisor(heads_per_key, _heads_max(shape)), False
 
 
 def first_error(run: Callable[[Any], None], shapes: Collection[Any]) -> str:
@@ -292,11 +244,6 @@ def first_error(run: Callable[[Any], None], shapes: Collection[Any]) -> str:
     except (RuntimeError, ValueError) as error:
         return str(error).splitlines()[0]
     return ""
-
-
-def tile_count(length_max: int) -> int:
-    """Return how many tiles a row of `length_max` tokens and its new token need."""
-    return length_max // TILE_TOKENS + 1
 
 
 def _heads_max(shape: AttentionShape) -> int:
@@ -333,9 +280,10 @@ def _vector_size(shape: AttentionShape, dtype: mx.Dtype, kv_bits: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _template(
-    shape: AttentionShape, dtype: mx.Dtype, heads: int, kv_bits: int, group: int
+    shape: AttentionShape, dtype: mx.Dtype, heads: int, threads: int, *, kv_bits: int, group: int
 ) -> list[tuple[str, Any]]:
     of_bits = [("BITS", kv_bits), ("GROUP", group)] if kv_bits else []
+    of_bits += [("PER_WORD", _WORD_BITS // kv_bits)] if kv_bits else []
     return [
         ("T", dtype),
         ("HEAD_DIM", shape.head_dim),
@@ -344,7 +292,7 @@ def _template(
         ("QUERY_HEADS", shape.query_heads),
         ("KV_HEADS", shape.kv_heads),
         ("VECTOR_SIZE", _vector_size(shape, dtype, kv_bits)),
-        ("THREADS", _THREADS),
+        ("THREADS", threads),
         ("TILE", TILE_TOKENS),
         ("NORMALIZES", shape.normalizes),
         ("TRADITIONAL", shape.is_traditional),

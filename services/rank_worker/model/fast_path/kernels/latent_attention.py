@@ -8,14 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.attention import (
-    TILE_TOKENS,
-    RowPlaces,
-    TileSums,
-    first_error,
-    largest_divisor,
-    tile_count,
-)
+from services.rank_worker.model.fast_path.kernels.attention import first_error, largest_divisor
 from services.rank_worker.model.fast_path.kernels.dialects import (
     CUDA,
     Dialect,
@@ -24,6 +17,13 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.head_products import HeadProducts
+from services.rank_worker.model.fast_path.kernels.row_places import (
+    TILE_TOKENS,
+    RowPlaces,
+    TileSums,
+    tile_count,
+    write_first,
+)
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
     DTYPES,
@@ -115,11 +115,11 @@ class LatentAttentionKernels:
         inputs = ["queries", "absorbed", "projected", "latents", "rotated_keys"]
         inputs += ["lengths", "slots", "rotations", "latent_weight", "constants"]
 
-        def kernel(name: str, header: str) -> Any:
+        def kernel(name: str, header: str, *outputs: str) -> Any:
             return make(
                 name=f"lockstep_{name}",
                 input_names=inputs,
-                output_names=["attended", "tile_sums"],
+                output_names=outputs or ["attended", "tile_sums"],
                 source=dialect.prologue + read_source(f"latent/{name}"),
                 header=header,
                 # A copy of latents and keys would be written instead of the row.
@@ -127,6 +127,7 @@ class LatentAttentionKernels:
             )
 
         self._attend = kernel("latent_attention", dialect.header)
+        self._write = kernel("write_latents", dialect.header, "written")
         self._tensor_attend = kernel("tensor_latent_attention", HEADER) if dialect is CUDA else None
         """Uses tensor cores; None: this GPU has none that it can use."""
         self.products = HeadProducts() if dialect is CUDA else None
@@ -192,7 +193,10 @@ class LatentAttentionKernels:
         normalized = self.normalize_part(new.projected, weights.norm, mx.zeros((1,)))
         rotations = mx.ones((1, shape.rotated), dtype=mx.float32)
         for length in (1, TILE_TOKENS):
-            places = RowPlaces(mx.array([length]), mx.array([0]), tile_count(length))
+            places = RowPlaces(
+                *(mx.array([length]), mx.array([0]), tile_count(length)),
+                shares_rows=length > 1,
+            )
             mx.eval(normalized, self.attend(shape, weights, new, latents, keys, places, rotations))
 
     def normalize_part(self, rows: mx.array, weight: mx.array, epsilon: mx.array) -> mx.array:
@@ -252,6 +256,15 @@ class LatentAttentionKernels:
         """
         rows, heads, _, width = new.absorbed.shape
         dtype, tiles = new.absorbed.dtype, places.tiles
+        inputs = [
+            *(new.queries, new.absorbed, new.projected, latents, rotated_keys),
+            *(places.lengths, places.slots, rotations, weights.norm, weights.constants),
+        ]
+        if places.shares_rows:
+            grid = (_THREADS, 1, rows)
+            lengths = write_first(self._write, inputs, _template(shape, dtype, 0), grid)
+            places = dataclasses.replace(places, lengths=lengths, shares_rows=False)
+            return self.attend(shape, weights, new, latents, rotated_keys, places, rotations)
         if min(rows, tiles) > 1 and 4 * rows * heads * tiles * (width + 2) > _SUMS_BYTES_MAX:
             # Of a long row beside many short ones, all have sums of as many tiles.
             parts = zip(new.halves(), places.halves(), _halves(rotations), strict=True)
@@ -261,18 +274,13 @@ class LatentAttentionKernels:
                     for its, where, table in parts
                 ]
             )
-        kernel, shared_by = self._attend, _heads_of_group(shape, dtype)
-        if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
-            kernel, shared_by = self._tensor_attend, largest_divisor(heads, _TENSOR_HEADS_MAX)
+        kernel, shared_by = self._choose(shape, dtype)
         result, no_result = (rows, heads, 1, width), (1,)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
         sums = (rows, heads, tiles, width + 2) if tiles > 1 else (1,)
         attended: mx.array
         attended, tile_sums = kernel(
-            inputs=[
-                *(new.queries, new.absorbed, new.projected, latents, rotated_keys),
-                *(places.lengths, places.slots, rotations, weights.norm, weights.constants),
-            ],
+            inputs=inputs,
             template=_template(shape, dtype, shared_by),
             grid=(tiles * _THREADS, heads // shared_by, rows),
             threadgroup=(_THREADS, 1, 1),
@@ -282,6 +290,12 @@ class LatentAttentionKernels:
         if tiles > 1:
             attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype, result)
         return attended
+
+    def _choose(self, shape: LatentShape, dtype: mx.Dtype) -> tuple[Any, int]:
+        """Return the kernel, and the heads of a group."""
+        if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
+            return self._tensor_attend, largest_divisor(shape.query_heads, _TENSOR_HEADS_MAX)
+        return self._attend, _heads_of_group(shape, dtype)
 
 
 @functools.lru_cache(maxsize=64)

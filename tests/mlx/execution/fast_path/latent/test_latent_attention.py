@@ -21,8 +21,8 @@ from shared.clock import SystemClock
 from shared.configuration.settings import SchedulerConfig
 from shared.messages import TokenLogprobs
 from tests.mlx.execution.fast_path.attention_models import open_of
+from tests.mlx.execution.fast_path.kernels.metal_kernels import COMPILER
 from tests.mlx.execution.fast_path.latent.latent_models import FAMILIES, LATENT_KINDS, make_latent
-from tests.mlx.execution.fast_path.metal_kernels import COMPILER
 from tests.mlx.executor_driver import (
     ExecutorDriver,
     admission,
@@ -252,7 +252,9 @@ def test_sums_of_tiles_of_many_rows_are_divided_among_several_operations(
 
     monkeypatch.setattr(latent_attention.NewLatents, "halves", halves)
     assert open_of(make_latent("dense"), device="metal").state == "fast path with kernels"
-    assert set(divided) == {3, 2}
+    # Three rows of one token, and of three.
+    assert {3, 9} <= set(divided)
+    assert min(divided) == 2
 
 
 def _operations(settings: FastPathSettings | None, rows: int) -> float:

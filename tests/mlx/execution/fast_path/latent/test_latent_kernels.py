@@ -11,7 +11,6 @@ from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path import opening
 from services.rank_worker.model.fast_path.kernels import few_rows, latent_attention, tensor_cores
-from services.rank_worker.model.fast_path.kernels.attention import RowPlaces, tile_count
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 from services.rank_worker.model.fast_path.kernels.head_products import HeadProducts
 from services.rank_worker.model.fast_path.kernels.latent_attention import (
@@ -20,6 +19,7 @@ from services.rank_worker.model.fast_path.kernels.latent_attention import (
     LatentWeights,
     NewLatents,
 )
+from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces, tile_count
 from services.rank_worker.model.fast_path.rotation import read_rotation
 from services.rank_worker.profiling.part_timer import count_primitives
 from tests.mlx.execution.fast_path.attention_models import open_of

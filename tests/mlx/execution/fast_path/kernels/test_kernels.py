@@ -1,8 +1,5 @@
-"""The text of the kernels: in Metal's dialect run on a CPU, in CUDA's compiled."""
+"""The text of the kernels, run on a CPU in Metal's dialect."""
 
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,15 +9,12 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
-from services.rank_worker.model.fast_path.kernels import attention
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL, read_source
+from services.rank_worker.model.fast_path.kernels import attention, row_places
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
-from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
-
-NVCC = shutil.which("nvcc")
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
@@ -91,7 +85,7 @@ def test_new_keys_are_quantized_to_the_words_of_mlx(bits: int, spread: float) ->
     rows.resize(3, 9, 0, 0)
     mx.eval(rows.arrays, qkv)
     lengths = [0, 4, 8]
-    places = attention.RowPlaces(mx.array(lengths), mx.array([2, 0, 1]), 1)
+    places = row_places.RowPlaces(mx.array(lengths), mx.array([2, 0, 1]), 1)
     attend(shape, weights, qkv, rows.arrays, places, None)
     parts = [qkv[:, start : start + 64] for start in (128, 192)]
     expected = [one for part in parts for one in mx.quantize(part, 64, bits)]
@@ -120,17 +114,17 @@ def test_layers_of_one_forward_count_finished_groups_in_one_array(
     shape = attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)
     constants = mx.array([0.25, 0.0, 0.0])
     weights = attention.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), constants)
-    lengths = [3, 2 * attention.TILE_TOKENS + 9]
+    lengths = [3, 2 * row_places.TILE_TOKENS + 9]
     room = (2, 2, lengths[1] + 1, 16)
     keys, values = (mx.random.normal(room, key=mx.random.key(one)) for one in (1, 2))
     qkv = mx.random.normal((2, 8 * 16), key=mx.random.key(3))
     arrived = mx.zeros((2, 4), dtype=mx.int32)
-    counts = attention.tile_count(lengths[1])
-    places = attention.RowPlaces(mx.array(lengths), mx.array([0, 1]), counts, arrived)
+    counts = row_places.tile_count(lengths[1])
+    places = row_places.RowPlaces(mx.array(lengths), mx.array([0, 1]), counts, arrived)
     first, second = (attend(shape, weights, qkv, [keys, values], places, None) for _ in range(2))
     assert mx.array_equal(first, second).item()
     assert not arrived.any().item()
-    alone = attention.RowPlaces(mx.array(lengths[:1]), mx.array([0]), 1)
+    alone = row_places.RowPlaces(mx.array(lengths[:1]), mx.array([0]), 1)
     one = attend(shape, weights, qkv[:1], [keys, values], alone, None)
     assert mx.allclose(one[0], first[0], rtol=1e-5, atol=1e-6).item()
 
@@ -258,142 +252,3 @@ def test_experts_of_few_tokens_are_those_of_mlx_lm_and_zero_for_other_ranks(
     assert mx.allclose(found, expected, rtol=1e-4, atol=1e-3).item()
     alone = FewExperts()(layer, x[-1:], indices[-1:], local)
     assert mx.array_equal(alone[0], found[-1]).item()
-
-
-_BFLOAT16 = "__nv_bfloat16"
-_TYPES = {"lengths": "int", "slots": "int", "rotations": "float", "constants": "float"}
-_TYPES |= {"tile_sums": "float", "experts": "unsigned", "groups": "int", "chosen": "int"}
-_TYPES |= {
-    "weights": "float",
-    "factor": "float",
-    "arrived": "int",
-    "counts": "unsigned",
-    "counted": "unsigned",
-}
-_TYPES |= {"places": "int", "real": "bool", "experts0": "unsigned", "experts1": "unsigned"}
-_CONSTANTS = {
-    "heads/decode_attention": (
-        {"HEAD_DIM": 128, "HEADS": 4, "HEADS_PER_KEY": 4, "QUERY_HEADS": 32, "KV_HEADS": 8}
-        | {"VECTOR_SIZE": 8, "THREADS": 128, "TILE": 256, "NORMALIZES": 1, "TRADITIONAL": 0}
-        | {"ROTATED": 128}
-    ),
-    "add_tiles": {"HEAD_DIM": 128, "QUERY_HEADS": 32, "THREADS": 128, "TILE": 256},
-    "add_norm": {"DIM": 2560, "THREADS": 320, "VECTOR_SIZE": 8},
-    "silu_product": {"WIDTH": 9728, "THREADS": 256},
-    "few_rows": {"ROW_TILES": 2, "WARPS": 8, "GATED": 1, "HAS_BIAS": 0},
-}
-_ARGUMENTS = {
-    "heads/decode_attention": (
-        "qkv lengths slots rotations query_weight key_weight constants keys values",
-        "attended tile_sums",
-    ),
-    "add_tiles": ("tile_sums lengths", "attended"),
-    "add_norm": ("input change weight constants", "added normalized"),
-    "silu_product": ("gate_up", "product"),
-    "few_rows": ("rows weight bias", "product"),
-}
-_HEADS_INPUTS, _HEADS_OUTPUTS = _ARGUMENTS["heads/decode_attention"]
-_CONSTANTS["heads/tensor_attention"] = _CONSTANTS["heads/decode_attention"]
-_ARGUMENTS["heads/tensor_attention"] = (f"{_HEADS_INPUTS} arrived", _HEADS_OUTPUTS)
-for _bits in (8, 4):
-    _of_bits = {"BITS": _bits, "GROUP": 64, "VECTOR_SIZE": 16}
-    _CONSTANTS[f"heads/quantized_attention {_bits}"] = (
-        _CONSTANTS["heads/decode_attention"] | _of_bits
-    )
-    _ARGUMENTS[f"heads/quantized_attention {_bits}"] = (
-        f"{_HEADS_INPUTS} keys_scales keys_biases values_scales values_biases",
-        _HEADS_OUTPUTS,
-    )
-_CONSTANTS["experts/expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SHARING": 8}
-_ARGUMENTS["experts/expert_products"] = ("rows weight up experts groups", "product")
-_CONSTANTS["experts/group_experts"] = {
-    "FIRST": 0,
-    "COUNT": 128,
-    "ASSIGNMENTS_MAX": 2048,
-    "THREADS": 1024,
-}
-_ARGUMENTS["experts/group_experts"] = ("experts", "groups")
-_ROUTING = {"EXPERTS": 512, "TOP": 8, "SIGMOID": 1, "NORMALIZES": 1, "HAS_BIAS": 1}
-_CONSTANTS["experts/route_sorted"] = _CONSTANTS["experts/group_experts"] | _ROUTING
-_ARGUMENTS["experts/route_sorted"] = ("logits bias factor", "chosen weights groups")
-_CONSTANTS["experts/route"] = {"THREADS": 128} | _ROUTING
-_ARGUMENTS["experts/route"] = ("logits bias factor", "chosen weights")
-_CONSTANTS["experts/add_experts"] = {
-    "DIM": 2048,
-    "TOP": 8,
-    "VECTOR_SIZE": 8,
-    "THREADS": 128,
-    "HAS_SHARED": 1,
-    "HAS_GATE": 1,
-}
-_ARGUMENTS["experts/add_experts"] = ("product weights shared gate", "added")
-_CONSTANTS["experts/add_experts_norm"] = _CONSTANTS["experts/add_experts"] | {"THREADS": 256}
-_ARGUMENTS["experts/add_experts_norm"] = (
-    "product weights shared gate input weight constants",
-    "added normalized",
-)
-_CONSTANTS["experts/count_experts"] = {"WIDTH": 128, "TOP": 8, "HAS_REAL": 1, "THREADS": 128}
-_ARGUMENTS["experts/count_experts"] = ("counts places real experts0 experts1", "counted")
-_CONSTANTS["latent/latent_attention"] = (
-    {"QUERY_HEADS": 128, "HEADS": 8, "HEAD": 192, "LATENT": 512, "ROTATED": 64, "THREADS": 256}
-    | {"VECTOR_SIZE": 8, "ROTATED_SIZE": 2, "VALUE_SIZE": 2, "TILE": 256, "TRADITIONAL": 1}
-    | {"QUERY_STRIDE": 24_576, "PROJECTED_STRIDE": 2_112}
-)
-_ARGUMENTS["latent/latent_attention"] = (
-    (
-        "queries absorbed projected latents rotated_keys "
-        "lengths slots rotations latent_weight constants"
-    ),
-    "attended tile_sums",
-)
-_CONSTANTS["latent/tensor_latent_attention"] = _CONSTANTS["latent/latent_attention"] | {"HEADS": 16}
-_ARGUMENTS["latent/tensor_latent_attention"] = _ARGUMENTS["latent/latent_attention"]
-_CONSTANTS["latent/head_products"] = {
-    "ROW_TILES": 4,
-    "WARPS": 4,
-    "ROW_STRIDE": 24_576,
-    "HEAD_STRIDE": 192,
-}
-_ARGUMENTS["latent/head_products"] = ("rows weight", "product")
-_CONSTANTS["norms/part_norm"] = {"DIM": 1536, "STRIDE": 2112, "THREADS": 192, "VECTOR_SIZE": 8}
-_ARGUMENTS["norms/part_norm"] = ("input weight constants", "normalized")
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("name", list(_CONSTANTS))
-def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
-    name: str, tmp_path: Path
-) -> None:
-    """No registers are spilled to memory, which would make a kernel several times slower."""
-    if NVCC is None:
-        return
-    inputs, outputs = _ARGUMENTS[name]
-    body = CUDA.prologue + read_source(name.partition(" ")[0])
-    words = {"keys": "unsigned", "values": "unsigned"} if "quantized" in name else {}
-    types = _TYPES | words
-    if name == "experts/count_experts":
-        body = f"const unsigned* given[] = {{experts0, experts1}};\n{body}"
-    is_of_cuda = name.startswith(
-        ("experts/", "few_rows", "heads/tensor", "latent/tensor", "latent/head")
-    )
-    is_of_cuda &= name not in ("experts/route", "experts/add_experts", "experts/add_experts_norm")
-    arguments = []
-    for one in inputs.split():
-        arguments.append(f"const {types.get(one, _BFLOAT16)}* {one}")
-        if f"{one}_shape" in body:
-            arguments.append(f"const int* {one}_shape")
-    arguments += [f"{types.get(one, _BFLOAT16)}* {one}" for one in outputs.split()]
-    constants = "".join(
-        f"constexpr int {key} = {value};\n" for key, value in _CONSTANTS[name].items()
-    )
-    source = tmp_path / "kernel.cu"
-    source.write_text(
-        "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cstdint>\n"
-        f"{HEADER if is_of_cuda else CUDA.header}\n"
-        f"__global__ void kernel({', '.join(arguments)}) {{\n"
-        f"using T = {_BFLOAT16};\nusing R = T;\n{constants}{body}\n}}\n"
-    )
-    command = [NVCC, "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", "/dev/null", str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr

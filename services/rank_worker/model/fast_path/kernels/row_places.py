@@ -1,0 +1,126 @@
+"""The rows of a decode as kernels of all kinds of attention see them.
+
+Owns how a row is divided into tiles, how these are added up, and how new tokens that attend to each
+other are written first.
+"""
+
+import dataclasses
+from typing import Any
+
+import mlx.core as mx
+
+from services.rank_worker.model.fast_path.kernels.dialects import Dialect, read_source
+
+TILE_TOKENS = 256
+"""Tokens that one group of threads sums up. A row's result depends on it, and on nothing else of
+the batch."""
+_ADDING_THREADS = 128
+"""Of a group that adds up tiles."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowPlaces:
+    """The rows of one decode in the KV arrays."""
+
+    lengths: mx.array
+    """int32 [rows]: tokens in each row before this decode."""
+    slots: mx.array
+    """int32 [rows]: index of each row in the arrays."""
+    tiles: int
+    """Tiles of TILE_TOKENS that the longest row needs, its new token included."""
+    arrived: mx.array | None = None
+    """int32 zeros [rows, query heads], with which one forward's kernels count groups of threads
+    that have finished; None: the forward has one attention, or its rows one tile."""
+    shares_rows: bool = False
+    """Some are new tokens of the same row, which attend to each other. Then a row here is a token,
+    and its length counts the tokens before it."""
+
+    def halves(self) -> list["RowPlaces"]:
+        """Return the places of the first half of the rows, and of the others.
+
+        They do not share rows any more: new tokens must be written before.
+        """
+        half = len(self.lengths) // 2
+        return [
+            RowPlaces(self.lengths[part], self.slots[part], self.tiles)
+            for part in (slice(half), slice(half, None))
+        ]
+
+
+def tile_count(length_max: int) -> int:
+    """Return how many tiles a row of `length_max` tokens and its new token need."""
+    return length_max // TILE_TOKENS + 1
+
+
+def write_first(
+    kernel: Any,
+    inputs: list[mx.array],
+    template: list[tuple[str, Any]],
+    grid: tuple[int, int, int],
+) -> mx.array:
+    """Start a kernel that writes new tokens, before any of them attends to others of its row.
+
+    Args:
+        kernel: writes the tokens; its result is the tokens' lengths.
+        inputs: of the kernel.
+        template: of the kernel.
+        grid: threads of a group, groups per token, tokens.
+
+    Returns:
+        Lengths as in `RowPlaces`, int32 [tokens], of which all that attends must be made.
+    """
+    lengths: mx.array
+    (lengths,) = kernel(
+        inputs=inputs,
+        template=template,
+        grid=grid,
+        threadgroup=(grid[0], 1, 1),
+        output_shapes=[grid[2:]],
+        output_dtypes=[mx.int32],
+    )
+    return lengths
+
+
+class TileSums:
+    """Starts the kernel that adds up the tiles of rows."""
+
+    def __init__(self, make: Any, dialect: Dialect) -> None:
+        """Prepare; arguments as those of `Attention`. Nothing is compiled yet."""
+        self._kernel = make(
+            name="lockstep_add_tiles",
+            input_names=["tile_sums", "lengths"],
+            output_names=["attended"],
+            source=dialect.prologue + read_source("add_tiles"),
+            header=dialect.header,
+        )
+
+    def add_up(
+        self, tile_sums: mx.array, lengths: mx.array, dtype: mx.Dtype, shape: tuple[int, ...]
+    ) -> mx.array:
+        """Add up.
+
+        Args:
+            tile_sums: float32 [rows, query heads, tiles, width + 2]: sums of a tile's values, its
+                highest score, and the sum of its weights.
+            lengths: see `RowPlaces`.
+            dtype: of the result.
+            shape: of the result, with its numbers in the order rows, query heads, width.
+        """
+        rows, query_heads, _, numbers = tile_sums.shape
+        width = numbers - 2
+        attended: mx.array
+        (attended,) = self._kernel(
+            inputs=[tile_sums, lengths],
+            template=[
+                ("T", dtype),
+                ("HEAD_DIM", width),
+                ("QUERY_HEADS", query_heads),
+                ("THREADS", _ADDING_THREADS),
+                ("TILE", TILE_TOKENS),
+            ],
+            grid=(_ADDING_THREADS, query_heads, rows),
+            threadgroup=(_ADDING_THREADS, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[dtype],
+        )
+        return attended
