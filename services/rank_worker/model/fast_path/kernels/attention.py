@@ -203,18 +203,18 @@ class Attention:
         if places.shares_rows:
             grid = (_WRITING_THREADS, shape.kv_heads, rows)
             inputs[1] = write_first(self._write, inputs, template(0, _WRITING_THREADS), grid)
-        lengths = inputs[1]
         kernel, heads, by_tensor_cores = self._choose(shape, dtype)
         if by_tensor_cores:
             arrived = places.arrived
             if tiles > 1 and arrived is None:
                 arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
             # With one tile there is nothing to count.
-            inputs.append(lengths if arrived is None else arrived)
+            inputs.append(inputs[1] if arrived is None else arrived)
         result, no_result = (rows, shape.query_heads * shape.head_dim), (1,)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
         sums = (rows, shape.query_heads, tiles, shape.head_dim + 2) if tiles > 1 else (1,)
         is_done = tiles == 1 or by_tensor_cores
+        attended: mx.array
         attended, tile_sums = kernel(
             inputs=inputs,
             template=template(heads, _THREADS),
@@ -224,9 +224,8 @@ class Attention:
             output_dtypes=[dtype, mx.float32],
         )
         if not is_done:
-            attended = self._tile_sums.add_up(tile_sums, lengths, dtype, result)
-        done: mx.array = attended
-        return done
+            attended = self._tile_sums.add_up(tile_sums, inputs[1], dtype, result)
+        return attended
 
     def _choose(self, shape: AttentionShape, dtype: mx.Dtype) -> tuple[Any, int, bool]:
         """Return the kernel, the query heads of a group, and whether it uses tensor cores."""

@@ -268,12 +268,11 @@ class LatentAttentionKernels:
         if min(rows, tiles) > 1 and 4 * rows * heads * tiles * (width + 2) > _SUMS_BYTES_MAX:
             # Of a long row beside many short ones, all have sums of as many tiles.
             parts = zip(new.halves(), places.halves(), _halves(rotations), strict=True)
-            return mx.concatenate(
-                [
-                    self.attend(shape, weights, its, latents, rotated_keys, where, table)
-                    for its, where, table in parts
-                ]
-            )
+            halves = [
+                self.attend(shape, weights, its, latents, rotated_keys, where, table)
+                for its, where, table in parts
+            ]
+            return mx.concatenate(halves)
         kernel, shared_by = self._choose(shape, dtype)
         result, no_result = (rows, heads, 1, width), (1,)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
