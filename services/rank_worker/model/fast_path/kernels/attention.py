@@ -181,10 +181,9 @@ class Attention:
             weights: of the layer.
             qkv: [rows, (query_heads + 2 * kv_heads) * head_dim], row-contiguous: new queries, keys
                 and values before norm and rotation.
-            stored: keys and values of all rows, [row_count, kv_heads, room, head_dim] each; where
-                they have fewer bits, three arrays of each (see `QuantizedRowLayer`). All are
-                row-contiguous, and changed in place. MLX does not know of the change: all other
-                work on them must begin after this is computed.
+            stored: keys and values of all rows, row-contiguous: `RowLayer.arrays`. They are changed
+                in place. MLX does not know of the change: all other work on them must begin after
+                this is computed.
             places: where the rows are in these arrays.
             rotations: table of `Rotation`, `rotated` numbers per row; None: heads are not rotated.
 
@@ -205,12 +204,12 @@ class Attention:
             inputs[1] = write_first(self._write, inputs, template(0, _WRITING_THREADS), grid)
         kernel, heads, by_tensor_cores = self._choose(shape, dtype)
         if by_tensor_cores:
-            arrived = places.arrived
-            if tiles > 1 and arrived is None:
-                arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
             # With one tile there is nothing to count.
-            inputs.append(inputs[1] if arrived is None else arrived)
-        result, no_result = (rows, shape.query_heads * shape.head_dim), (1,)
+            arrived = places.arrived if tiles > 1 else inputs[1]
+            if arrived is None:
+                arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
+            inputs.append(arrived)
+        result = (rows, shape.query_heads * shape.head_dim)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
         sums = (rows, shape.query_heads, tiles, shape.head_dim + 2) if tiles > 1 else (1,)
         is_done = tiles == 1 or by_tensor_cores
@@ -220,7 +219,7 @@ class Attention:
             template=template(heads, _THREADS),
             grid=(tiles * _THREADS, shape.query_heads // heads, rows),
             threadgroup=(_THREADS, 1, 1),
-            output_shapes=[result if is_done else no_result, sums],
+            output_shapes=[result if is_done else (1,), sums],
             output_dtypes=[dtype, mx.float32],
         )
         if not is_done:
