@@ -16,7 +16,14 @@ from services.scheduler.cache.kv_rows import RowBudget, Rows
 from shared import limits
 from shared.configuration.settings import SchedulerConfig
 from shared.errors import UsageError
-from shared.messages import AdmittedSequence, KeptBlock, PrefillChunk, Sampling, StepPlan
+from shared.messages import (
+    AdmittedSequence,
+    KeptBlock,
+    PrefillChunk,
+    RolledBack,
+    Sampling,
+    StepPlan,
+)
 
 BLOCK_TOKENS = 256
 """Tokens of the block that is computed."""
@@ -51,6 +58,8 @@ class RowFiller:
         self._kv_budget_bytes = kv_budget_bytes
         self._step_ids, self._sequence_ids = itertools.count(1), itertools.count(1)
         self._shape = (0, 0)
+        self._unverified = 0
+        """Drafts at the end of each row, which the next plan rejects."""
         self._block: KeptBlock | None = None
         """A resident block, of which all rows consist."""
 
@@ -65,6 +74,27 @@ class RowFiller:
             row_tokens=row_tokens,
             **fields,
         )
+
+    def decodes(self, drafts: int = 0, **fields: Any) -> StepPlan:
+        """Return the next plan, in which each row decodes a token and verifies drafts.
+
+        None of the drafts of the plan before is accepted.
+
+        Args:
+            drafts: of each row.
+            fields: further ones of the plan.
+        """
+        if self._unverified:
+            fields["rolled_back"] = [
+                RolledBack(
+                    sequence_id=one, length=self._executor.store.length(slot) - self._unverified
+                )
+                for slot, one in enumerate(self.sequences)
+            ]
+        self._unverified = drafts
+        if drafts:
+            fields["drafts"] = [[0] * drafts for _ in self.sequences]
+        return self.plan(decodes=self.sequences, **fields)
 
     def fill(self, batch: int, context: int, growth: int) -> None:
         """Replace all sequences by new ones of uneven lengths.
@@ -98,7 +128,7 @@ class RowFiller:
     def _drop(self) -> None:
         self._shape = (0, 0)
         self._run(dropped=self.sequences)
-        self.sequences = []
+        self.sequences, self._unverified = [], 0
 
     def _keep_block(self, tokens: int) -> KeptBlock:
         """Compute a prompt and keep it as a resident block."""

@@ -5,7 +5,7 @@
 The settings are those of the environment (LOCKSTEP_SECTION_KEY). The first JSON line on standard
 output describes the rank. Each JSON line on standard input is an order,
 
-    {"batch": 16, "context": 1024, "steps": 32}
+    {"batch": 16, "context": 1024, "steps": 32, "drafts": 0}
 
 and is answered by the metrics of such steps, or by {"refused": sentence}.
 """

@@ -6,6 +6,7 @@ the device computes another.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from services.commands.bench.fake_ranks.row_filler import RowFiller
@@ -41,13 +42,14 @@ class StepTimer:
     clock: Clock
     """Measures times."""
 
-    def measure(self, batch: int, context: int, steps: int) -> dict[str, float]:
+    def measure(self, batch: int, context: int, steps: int, drafts: int = 0) -> dict[str, float]:
         """Fill the rows and return the metrics of their decodes.
 
         Args:
             batch: number of rows.
             context: tokens of the longest row; the shortest has 0.6 times as many.
             steps: timed steps, alone and ahead each.
+            drafts: of each row, which each step verifies and the next one rejects.
 
         Returns:
             See `services.commands.bench.parts.step`.
@@ -55,10 +57,10 @@ class StepTimer:
         Raises:
             UsageError: there cannot be such rows.
         """
-        self.rows.fill(batch, context, rows_growth(steps))
-        nodes = self._count_nodes()
-        found = self._time_alone(steps) | {"step_ms": self._time_ahead(steps)}
-        weights_bytes, kv_bytes = self._count_bytes(batch)
+        self.rows.fill(batch, context, rows_growth(steps) + drafts)
+        nodes = self._count_nodes(drafts)
+        found = self._time_alone(steps, drafts) | {"step_ms": self._time_ahead(steps, drafts)}
+        weights_bytes, kv_bytes = self._count_bytes(batch, drafts)
         bytes_per_s = measure_bytes_per_s(self.clock)
         limit_ms = (weights_bytes + kv_bytes) / bytes_per_s * 1e3
         return {
@@ -73,12 +75,12 @@ class StepTimer:
             "step_per_limit": found["step_ms"] / limit_ms,
         }
 
-    def _prepare(self) -> LaunchedStep:
-        return self.executor.prepare(self.rows.plan(decodes=self.rows.sequences))
+    def _prepare(self, drafts: int = 0) -> LaunchedStep:
+        return self.executor.prepare(self.rows.decodes(drafts))
 
-    def _count_nodes(self) -> int:
+    def _count_nodes(self, drafts: int) -> int:
         """Return the number of operations that a step hands to the device."""
-        launched = self._prepare()
+        launched = self._prepare(drafts)
         sample = launched.sample
         arrays = [] if sample is None else sample.arrays()
         nodes = count_primitives(
@@ -89,12 +91,12 @@ class StepTimer:
         self.executor.finish(launched)
         return nodes
 
-    def _time_alone(self, steps: int) -> dict[str, float]:
+    def _time_alone(self, steps: int, drafts: int) -> dict[str, float]:
         """Return the milliseconds of a step for which the host waits: the one of median length."""
         times_s = []
         for _ in range(WARM_STEPS + steps):
             began_s = self.clock.now()
-            launched = self._prepare()
+            launched = self._prepare(drafts)
             built_s = self.clock.now()
             self.executor.start(launched)
             started_s = self.clock.now()
@@ -106,12 +108,20 @@ class StepTimer:
         names = ("alone_ms", "build_ms", "encode_ms", "device_ms")
         return {name: one * 1e3 for name, one in zip(names, median, strict=True)}
 
-    def _time_ahead(self, steps: int) -> float:
+    def _time_ahead(self, steps: int, drafts: int) -> float:
         """Return the milliseconds from the end of a step to the end of the next, on average."""
         ends_s: list[float] = []
         run = self._run_queued if self.has_queue else self._run_prepared
+        if drafts:
+            # A plan says how many of the drafts before it are accepted.
+            run = functools.partial(self._run_one_by_one, drafts)
         run(WARM_STEPS + steps + 1, lambda: ends_s.append(self.clock.now()))
         return (ends_s[-1] - ends_s[WARM_STEPS]) / steps * 1e3
+
+    def _run_one_by_one(self, drafts: int, count: int, on_end: Callable[[], None]) -> None:
+        for _ in range(count):
+            self.executor.finish(self.executor.launch(self.rows.decodes(drafts)))
+            on_end()
 
     def _run_queued(self, count: int, on_end: Callable[[], None]) -> None:
         """Decode `count` times as the step loop does on a device with a queue."""
@@ -122,7 +132,7 @@ class StepTimer:
             on_end()
 
         for _ in range(count):
-            plan = self.rows.plan(decodes=self.rows.sequences)
+            plan = self.rows.decodes()
             flight.append(self.executor.launch(plan, finish_oldest if flight else None))
             if len(flight) > 1:
                 finish_oldest()
@@ -142,18 +152,18 @@ class StepTimer:
         self.executor.finish(running)
         on_end()
 
-    def _count_bytes(self, batch: int) -> tuple[int, int]:
+    def _count_bytes(self, batch: int, drafts: int) -> tuple[int, int]:
         """Return the bytes of weights, and of KV and other state, that one step moves.
 
         Of routed experts those count that the step's tokens chose. Keys and values are read once
-        and those of one token per row are written; recurrent state is read and written.
+        and those of new tokens are written; recurrent state is read and written.
         """
-        plan = self.rows.plan(decodes=self.rows.sequences, profile="primitives")
+        plan = self.rows.decodes(drafts, profile="primitives")
         launched = self.executor.launch(plan)
         self.executor.finish(launched)
         profile = launched.profile
         assert profile is not None
         weights = sum(part.bytes for part in profile.parts if part.part in READING_PARTS)
         store = self.executor.store
-        written = store.bytes_per_token + 2 * store.bytes_per_row
+        written = (1 + drafts) * store.bytes_per_token + 2 * store.bytes_per_row
         return weights, profile.kv_bytes + batch * written

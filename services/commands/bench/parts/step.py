@@ -15,6 +15,9 @@ next one; of such steps the one of median length counts:
 - alone_ms: the whole step: build_ms and device_ms.
 - step_ms: the mean time between the ends of two steps while one is built ahead, as requests see it.
 
+With --drafts a step verifies drafts of each row, and the next one rejects them. A step is built
+when the one before has ended, as its plan says how many drafts are accepted.
+
 With several ranks the model is divided as world.sharding says, and the figures are those of rank 0:
 its share of the weights, and its host. Ranks wait for each other in every step.
 
@@ -80,6 +83,8 @@ class DecodeStepPlan(BenchmarkPlan, frozen=True, kw_only=True):
     """Numbers of ranks that share the model; each is a contender."""
     steps: int
     """Timed decode steps per repeat, alone and ahead each."""
+    drafts: int
+    """Drafts that each row verifies in a step."""
     kv_bits: str | None
     """Value of rank_worker.kv_bits for all contenders; None: that of the settings."""
     settings: dict[str, str]
@@ -93,6 +98,7 @@ OPTIONS: list[click.Parameter] = [
     numbers_option("--context", "Lengths of the longest row in tokens", "1024", quick="256"),
     numbers_option("--ranks", "Numbers of ranks that share the model", "1"),
     number("--steps", "Timed steps per repeat", 32, quick=8),
+    number("--drafts", "Drafts that each row verifies", 0),
     BenchmarkOption(
         "--kv-bits", "Value of rank_worker.kv_bits", type=click.Choice(["0", "4", "8"])
     ),
@@ -136,6 +142,7 @@ def measure(plan: DecodeStepPlan, report: Report) -> None:
             "device": about["device"],
             "ranks": plan.ranks,
             "steps": plan.steps,
+            "drafts": plan.drafts,
             "repeats": plan.repeats,
         }
         for context in plan.context:
@@ -163,14 +170,14 @@ def _measure_case(
 ) -> None:
     able = []
     for name, rank in ranks.items():
-        found = rank.request(conditions | {"steps": _WARM_STEPS})[0]
+        found = rank.request(conditions | {"steps": _WARM_STEPS, "drafts": plan.drafts})[0]
         if "refused" in found:
             report.notes.append(f"{name} was not measured: {found['refused']}")
         else:
             able.append(name)
     if not able:
         return
-    order = conditions | {"steps": plan.steps}
+    order = conditions | {"steps": plan.steps, "drafts": plan.drafts}
     run = functools.partial(_measure_all, {name: ranks[name] for name in able}, order)
     case = measure_case(plan, report, conditions, run)
     for name in able:

@@ -90,6 +90,19 @@ def test_figures_of_a_decode_agree(has_queue: bool) -> None:
     assert found["limit_ms"] == pytest.approx(moved / found["device_gb_per_s"] / 1e6)
 
 
+def test_steps_that_verify_drafts_keep_the_rows_and_write_more() -> None:
+    """Rejected drafts leave each row as long as decodes without drafts do."""
+    timer = _timer(make_llama(6))
+    plain, found = (timer.measure(3, CONTEXT, STEPS, drafts) for drafts in (0, 4))
+    store = timer.executor.store
+    written = 4 * 3 * store.bytes_per_token / 2**20
+    assert found["kv_mib"] == pytest.approx(plain["kv_mib"] + written, rel=0.05)
+    assert found["kv_mib"] > plain["kv_mib"]
+    assert found["nodes"] > 0.0
+    # The last step's drafts are still in the rows.
+    assert max(store.length(slot) for slot in range(3)) == CONTEXT + rows_growth(STEPS) + 4
+
+
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "mamba2", "qwen3_next"])
 def test_rows_of_every_kind_are_filled_and_decoded(make_model: MakeModel, family: str) -> None:
     """Rows with windows, latent attention or recurrent state have uneven lengths too."""

@@ -22,6 +22,7 @@ def test_bench_step_without_flags_uses_documented_defaults(tmp_path: Path) -> No
     assert (plan.batches, plan.context, plan.steps) == ([1, 4, 16, 64], [1_024], 32)
     assert (plan.kv_bits, plan.compare, plan.settings) == (None, {}, {})
     two = ("rank_worker.kv_bits=8,rank_worker.blas=off", "model.dtype=float32")
+    assert (plan.drafts, _plan(tmp_path, "--drafts", "4").drafts) == (0, 4)
     plan = _plan(tmp_path, "--quick", "--compare", two[0], "--compare", two[1])
     assert (plan.batches, plan.context) == ([1, 4], [256])
     assert plan.compare == {
