@@ -98,7 +98,9 @@ OPTIONS: list[click.Parameter] = [
     numbers_option("--context", "Lengths of the longest row in tokens", "1024", quick="256"),
     numbers_option("--ranks", "Numbers of ranks that share the model", "1"),
     number("--steps", "Timed steps per repeat", 32, quick=8),
-    number("--drafts", "Drafts that each row verifies", 0),
+    BenchmarkOption(
+        "--drafts", "Drafts that each row verifies", 0, type=click.IntRange(min=0), metavar="N"
+    ),
     BenchmarkOption(
         "--kv-bits", "Value of rank_worker.kv_bits", type=click.Choice(["0", "4", "8"])
     ),
