@@ -7,6 +7,7 @@ from mlx import nn
 from mlx_lm.models.cache import QuantizedKVCache
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
+from services.rank_worker.kv_cache.rows import row_layers
 from shared.errors import ConfigError
 from shared.messages import RolledBack
 from tests.mlx import models
@@ -69,6 +70,26 @@ def test_quantized_kv_rows_give_tokens_of_mlx_lm(model: nn.Module, bits: int) ->
     for _ in range(6):
         driver.step(decodes=[3, 2])
 
+    for one, prompt in prompts.items():
+        tokens = driver.tokens[one]
+        assert tokens == _expected(model, prompt, len(tokens), bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_that_attention_reads_dequantized_give_tokens_of_mlx_lm(
+    model: nn.Module, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA MLX cannot multiply many tokens with packed keys, so there attention gets numbers."""
+    monkeypatch.setattr(row_layers, "device_kind", lambda: "cuda")
+    prompts = {one: make_prompt(one, length) for one, length in ((1, 21), (2, 5))}
+    driver = _driver(model, bits)
+    for one, prompt in prompts.items():
+        driver.start(one, one, prompt)
+    for _ in range(6):
+        driver.step(decodes=[1, 2])
+    driver.step(decodes=[1, 2], drafts=[[5], [7, 8]])
+    (layer, *_) = driver.executor.store.decode([1], 1).caches
+    assert type(layer) is row_layers.QuantizedRowLayer
     for one, prompt in prompts.items():
         tokens = driver.tokens[one]
         assert tokens == _expected(model, prompt, len(tokens), bits)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from services.rank_worker.device.hardware import device_kind
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_views import (
     InPlaceView,
@@ -105,7 +106,10 @@ class RowLayer:
 
 
 class QuantizedRowLayer(RowLayer):
-    """Like `RowLayer`, with keys and values stored quantized; mlx-lm's attention reads them so."""
+    """Like `RowLayer`, with keys and values stored quantized.
+
+    Attention reads them as numbers of the type that the model computes.
+    """
 
     def __init__(self, parts: Sequence[BlockPart], bits: int) -> None:
         """Make empty arrays.
@@ -117,10 +121,48 @@ class QuantizedRowLayer(RowLayer):
         Raises:
             ValueError: when no group size divides the width of keys and values.
         """
-        self.bits = bits
-        """mlx-lm reads this attribute and `group_size`."""
-        self.group_size = group_size(parts)
+        self.stored_bits = bits
+        """Per number."""
+        self.stored_group = group_size(parts)
+        """Numbers that share a scale and a bias."""
         super().__init__([packed for part in parts for packed in self._packed_parts(part)])
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array | Quantized, mx.array | Quantized]:
+        """Quantize new keys and values and write them; see `RowLayer.update_and_fetch`."""
+        all_keys, all_values = self._store_quantized(keys, values)
+        return self.dequantize(all_keys), self.dequantize(all_values)
+
+    def quantize(self, numbers: mx.array) -> Quantized:
+        """Return numbers [..., head_dim] as they are stored."""
+        packed, scales, biases = mx.quantize(numbers, self.stored_group, self.stored_bits)
+        return packed, scales, biases
+
+    def dequantize(self, stored: Quantized) -> mx.array:
+        """Return stored numbers as [..., head_dim] in the type that the model computes."""
+        return mx.dequantize(*stored, self.stored_group, self.stored_bits)
+
+    def _store_quantized(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
+        new = [*self.quantize(keys), *self.quantize(values)]
+        stored = self._store(new)
+        return (stored[0], stored[1], stored[2]), (stored[3], stored[4], stored[5])
+
+    def _packed_parts(self, part: BlockPart) -> list[BlockPart]:
+        groups = BlockPart(part.heads, part.dim // self.stored_group, part.dtype)
+        numbers = BlockPart(part.heads, part.dim * self.stored_bits // 32, mx.uint32)
+        return [numbers, groups, groups]
+
+
+class PackedRowLayer(QuantizedRowLayer):
+    """A quantized layer whose packed numbers mlx-lm's attention multiplies, which saves a copy."""
+
+    def __init__(self, parts: Sequence[BlockPart], bits: int) -> None:
+        """Make empty arrays; arguments and errors as those of `QuantizedRowLayer`."""
+        super().__init__(parts, bits)
+        self.bits = self.stored_bits
+        """mlx-lm's attention looks for this attribute and `group_size`."""
+        self.group_size = self.stored_group
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
         """Quantize new keys and values and write them at the ends of the present forward's rows.
@@ -133,18 +175,7 @@ class QuantizedRowLayer(RowLayer):
             Keys and values of all tokens that attention reads, each as packed numbers, scales and
             biases, [rows, kv_heads, tokens, any].
         """
-        new = [
-            one
-            for array in (keys, values)
-            for one in mx.quantize(array, group_size=self.group_size, bits=self.bits)
-        ]
-        stored = self._store(new)
-        return (stored[0], stored[1], stored[2]), (stored[3], stored[4], stored[5])
-
-    def _packed_parts(self, part: BlockPart) -> list[BlockPart]:
-        groups = BlockPart(part.heads, part.dim // self.group_size, part.dtype)
-        numbers = BlockPart(part.heads, part.dim * self.bits // 32, mx.uint32)
-        return [numbers, groups, groups]
+        return self._store_quantized(keys, values)
 
 
 def make_row_layer(parts: Sequence[BlockPart], bits: int) -> RowLayer:
@@ -157,7 +188,10 @@ def make_row_layer(parts: Sequence[BlockPart], bits: int) -> RowLayer:
     Raises:
         ValueError: when these shapes cannot be quantized.
     """
-    return QuantizedRowLayer(parts, bits) if bits else RowLayer(parts)
+    if not bits:
+        return RowLayer(parts)
+    # MLX has no products of many tokens with packed keys on CUDA.
+    return (QuantizedRowLayer if device_kind() == "cuda" else PackedRowLayer)(parts, bits)
 
 
 def group_size(parts: Sequence[BlockPart]) -> int:

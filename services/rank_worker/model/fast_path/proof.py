@@ -75,7 +75,7 @@ class _Rows:
     def _stored(self, layer: RowLayer, numbers: mx.array) -> Sequence[mx.array]:
         if not isinstance(layer, QuantizedRowLayer):
             return [numbers]
-        return mx.quantize(numbers, group_size=layer.group_size, bits=layer.bits)
+        return layer.quantize(numbers)
 
 
 def find_difference(
@@ -351,9 +351,8 @@ def _new_tokens(cache: RowLayer, lengths: Sequence[int], count: int) -> list[mx.
     written = [array[rows, :, places] for array in cache.arrays]
     if not isinstance(cache, QuantizedRowLayer):
         return written
-    size, bits = cache.group_size, cache.bits
     return [
-        mx.dequantize(numbers, scales, biases, size, bits)
+        cache.dequantize((numbers, scales, biases))
         for numbers, scales, biases in (written[:3], written[3:])
     ]
 

@@ -35,6 +35,7 @@ class Kernels:
 
     def __init__(self, device: Gpu, kv_bits: int = 0) -> None:
         """Prepare for a kind of device; nothing is compiled yet. `kv_bits` as for `Attention`."""
+        self._kv_bits = kv_bits
         make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
         dialect = CUDA if device == "cuda" else METAL
         self.attention = Attention(make, dialect, kv_bits)
@@ -56,6 +57,8 @@ class Kernels:
         """
         dtype, epsilon = weight.dtype, mx.zeros((1,), dtype=mx.float32)
         of_heads = [one for one in shapes if isinstance(one, AttentionShape)]
+        if self._kv_bits and any(isinstance(one, LatentShape) for one in shapes):
+            return "no kernel for quantized latents"
         of_latents = [one for one in shapes if isinstance(one, LatentShape)]
         fault = self.attention.find_fault(of_heads, dtype)
         if fault := fault or self.latent_attention.find_fault(of_latents, dtype):
