@@ -149,15 +149,17 @@ def _open_kernels(
     form: StackForm, settings: FastPathSettings, kv_bits: int
 ) -> tuple[Kernels | None, str]:
     """Return kernels that all ranks can use; None, with the cause, if a rank cannot."""
-    if settings.device == "cpu":
-        return None, ""
     dtype = form.norm.weight.dtype
-    kernels, fault = None, f"the model is {dtype}"
-    if dtype in _KERNEL_DTYPES:
+    kernels, fault = None, ""
+    if settings.device != "cpu" and dtype not in _KERNEL_DTYPES:
+        fault = f"the model is {dtype}"
+    elif settings.device != "cpu":
         kernels = Kernels(settings.device, kv_bits)
         fault = kernels.find_fault({one.attention.shape for one in form.layers}, form.norm.weight)
-    if not settings.all_agree(not fault) or kernels is None:
-        return None, fault or "another rank has none"
+    # A rank on a CPU votes too: beside it no rank has kernels.
+    has_kernels = settings.all_agree(kernels is not None and not fault)
+    if kernels is None or not has_kernels:
+        return None, fault or ("" if settings.device == "cpu" else "another rank has none")
     kernels.keep_common(settings.all_agree)
     return kernels, ""
 

@@ -183,6 +183,26 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
+def test_rank_on_a_gpu_beside_one_on_a_cpu_votes_as_often_and_has_no_kernels() -> None:
+    """A vote is a collective, so a rank that votes more often would wait for ever."""
+    on_cpu: list[bool] = []
+    on_gpu: list[bool] = []
+
+    def note(vote: bool) -> bool:
+        on_cpu.append(vote)
+        return vote
+
+    def both(vote: bool) -> bool:
+        on_gpu.append(vote)
+        return vote and on_cpu[len(on_gpu) - 1]
+
+    assert open_of(make("qwen3", 4, 2, 16), device="cpu", all_agree=note).state == "fast path"
+    opened = open_of(make("qwen3", 4, 2, 16), device="metal", all_agree=both)
+    assert opened.state == "fast path without kernels: another rank has none"
+    assert len(on_gpu) == len(on_cpu)
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
 def test_wrong_kernel_keeps_mlx_lms_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that runs and computes something else is found by the proof."""
     real: Any = mx.fast.metal_kernel
