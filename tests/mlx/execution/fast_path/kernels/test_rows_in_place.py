@@ -57,7 +57,7 @@ def _run(driver: ExecutorDriver) -> dict[int, list[int]]:
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
-@pytest.mark.parametrize("kv_bits", [0, 8])
+@pytest.mark.parametrize("kv_bits", [0, pytest.param(8, marks=pytest.mark.proof)])
 def test_rows_written_in_place_give_tokens_of_rows_written_by_mlx(kv_bits: int) -> None:
     """All other uses of rows in plans find the numbers that kernels have written."""
     expected = _run(_driver(make_qwen3(head_dim=32), kv_bits))
@@ -84,7 +84,10 @@ def test_plan_that_uses_rows_otherwise_waits_for_decodes_in_place() -> None:
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
-@pytest.mark.parametrize("kind", ["heads", "quantized", "latent"])
+@pytest.mark.parametrize(
+    "kind",
+    ["heads", *(pytest.param(one, marks=pytest.mark.proof) for one in ("quantized", "latent"))],
+)
 def test_drafts_verified_in_place_change_no_tokens(kind: str) -> None:
     """Rows have no drafts or many, all, some or none are right, and tokens are repeated as padding.
 
