@@ -80,7 +80,7 @@ class DecodeExecutor:
             return drafts
         token_counts = [drafts.count(sequence_id) + 1 for sequence_id in plan.decodes]
         if self.store.writes_in_place:
-            self._run_apart(sequences, token_counts, drafts, forwards)
+            self._run_by_token(sequences, token_counts, drafts, forwards)
             return drafts
         previous_logits: mx.array | None = None
         for group in group_decode_rows(slots, token_counts, self.forward_cost_tokens):
@@ -122,7 +122,7 @@ class DecodeExecutor:
             logits = logits[mx.array(view.output_rows, dtype=mx.int32)]
         forwards.add_decode(logits, [sequence.sequence_id for sequence in sequences])
 
-    def _run_apart(
+    def _run_by_token(
         self,
         sequences: Sequence[RunningSequence],
         token_counts: Sequence[int],
@@ -135,7 +135,7 @@ class DecodeExecutor:
         """
         slots, total = [sequence.slot for sequence in sequences], sum(token_counts)
         padding = _padded_count(total) - total
-        caches = self.store.decode_apart(slots, token_counts, padding)
+        caches = self.store.decode_tokens(slots, token_counts, padding)
         indices: list[int] = []
         for row, sequence in enumerate(sequences):
             count = drafts.count(sequence.sequence_id)

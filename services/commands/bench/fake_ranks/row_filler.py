@@ -75,7 +75,7 @@ class RowFiller:
             **fields,
         )
 
-    def decodes(self, drafts: int = 0, **fields: Any) -> StepPlan:
+    def plan_decodes(self, drafts: int = 0, **fields: Any) -> StepPlan:
         """Return the next plan, in which each row decodes a token and verifies drafts.
 
         None of the drafts of the plan before is accepted.

@@ -76,7 +76,7 @@ class StepTimer:
         }
 
     def _prepare(self, drafts: int = 0) -> LaunchedStep:
-        return self.executor.prepare(self.rows.decodes(drafts))
+        return self.executor.prepare(self.rows.plan_decodes(drafts))
 
     def _count_nodes(self, drafts: int) -> int:
         """Return the number of operations that a step hands to the device."""
@@ -120,7 +120,7 @@ class StepTimer:
 
     def _run_one_by_one(self, drafts: int, count: int, on_end: Callable[[], None]) -> None:
         for _ in range(count):
-            self.executor.finish(self.executor.launch(self.rows.decodes(drafts)))
+            self.executor.finish(self.executor.launch(self.rows.plan_decodes(drafts)))
             on_end()
 
     def _run_queued(self, count: int, on_end: Callable[[], None]) -> None:
@@ -132,7 +132,7 @@ class StepTimer:
             on_end()
 
         for _ in range(count):
-            plan = self.rows.decodes()
+            plan = self.rows.plan_decodes()
             flight.append(self.executor.launch(plan, finish_oldest if flight else None))
             if len(flight) > 1:
                 finish_oldest()
@@ -158,7 +158,7 @@ class StepTimer:
         Of routed experts those count that the step's tokens chose. Keys and values are read once
         and those of new tokens are written; recurrent state is read and written.
         """
-        plan = self.rows.decodes(drafts, profile="primitives")
+        plan = self.rows.plan_decodes(drafts, profile="primitives")
         launched = self.executor.launch(plan)
         self.executor.finish(launched)
         profile = launched.profile

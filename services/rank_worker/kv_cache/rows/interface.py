@@ -47,7 +47,7 @@ class KVStore(abc.ABC):
     Ranks of one model with equal texts could exchange blocks."""
     writes_in_place: bool = False
     """Whether decodes write rows without MLX's knowledge, see `InPlaceView`. Nothing else may use
-    rows before such a decode has ended. Only then there is `decode_apart`."""
+    rows before such a decode has ended. Only then there is `decode_tokens`."""
     needs_state: bool = False
     """Whether a row can be rebuilt from blocks only together with a checkpoint at their end."""
 
@@ -177,7 +177,7 @@ class KVStore(abc.ABC):
             self.roll_back(slot, length)
         return view
 
-    def decode_apart(self, slots: Sequence[int], counts: Sequence[int], padding: int) -> list[Any]:
+    def decode_tokens(self, slots: Sequence[int], counts: Sequence[int], padding: int) -> list[Any]:
         """Lengthen rows by different numbers of tokens, each of which is a row of the forward.
 
         Args:

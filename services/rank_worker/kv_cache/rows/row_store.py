@@ -138,13 +138,13 @@ class RowStore(KVStore):
         rows = range(slots[-1] + 1)
         return BatchView(caches, list(rows), None if len(slots) == len(rows) else list(slots))
 
-    def decode_apart(self, slots: Sequence[int], counts: Sequence[int], padding: int) -> list[Any]:
+    def decode_tokens(self, slots: Sequence[int], counts: Sequence[int], padding: int) -> list[Any]:
         """Lengthen rows and return the caches for a forward over each token by itself.
 
-        Arguments and results are those of `KVStore.decode_apart`.
+        Arguments and results are those of `KVStore.decode_tokens`.
         """
         if not self.writes_in_place:
-            return super().decode_apart(slots, counts, padding)
+            return super().decode_tokens(slots, counts, padding)
         tokens = [
             (slot, self._lengths[slot] + place)
             for slot, count in zip(slots, counts, strict=True)
@@ -154,7 +154,7 @@ class RowStore(KVStore):
         # A token that is repeated is written with the same numbers.
         tokens += tokens[-1:] * padding
         token_slots, lengths = zip(*tokens, strict=True)
-        return self._set_view(InPlaceView(token_slots, lengths, shares_rows=True))
+        return self._set_view(InPlaceView(token_slots, lengths, tokens_share_rows=True))
 
     def roll_back(self, slot: int, length: int) -> None:
         """Shorten a row to `length` tokens; only the length changes, nothing is copied.

@@ -196,18 +196,18 @@ class InPlaceView:
     """
 
     def __init__(
-        self, slots: Sequence[int], lengths: Sequence[int], *, shares_rows: bool = False
+        self, slots: Sequence[int], lengths: Sequence[int], *, tokens_share_rows: bool = False
     ) -> None:
         """Build the indices.
 
         Args:
             slots: the row of each token.
             lengths: tokens before it in its row.
-            shares_rows: some are of the same row.
+            tokens_share_rows: some are of the same row.
         """
         self.slots = mx.array(list(slots), dtype=mx.int32)
         self.lengths = mx.array(list(lengths), dtype=mx.int32)
         self.longest = max(lengths)
         """Tokens before the last one of the longest row."""
-        self.shares_rows = shares_rows
+        self.tokens_share_rows = tokens_share_rows
         self.offset = self.lengths

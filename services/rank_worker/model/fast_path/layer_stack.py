@@ -117,7 +117,7 @@ class LayerStack:
         return hidden.reshape(rows, count, -1)
 
     def _decode(self, tokens: mx.array, view: InPlaceView, caches: Sequence[RowLayer]) -> mx.array:
-        kind = (tile_count(view.longest), view.shares_rows)
+        kind = (tile_count(view.longest), view.tokens_share_rows)
         arrays = [array for cache in caches for array in cache.arrays]
         if self.observe is not None:
             return self._decode_in_place(*kind, tokens, view.lengths, view.slots, *arrays)
@@ -128,12 +128,14 @@ class LayerStack:
             self._counter.note(zip(self._noted_layers, experts, strict=True))
         return hidden
 
-    def _decode_and_note(self, tiles: int, shares_rows: bool, *args: mx.array) -> list[mx.array]:
+    def _decode_and_note(
+        self, tiles: int, tokens_share_rows: bool, *args: mx.array
+    ) -> list[mx.array]:
         """Build a decode; return also the arrays that layers of experts note while it is built."""
         if self._counter is not None:
             # Those of earlier decodes outside of a counted forward, as in the proof.
             self._counter.take_noted()
-        hidden = self._decode_in_place(tiles, shares_rows, *args)
+        hidden = self._decode_in_place(tiles, tokens_share_rows, *args)
         if self._counter is None:
             return [hidden]
         noted = self._counter.take_noted()
@@ -144,7 +146,7 @@ class LayerStack:
     def _decode_in_place(
         self,
         tiles: int,
-        shares_rows: bool,
+        tokens_share_rows: bool,
         tokens: mx.array,
         lengths: mx.array,
         slots: mx.array,
@@ -154,7 +156,7 @@ class LayerStack:
 
         Args:
             tiles: of the longest row.
-            shares_rows: see `RowPlaces`.
+            tokens_share_rows: see `RowPlaces`.
             tokens: int32 [B].
             lengths: see `RowPlaces`; so is `slots`.
             slots: of the rows.
@@ -162,7 +164,7 @@ class LayerStack:
         """
         rows = tokens.shape[0]
         arrived = mx.zeros((rows, self._query_heads), dtype=mx.int32) if tiles > 1 else None
-        places = RowPlaces(lengths, slots, tiles, arrived, shares_rows)
+        places = RowPlaces(lengths, slots, tiles, arrived, tokens_share_rows)
         tables, apart = self._tables(lengths, rows, 1), self._batch_invariant
         new = NewTokens(rows, 1, lengths, tables, places=places, apart=apart)
         per_layer = len(arrays) // len(self._layers)
@@ -281,7 +283,9 @@ class LayerStack:
         mask = places = None
         if isinstance(view, InPlaceView):
             tiles = tile_count(view.longest)
-            places = RowPlaces(view.lengths, view.slots, tiles, shares_rows=view.shares_rows)
+            places = RowPlaces(
+                view.lengths, view.slots, tiles, tokens_share_rows=view.tokens_share_rows
+            )
         else:
             mask = cache.make_mask(count, return_array=self._wants_mask_array)
         tables, apart = self._tables(cache.offset, rows, count), self._batch_invariant

@@ -257,7 +257,7 @@ def _compare_attention(
         tokens = [(slot, place) for slot in _SLOTS for place in reversed(range(count))]
         ends = [lengths[slot] + place for slot, place in tokens]
         slots = [slot for slot, _ in tokens]
-        _set_view(own, InPlaceView(slots, ends, shares_rows=count > 1))
+        _set_view(own, InPlaceView(slots, ends, tokens_share_rows=count > 1))
         order = mx.array([slot * count + place for slot, place in tokens], dtype=mx.int32)
         expected, x = (one.reshape(-1, 1, one.shape[-1])[order] for one in (expected, x))
     found = stack.run_attention(number, x, own)

@@ -22,7 +22,10 @@ from services.rank_worker.model.fast_path.attention.interface import (
     share_rotation,
 )
 from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
-from services.rank_worker.model.fast_path.kernels.attention import AttentionShape, AttentionWeights
+from services.rank_worker.model.fast_path.kernels.head_attention import (
+    AttentionShape,
+    AttentionWeights,
+)
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.merged_linear import (
     MergedLinear,
@@ -153,7 +156,7 @@ class HeadAttention:
         if tokens.places is not None:
             assert self._kernels is not None
             stored = cache.arrays if isinstance(cache, RowLayer) else cache
-            attended = self._kernels.attention.attend(
+            attended = self._kernels.head_attention.attend(
                 self._form.shape, self._weights, qkv, stored, tokens.places, table
             )
         else:

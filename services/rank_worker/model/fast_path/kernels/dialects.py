@@ -156,3 +156,13 @@ def norm_threads(dim: int, dtype: mx.Dtype) -> int:
         dtype: of the numbers.
     """
     return min(-(-dim // (vector_size(dim, dtype) * 32)) * 32, _ROW_THREADS_MAX)
+
+
+def largest_divisor(heads: int, most: int) -> int:
+    """Return how many of some heads share a group of threads: a divisor of them.
+
+    Args:
+        heads: that have the same keys.
+        most: largest result.
+    """
+    return max(one for one in range(1, most + 1) if heads % one == 0)

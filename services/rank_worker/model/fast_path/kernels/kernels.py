@@ -5,7 +5,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.attention import Attention, AttentionShape
 from services.rank_worker.model.fast_path.kernels.dialects import (
     CUDA,
     METAL,
@@ -15,6 +14,10 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.kernels.head_attention import (
+    AttentionShape,
+    HeadAttentionKernels,
+)
 from services.rank_worker.model.fast_path.kernels.latent_attention import (
     LatentAttentionKernels,
     LatentShape,
@@ -34,11 +37,15 @@ class Kernels:
     """Starts kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
     def __init__(self, device: Gpu, kv_bits: int = 0) -> None:
-        """Prepare for a kind of device; nothing is compiled yet. `kv_bits` as for `Attention`."""
-        self._kv_bits = kv_bits
+        """Prepare for a kind of device; nothing is compiled yet.
+
+        Args:
+            device: the kind.
+            kv_bits: as for `HeadAttentionKernels`.
+        """
         make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
         dialect = CUDA if device == "cuda" else METAL
-        self.attention = Attention(make, dialect, kv_bits)
+        self.head_attention = HeadAttentionKernels(make, dialect, kv_bits)
         self.latent_attention = LatentAttentionKernels(make, dialect)
         names = ["input", "change", "weight", "constants"]
         self._add_norm = make_kernel(device, "add_norm", names, ["added", "normalized"])
@@ -57,10 +64,8 @@ class Kernels:
         """
         dtype, epsilon = weight.dtype, mx.zeros((1,), dtype=mx.float32)
         of_heads = [one for one in shapes if isinstance(one, AttentionShape)]
-        if self._kv_bits and any(isinstance(one, LatentShape) for one in shapes):
-            return "no kernel for quantized latents"
         of_latents = [one for one in shapes if isinstance(one, LatentShape)]
-        fault = self.attention.find_fault(of_heads, dtype)
+        fault = self.head_attention.find_fault(of_heads, dtype)
         if fault := fault or self.latent_attention.find_fault(of_latents, dtype):
             return fault
         hidden = mx.ones((1, weight.size), dtype=dtype)
@@ -84,7 +89,7 @@ class Kernels:
         """
         if not all_agree(self.few_rows is not None):
             self.few_rows = None
-        attentions = (self.attention, self.latent_attention)
+        attentions = (self.head_attention, self.latent_attention)
         if not all_agree(all(one.has_tensor_cores for one in attentions)):
             for one in attentions:
                 one.leave_tensor_cores()

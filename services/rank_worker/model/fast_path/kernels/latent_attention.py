@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.attention import first_error, largest_divisor
 from services.rank_worker.model.fast_path.kernels.dialects import (
     CUDA,
     Dialect,
+    largest_divisor,
     norm_threads,
     read_source,
     vector_size,
@@ -21,6 +21,7 @@ from services.rank_worker.model.fast_path.kernels.row_places import (
     TILE_TOKENS,
     RowPlaces,
     TileSums,
+    first_error,
     tile_count,
     write_first,
 )
@@ -111,7 +112,7 @@ class LatentAttentionKernels:
     """Starts the kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
     def __init__(self, make: Any, dialect: Dialect) -> None:
-        """Prepare; arguments as those of `Attention`. Nothing is compiled yet."""
+        """Prepare; arguments as those of `HeadAttentionKernels`. Nothing is compiled yet."""
         inputs = ["queries", "absorbed", "projected", "latents", "rotated_keys"]
         inputs += ["lengths", "slots", "rotations", "latent_weight", "constants"]
 
@@ -195,7 +196,7 @@ class LatentAttentionKernels:
         for length in (1, TILE_TOKENS):
             places = RowPlaces(
                 *(mx.array([length]), mx.array([0]), tile_count(length)),
-                shares_rows=length > 1,
+                tokens_share_rows=length > 1,
             )
             mx.eval(normalized, self.attend(shape, weights, new, latents, keys, places, rotations))
 
@@ -260,10 +261,10 @@ class LatentAttentionKernels:
             *(new.queries, new.absorbed, new.projected, latents, rotated_keys),
             *(places.lengths, places.slots, rotations, weights.norm, weights.constants),
         ]
-        if places.shares_rows:
+        if places.tokens_share_rows:
             grid = (_THREADS, 1, rows)
             lengths = write_first(self._write, inputs, _template(shape, dtype, 0), grid)
-            places = dataclasses.replace(places, lengths=lengths, shares_rows=False)
+            places = places.written(lengths)
             return self.attend(shape, weights, new, latents, rotated_keys, places, rotations)
         if min(rows, tiles) > 1 and 4 * rows * heads * tiles * (width + 2) > _SUMS_BYTES_MAX:
             # Of a long row beside many short ones, all have sums of as many tiles.

@@ -5,6 +5,7 @@ other are written first.
 """
 
 import dataclasses
+from collections.abc import Callable, Collection
 from typing import Any
 
 import mlx.core as mx
@@ -20,26 +21,26 @@ _ADDING_THREADS = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """The rows of one decode in the KV arrays."""
+    """Where the new tokens of one decode are in the KV arrays."""
 
     lengths: mx.array
-    """int32 [rows]: tokens in each row before this decode."""
+    """int32 [tokens]: tokens before each in its row."""
     slots: mx.array
-    """int32 [rows]: index of each row in the arrays."""
+    """int32 [tokens]: index of each one's row in the arrays."""
     tiles: int
-    """Tiles of TILE_TOKENS that the longest row needs, its new token included."""
+    """Tiles of TILE_TOKENS that the longest row needs, its new tokens included."""
     arrived: mx.array | None = None
-    """int32 zeros [rows, query heads], with which one forward's kernels count groups of threads
+    """int32 zeros [tokens, query heads], with which one forward's kernels count groups of threads
     that have finished; None: the forward has one attention, or its rows one tile."""
-    shares_rows: bool = False
-    """Some are new tokens of the same row, which attend to each other. Then a row here is a token,
-    and its length counts the tokens before it."""
+    tokens_share_rows: bool = False
+    """Some are of the same row and attend to each other: they must be written first."""
+
+    def written(self, lengths: mx.array) -> "RowPlaces":
+        """Return the places of tokens that are written, given the result of `write_first`."""
+        return dataclasses.replace(self, lengths=lengths, tokens_share_rows=False)
 
     def halves(self) -> list["RowPlaces"]:
-        """Return the places of the first half of the rows, and of the others.
-
-        They do not share rows any more: new tokens must be written before.
-        """
+        """Return the places of the first half of the tokens, and of the others."""
         half = len(self.lengths) // 2
         return [
             RowPlaces(self.lengths[part], self.slots[part], self.tiles)
@@ -50,6 +51,16 @@ class RowPlaces:
 def tile_count(length_max: int) -> int:
     """Return how many tiles a row of `length_max` tokens and its new token need."""
     return length_max // TILE_TOKENS + 1
+
+
+def first_error(run: Callable[[Any], None], shapes: Collection[Any]) -> str:
+    """Run kernels for all shapes; return the first line of MLX's error, "" without one."""
+    try:
+        for one in shapes:
+            run(one)
+    except (RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def write_first(
@@ -85,7 +96,7 @@ class TileSums:
     """Starts the kernel that adds up the tiles of rows."""
 
     def __init__(self, make: Any, dialect: Dialect) -> None:
-        """Prepare; arguments as those of `Attention`. Nothing is compiled yet."""
+        """Prepare; arguments as those of `HeadAttentionKernels`. Nothing is compiled yet."""
         self._kernel = make(
             name="lockstep_add_tiles",
             input_names=["tile_sums", "lengths"],

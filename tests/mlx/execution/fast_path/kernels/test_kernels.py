@@ -9,7 +9,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
-from services.rank_worker.model.fast_path.kernels import attention, row_places
+from services.rank_worker.model.fast_path.kernels import head_attention, row_places
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
@@ -39,7 +39,7 @@ def test_attention_of_tensor_cores_computes_and_writes_like_mlx_lm(
     kind: str, query_heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It passes the same proof. Here its products are of numbers of 4 bytes."""
-    monkeypatch.setattr(attention, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
     opened = open_of(make(kind, query_heads, kv_heads, head_dim), device="cuda")
     assert opened.state == "fast path with kernels"
 
@@ -76,9 +76,11 @@ def test_kernels_read_and_write_quantized_rows_like_mlx_lm(
 @pytest.mark.parametrize("spread", [1.0, 0.0, 1e-6])
 def test_new_keys_are_quantized_to_the_words_of_mlx(bits: int, spread: float) -> None:
     """Also where all numbers of a group are equal, are 0, or hardly differ."""
-    shape = attention.AttentionShape(2, 1, 64, 0, is_traditional=False, normalizes=False)
-    attend = attention.Attention(mx.fast.metal_kernel, METAL, bits).attend
-    weights = attention.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), mx.array([0.1, 0.0, 0.0]))
+    shape = head_attention.AttentionShape(2, 1, 64, 0, is_traditional=False, normalizes=False)
+    attend = head_attention.HeadAttentionKernels(mx.fast.metal_kernel, METAL, bits).attend
+    weights = head_attention.AttentionWeights(
+        mx.zeros((1,)), mx.zeros((1,)), mx.array([0.1, 0.0, 0.0])
+    )
     middle = mx.array([3.0, -0.5, 0.0])[:, None]
     qkv = middle + spread * mx.random.normal((3, 4 * 64), key=mx.random.key(bits))
     rows = make_row_layer([BlockPart(1, 64, mx.float32)] * 2, bits)
@@ -109,11 +111,11 @@ def test_layers_of_one_forward_count_finished_groups_in_one_array(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last group of a row leaves a 0, also in a row of one tile beside one of three."""
-    monkeypatch.setattr(attention, "DTYPES", (mx.float32,))
-    attend = attention.Attention(mx.fast.cuda_kernel, CUDA).attend
-    shape = attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)
+    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
+    attend = head_attention.HeadAttentionKernels(mx.fast.cuda_kernel, CUDA).attend
+    shape = head_attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)
     constants = mx.array([0.25, 0.0, 0.0])
-    weights = attention.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), constants)
+    weights = head_attention.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), constants)
     lengths = [3, 2 * row_places.TILE_TOKENS + 9]
     room = (2, 2, lengths[1] + 1, 16)
     keys, values = (mx.random.normal(room, key=mx.random.key(one)) for one in (1, 2))
@@ -158,7 +160,7 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
     failing_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others round differently, and ranks would route a token to different experts."""
-    monkeypatch.setattr(attention, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
     real: Any = mx.fast.cuda_kernel
 
     def failing(**made: Any) -> object:
@@ -170,7 +172,7 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
     if failing_rank == "this one":
         monkeypatch.setattr(mx.fast, "cuda_kernel", failing)
     kernels, votes = Kernels("cuda"), []
-    shapes = [attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)]
+    shapes = [head_attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)]
     assert kernels.find_fault(shapes, mx.ones((32,))) == ""
 
     def all_agree(vote: bool) -> bool:
@@ -179,7 +181,7 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
 
     kernels.keep_common(all_agree)
     assert votes == [False, failing_rank != "this one"]
-    assert kernels.attention.has_tensor_cores == (failing_rank == "none")
+    assert kernels.head_attention.has_tensor_cores == (failing_rank == "none")
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")

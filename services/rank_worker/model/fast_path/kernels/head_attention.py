@@ -1,4 +1,4 @@
-"""Kernels of attention. Owns the choice of the kernel, and how a row's tokens are divided.
+"""Kernels of attention with heads of keys and values. Owns the choice of the kernel.
 
 Lengths and tile counts are arguments, not template constants: each new constant compiles a kernel
 anew, which takes seconds on CUDA.
@@ -6,7 +6,7 @@ anew, which takes seconds on CUDA.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +17,7 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     CUDA,
     VECTOR_BYTES,
     Dialect,
+    largest_divisor,
     read_source,
     vector_size,
 )
@@ -24,6 +25,7 @@ from services.rank_worker.model.fast_path.kernels.row_places import (
     TILE_TOKENS,
     RowPlaces,
     TileSums,
+    first_error,
     tile_count,
     write_first,
 )
@@ -34,8 +36,8 @@ _log = Log("rank_worker.fast_path")
 
 _THREADS = 128
 """Threads of a group; with 256, fewer groups fit on a processor of a GPU."""
-_WRITING_THREADS = 64
-"""Of a group that only writes a new key and value: a warp for each."""
+_WRITERS = 64
+"""Threads of a group that only writes a new key and value: a warp for each."""
 _HEADS_MAX = 5
 """Query heads of a group; more of them do not fit into the registers of its threads."""
 _TENSOR_HEADS_MAX = 8
@@ -77,8 +79,8 @@ class AttentionWeights:
     """float32 [3]: factor of the scores, epsilon of the queries' norm, epsilon of the keys'."""
 
 
-class Attention:
-    """Starts the kernels of attention on one kind of GPU. Compiled kernels are kept by MLX."""
+class HeadAttentionKernels:
+    """Starts the kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
     def __init__(self, make: Any, dialect: Dialect, kv_bits: int = 0) -> None:
         """Prepare; nothing is compiled yet.
@@ -161,7 +163,7 @@ class Attention:
         for length in (1, TILE_TOKENS):
             places = RowPlaces(
                 *(mx.array([length]), mx.array([0]), tile_count(length)),
-                shares_rows=length > 1,
+                tokens_share_rows=length > 1,
             )
             mx.eval(self.attend(shape, weights, qkv, layer.arrays, places, rotations))
 
@@ -198,14 +200,15 @@ class Attention:
             weights.constants if rotations is None else rotations,
             *(weights.query_norm, weights.key_norm, weights.constants, *stored),
         ]
+        if places.tokens_share_rows:
+            inputs, constants = [qkv, places.lengths, places.slots, *others], template(0, _WRITERS)
+            grid = (_WRITERS, shape.kv_heads, rows)
+            places = places.written(write_first(self._write, inputs, constants, grid))
         inputs = [qkv, places.lengths, places.slots, *others]
-        if places.shares_rows:
-            grid = (_WRITING_THREADS, shape.kv_heads, rows)
-            inputs[1] = write_first(self._write, inputs, template(0, _WRITING_THREADS), grid)
         kernel, heads, by_tensor_cores = self._choose(shape, dtype)
         if by_tensor_cores:
             # With one tile there is nothing to count.
-            arrived = places.arrived if tiles > 1 else inputs[1]
+            arrived = places.arrived if tiles > 1 else places.lengths
             if arrived is None:
                 arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
             inputs.append(arrived)
@@ -223,7 +226,7 @@ class Attention:
             output_dtypes=[dtype, mx.float32],
         )
         if not is_done:
-            attended = self._tile_sums.add_up(tile_sums, inputs[1], dtype, result)
+            attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype, result)
         return attended
 
     def _choose(self, shape: AttentionShape, dtype: mx.Dtype) -> tuple[Any, int, bool]:
@@ -234,32 +237,12 @@ class Attention:
         return self._attend, largest_divisor(heads_per_key, _heads_max(shape)), False
 
 
-def first_error(run: Callable[[Any], None], shapes: Collection[Any]) -> str:
-    """Run kernels for all shapes; return the first line of MLX's error, "" without one."""
-    try:
-        for one in shapes:
-            run(one)
-    except (RuntimeError, ValueError) as error:
-        return str(error).splitlines()[0]
-    return ""
-
-
 def _heads_max(shape: AttentionShape) -> int:
     return _HEADS_MAX if shape.head_dim <= _WIDE_HEAD_DIM else _HEADS_MAX // 2
 
 
 def _fits_tensor_cores(shape: AttentionShape, dtype: mx.Dtype) -> bool:
     return dtype in DTYPES and shape.head_dim <= _WIDE_HEAD_DIM
-
-
-def largest_divisor(heads: int, most: int) -> int:
-    """Return how many of some heads share a group of threads: a divisor of them.
-
-    Args:
-        heads: that have the same keys.
-        most: largest result.
-    """
-    return max(one for one in range(1, most + 1) if heads % one == 0)
 
 
 def _vector_size(shape: AttentionShape, dtype: mx.Dtype, kv_bits: int) -> int:
