@@ -43,27 +43,35 @@ def keep_compiled_kernels(
 
     Otherwise MLX keeps them in the folder for temporary files, which is emptied at a restart, and
     which other users may write to. MLX finds a kernel by its name alone, so each version of MLX and
-    each kind of GPU has a folder of its own: machines may share a home folder.
+    each model of GPU has a folder of its own: machines may share a home folder. Where the model is
+    unknown, or a machine has several, MLX's own folder is used.
 
     Args:
         environment: variables of this process; changed in place.
         gpu_folder: where the NVIDIA driver describes each GPU.
     """
+    models = _gpu_models(gpu_folder)
+    if len(models) != 1:
+        return
     with contextlib.suppress(ConfigError):
         folder = user_folders.cache_folder(_KERNELS_VARIABLE) / "kernels"
-        own = folder / importlib.metadata.version("mlx") / _gpu_names(gpu_folder)
+        own = folder / importlib.metadata.version("mlx") / models.pop()
         environment.setdefault(_KERNELS_VARIABLE, str(own))
 
 
-def _gpu_names(folder: Path) -> str:
-    """Return the models of this machine's GPUs as the name of a folder."""
+def _gpu_models(folder: Path) -> set[str]:
+    """Return the models of this machine's GPUs, as names of folders; empty if one is unknown."""
     models = set()
     for path in folder.glob("*/information"):
-        with contextlib.suppress(OSError):
-            found = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
-            models.add(found.group(1) if found else "")
-    name = re.sub(r"[^A-Za-z0-9]+", "-", " ".join(sorted(models))).strip("-")
-    return name or "unknown-gpu"
+        try:
+            text = path.read_text(errors="replace")
+        except OSError:
+            return set()
+        found = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
+        if found is None:
+            return set()
+        models.add(re.sub(r"[^A-Za-z0-9]+", "-", found.group(1)).strip("-"))
+    return models
 
 
 def encode_without_graphs(environment: MutableMapping[str, str]) -> None:

@@ -134,18 +134,20 @@ class DecodeExecutor:
         So no row is padded, and kernels attend for each token.
         """
         slots, total = [sequence.slot for sequence in sequences], sum(token_counts)
-        padding = _padded_count(total) - total
-        caches = self.store.decode_tokens(slots, token_counts, padding)
+        starts = list(itertools.accumulate(token_counts, initial=0))[:-1]
+        # Padding attends to the shortest row.
+        shortest = min(range(len(slots)), key=lambda row: self.store.length(slots[row]))
+        repeated = [starts[shortest]] * (_padded_count(total) - total)
+        caches = self.store.decode_tokens(slots, token_counts, repeated)
         indices: list[int] = []
         for row, sequence in enumerate(sequences):
             count = drafts.count(sequence.sequence_id)
             own = drafts.index_range(sequence.sequence_id, count)
             indices += [row, *(len(sequences) + one for one in own)]
-        indices += indices[-1:] * padding
+        indices += [indices[index] for index in repeated]
         known = mx.concatenate([last_tokens(sequences, slots), drafts.ids])
         tokens = known[mx.array(indices, dtype=mx.int32)]
         logits = self.forward.all_logits(tokens[:, None], caches, range(total))[:total, 0]
-        starts = list(itertools.accumulate(token_counts, initial=0))[:-1]
         self.proposer.on_decode(sequences, starts, self.forward.hidden)
         forwards.add_decode(logits, _sequence_ids(sequences, token_counts))
 

@@ -1,8 +1,9 @@
 """Step costs. Owns the measured period of decode steps by rows and tokens per row. Pure.
 
 The `width` of a step is one more than the most drafts of a row, 1 in a plain step. Ranks pad rows
-to it or compute rows with drafts apart, whichever is cheaper. So a cost depends on the number of
-rows, the width, and which part of the rows has drafts, in three classes. Drafts that ranks propose
+to it or compute rows with drafts apart, whichever is cheaper, or pad none where kernels attend. So
+a cost depends on the number of rows, the width, and which part of the rows has drafts, in three
+classes. Drafts that ranks propose
 also cost a forward of the draft model or head each, so they depend on the method too.
 
 A cost is the period of a step, not only its busy time: the result of a verification must arrive

@@ -1,6 +1,7 @@
 """Draft policy. Owns how many drafts the next plan has, by expected tokens per millisecond. Pure.
 
-Rows are padded to the most drafts of a row, so one number is chosen for the whole batch. Every
+Ranks without kernels pad rows to the most drafts of a row, so one number is chosen for the whole
+batch. Every
 number up to the longest drafts is compared by expected tokens and measured step period. A row sends
 fewer drafts if further ones are too unlikely for the measured cost of a token. Source: Liu et al.,
 "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (2024), here with

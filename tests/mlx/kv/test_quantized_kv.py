@@ -8,6 +8,8 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.kv_cache.rows import row_layers
+from services.rank_worker.kv_cache.rows.block_layout import BlockPart
+from services.rank_worker.kv_cache.rows.row_store import RowStore
 from shared.errors import ConfigError
 from shared.messages import RolledBack
 from tests.mlx import models
@@ -95,6 +97,33 @@ def test_rows_that_attention_reads_dequantized_give_tokens_of_mlx_lm(
         assert tokens == _expected(model, prompt, len(tokens), bits)
 
 
+def test_copies_of_long_quantized_rows_are_in_memory_for_few_layers_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLX would have memory for those of all layers before it has used the first."""
+    layers, rows, tokens, heads, width = 12, 4, 4_000, 2, 64
+    copies_bytes = 2 * rows * tokens * heads * width * 4
+    peaks = []
+    for limit in (2**40, 2**16):
+        monkeypatch.setattr(row_layers, "COPY_BYTES_MAX", limit)
+        part = BlockPart(heads, width, mx.float32)
+        store = RowStore([[part, part]] * layers, 4, reads_packed=False)
+        store.resize(rows, tokens + 1)
+        for slot in range(rows):
+            store.prefill(slot, tokens)
+        mx.eval(store._arrays())
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        x = mx.ones((rows, heads, 1, width))
+        for cache in store.decode(range(rows), 1).caches:
+            keys, values = cache.update_and_fetch(x, x)
+            x = (keys * values).mean(axis=2, keepdims=True)
+        mx.eval(x)
+        peaks.append((mx.get_peak_memory() - before) / copies_bytes)
+    assert peaks[0] > 2.5
+    assert peaks[1] < 1.5
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_reported_kv_bytes_per_token_are_quantized_numbers_plus_scales_and_biases(
     model: nn.Module, bits: int
@@ -166,8 +195,12 @@ def test_models_without_quantizable_kv_are_refused_when_loaded(
         make_executor(make_model(family), kv_bits=8)
 
 
-def test_latent_attention_model_is_refused_when_kv_is_quantized() -> None:
-    """Latent attention is refused at any width, because it would read packed numbers."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_latent_attention_model_is_refused_when_kv_is_quantized(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latent attention is refused at any width and on all devices, as ranks must agree."""
+    monkeypatch.setattr(row_layers, "device_kind", lambda: device)
     from mlx_lm.models import deepseek_v3
 
     args = deepseek_v3.ModelArgs(

@@ -93,7 +93,12 @@ class RowFiller:
             ]
         self._unverified = drafts
         if drafts:
-            fields["drafts"] = [[0] * drafts for _ in self.sequences]
+            # Different ones, as they choose different experts.
+            vocabulary = self._executor.vocab_size
+            fields["drafts"] = [
+                [(31 * one + 7 * place + 1) % vocabulary for place in range(drafts)]
+                for one in self.sequences
+            ]
         return self.plan(decodes=self.sequences, **fields)
 
     def fill(self, batch: int, context: int, growth: int) -> None:

@@ -14,6 +14,7 @@ from services.rank_worker.execution.executor import Executor, LaunchedStep
 from services.rank_worker.profiling.part_timer import count_primitives
 from services.rank_worker.profiling.step_profiler import measure_bytes_per_s
 from shared.clock import Clock
+from shared.errors import UsageError
 from shared.measurements.step_losses import READING_PARTS
 
 WARM_STEPS = 2
@@ -55,8 +56,13 @@ class StepTimer:
             See `services.commands.bench.parts.step`.
 
         Raises:
-            UsageError: there cannot be such rows.
+            UsageError: there cannot be such rows, or drafts.
         """
+        if drafts and not self.executor.store.can_roll_back:
+            raise UsageError(
+                "Drafts cannot be verified: this model's rows cannot be shortened, so set --drafts "
+                "to 0."
+            )
         self.rows.fill(batch, context, rows_growth(steps) + drafts)
         nodes = self._count_nodes(drafts)
         found = self._time_alone(steps, drafts) | {"step_ms": self._time_ahead(steps, drafts)}

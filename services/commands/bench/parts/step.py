@@ -15,14 +15,14 @@ next one; of such steps the one of median length counts:
 - alone_ms: the whole step: build_ms and device_ms.
 - step_ms: the mean time between the ends of two steps while one is built ahead, as requests see it.
 
-With --drafts a step verifies drafts of each row, and the next one rejects them. A step is built
-when the one before has ended, as its plan says how many drafts are accepted.
+With --drafts a step verifies drafts of each row, and the next one rejects them. Its plan says how
+many are accepted, so it is built when the one before has ended: step_ms is then a mean of alone_ms.
 
 With several ranks the model is divided as world.sharding says, and the figures are those of rank 0:
 its share of the weights, and its host. Ranks wait for each other in every step.
 
 A step must read the weights, of routed experts those that its tokens chose, and the KV of all rows,
-and write the KV of one token per row: weights_mib and kv_mib, moved_mib together. limit_ms is the
+and write the KV of new tokens: weights_mib and kv_mib, moved_mib together. limit_ms is the
 time that this takes at device_gb_per_s, the speed at which the device changes a large array, which
 is measured each time. step_per_limit is step_ms divided by limit_ms.
 """
@@ -66,8 +66,6 @@ LOCKSTEP = "lockstep"
 """Name of the contender without settings of its own."""
 COMPARED = ("step_ms", "nodes")
 """Metrics of the other contenders that are divided by those of LOCKSTEP."""
-_WARM_STEPS = 2
-"""Steps of the measurement before the first repeat, in which kernels are compiled."""
 _KV_BITS = "LOCKSTEP_RANK_WORKER_KV_BITS"
 
 
@@ -135,7 +133,6 @@ def measure(plan: DecodeStepPlan, report: Report) -> None:
             print_progress(f"{name}: loading {plan.model.name}")
             rank = _start_ranks(plan, f"step-{index}", size, settings)
             ranks[name] = started.enter_context(contextlib.closing(rank))
-            report.notes.append(f"{name} computes layers by: {_describe_layers(rank)}.")
         about = ranks[LOCKSTEP].descriptions[0]
         report.settings |= {
             "model": plan.model.name,
@@ -152,6 +149,8 @@ def measure(plan: DecodeStepPlan, report: Report) -> None:
                 _measure_case(plan, report, ranks, {"batch": batch, "context": context})
     if not report.cases:
         raise UnavailableError(f"Nothing was measured. {' '.join(report.notes)}")
+    for name, rank in ranks.items():
+        report.notes.append(f"{name} computes layers by: {_describe_layers(rank)}.")
     if about["kind"] == "cpu":
         report.notes.append(
             "On a CPU MLX computes while it is handed the work, so encode_ms contains most of "
@@ -172,7 +171,8 @@ def _measure_case(
 ) -> None:
     able = []
     for name, rank in ranks.items():
-        found = rank.request(conditions | {"steps": _WARM_STEPS, "drafts": plan.drafts})[0]
+        # Not measured: kernels are compiled, and MLX meets the lengths of all repeats.
+        found = rank.request(conditions | {"steps": plan.steps, "drafts": plan.drafts})[0]
         if "refused" in found:
             report.notes.append(f"{name} was not measured: {found['refused']}")
         else:
@@ -217,5 +217,6 @@ def _start_ranks(
         if backend == "off":
             gpu_choice.show_one_gpu(variables, gpu_choice.count_gpus())
         cuda_variables.enlarge_caches(variables)
+        cuda_variables.keep_compiled_kernels(variables)
     command = bench_program("fake_ranks.step_rank", str(plan.model), backend)
     return RankProcesses(name, command, environments, plan.log_folder)

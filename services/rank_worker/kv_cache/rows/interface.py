@@ -177,22 +177,25 @@ class KVStore(abc.ABC):
             self.roll_back(slot, length)
         return view
 
-    def decode_tokens(self, slots: Sequence[int], counts: Sequence[int], padding: int) -> list[Any]:
+    def decode_tokens(
+        self, slots: Sequence[int], counts: Sequence[int], repeated: Sequence[int]
+    ) -> list[Any]:
         """Lengthen rows by different numbers of tokens, each of which is a row of the forward.
+
+        Only where `writes_in_place`.
 
         Args:
             slots: rows in rising order. Other rows are not changed.
             counts: tokens of each row.
-            padding: how often the last token is repeated at the end of the forward's input.
+            repeated: indices of tokens that are repeated at the end of the forward's input.
 
         Returns:
             One cache per layer, passed to the model as `cache`.
 
         Raises:
-            InvariantBroken: when a row has no room, or kernels do not write rows.
+            InvariantBroken: when a row has no room.
         """
-        del padding
-        raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) have no kernels")
+        raise NotImplementedError
 
     def roll_back(self, slot: int, length: int) -> None:
         """Shorten a row to `length` tokens.

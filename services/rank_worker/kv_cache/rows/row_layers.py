@@ -18,6 +18,10 @@ View = UniformView | RaggedView | InPlaceView
 Quantized = tuple[mx.array, mx.array, mx.array]
 """Result of `mx.quantize`: packed uint32 numbers, and a scale and a bias per group."""
 
+COPY_BYTES_MAX = 64 * 1024 * 1024
+"""Before a larger copy of quantized rows is made, the device must have finished the layers before.
+MLX would otherwise have memory for the copies of all layers at once."""
+
 
 class RowLayer:
     """Keys and values of all rows in one layer; the model uses it as that layer's cache.
@@ -108,7 +112,7 @@ class RowLayer:
 class QuantizedRowLayer(RowLayer):
     """Like `RowLayer`, with keys and values stored quantized.
 
-    Attention reads them as numbers of the type that the model computes.
+    Attention reads a copy of them in the type that the model computes.
     """
 
     def __init__(self, parts: Sequence[BlockPart], bits: int) -> None:
@@ -122,7 +126,7 @@ class QuantizedRowLayer(RowLayer):
             ValueError: when no group size divides the width of keys and values.
         """
         self.stored_bits = bits
-        """Per number."""
+        """Per number. mlx-lm takes a cache with an attribute `bits` for one of packed numbers."""
         self.stored_group = group_size(parts)
         """Numbers that share a scale and a bias."""
         super().__init__([packed for part in parts for packed in self._packed_parts(part)])
@@ -132,7 +136,11 @@ class QuantizedRowLayer(RowLayer):
     ) -> tuple[mx.array | Quantized, mx.array | Quantized]:
         """Quantize new keys and values and write them; see `RowLayer.update_and_fetch`."""
         all_keys, all_values = self._store_quantized(keys, values)
-        return self.dequantize(all_keys), self.dequantize(all_values)
+        copies = [self.dequantize(one) for one in (all_keys, all_values)]
+        if sum(one.nbytes for one in copies) > COPY_BYTES_MAX:
+            # The copies of all layers before are not needed any more.
+            mx.eval(self.arrays)
+        return copies[0], copies[1]
 
     def quantize(self, numbers: mx.array) -> Quantized:
         """Return numbers [..., head_dim] as they are stored."""
@@ -161,7 +169,6 @@ class PackedRowLayer(QuantizedRowLayer):
         """Make empty arrays; arguments and errors as those of `QuantizedRowLayer`."""
         super().__init__(parts, bits)
         self.bits = self.stored_bits
-        """mlx-lm's attention looks for this attribute and `group_size`."""
         self.group_size = self.stored_group
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
@@ -178,20 +185,25 @@ class PackedRowLayer(QuantizedRowLayer):
         return self._store_quantized(keys, values)
 
 
-def make_row_layer(parts: Sequence[BlockPart], bits: int) -> RowLayer:
+def make_row_layer(
+    parts: Sequence[BlockPart], bits: int, *, reads_packed: bool | None = None
+) -> RowLayer:
     """Return a layer without rows.
 
     Args:
         parts: shapes of the keys and of the values that the model computes.
         bits: bits per stored number, 4 or 8; 0: the type that the model computes.
+        reads_packed: whether attention gets packed numbers; None: where this device can.
 
     Raises:
         ValueError: when these shapes cannot be quantized.
     """
     if not bits:
         return RowLayer(parts)
-    # MLX has no products of many tokens with packed keys on CUDA.
-    return (QuantizedRowLayer if device_kind() == "cuda" else PackedRowLayer)(parts, bits)
+    if reads_packed is None:
+        # MLX has no products of many tokens with packed keys on CUDA.
+        reads_packed = device_kind() != "cuda"
+    return (PackedRowLayer if reads_packed else QuantizedRowLayer)(parts, bits)
 
 
 def group_size(parts: Sequence[BlockPart]) -> int:

@@ -38,18 +38,25 @@ class RowStore(KVStore):
     can_pad = True
     layout: BlockLayout
 
-    def __init__(self, layers: Sequence[Sequence[BlockPart]], bits: int = 0) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Sequence[BlockPart]],
+        bits: int = 0,
+        *,
+        reads_packed: bool | None = None,
+    ) -> None:
         """Make empty rows.
 
         Args:
             layers: shapes of each layer's keys and values, as `layer_parts` returns them.
             bits: bits per stored number, 4 or 8; 0: the type that the model computes.
+            reads_packed: see `make_row_layer`.
 
         Raises:
             ValueError: when these shapes cannot be quantized.
         """
         super().__init__()
-        self._layers = [make_row_layer(parts, bits) for parts in layers]
+        self._layers = [make_row_layer(parts, bits, reads_packed=reads_packed) for parts in layers]
         self.can_roll_back = True
         self.layout = BlockLayout([part for layer in self._layers for part in layer.parts])
         self.layout_text = self.layout.text
@@ -138,13 +145,13 @@ class RowStore(KVStore):
         rows = range(slots[-1] + 1)
         return BatchView(caches, list(rows), None if len(slots) == len(rows) else list(slots))
 
-    def decode_tokens(self, slots: Sequence[int], counts: Sequence[int], padding: int) -> list[Any]:
+    def decode_tokens(
+        self, slots: Sequence[int], counts: Sequence[int], repeated: Sequence[int]
+    ) -> list[Any]:
         """Lengthen rows and return the caches for a forward over each token by itself.
 
         Arguments and results are those of `KVStore.decode_tokens`.
         """
-        if not self.writes_in_place:
-            return super().decode_tokens(slots, counts, padding)
         tokens = [
             (slot, self._lengths[slot] + place)
             for slot, count in zip(slots, counts, strict=True)
@@ -152,7 +159,7 @@ class RowStore(KVStore):
         ]
         self._lengthen(slots, counts)
         # A token that is repeated is written with the same numbers.
-        tokens += tokens[-1:] * padding
+        tokens += [tokens[index] for index in repeated]
         token_slots, lengths = zip(*tokens, strict=True)
         return self._set_view(InPlaceView(token_slots, lengths, tokens_share_rows=True))
 

@@ -28,6 +28,8 @@ from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
 _LENGTHS, _LENGTHS_OF_KERNELS = (0, 5, 37), (0, 37, TILE_TOKENS + 88)
 """Tokens in the rows before the compared decode: an empty row and others, for kernels one of two
 tiles."""
+_LENGTHS_OF_DRAFTS, _SHORT_LENGTHS = (0, TILE_TOKENS - 1, TILE_TOKENS + 88), (0, 1, 2)
+"""The same for several new tokens per row, and for compiled decodes of them."""
 _SLOTS = (2, 0, 1)
 """Their places in the arrays, for forwards that need not be in order."""
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
@@ -55,7 +57,7 @@ class _Rows:
     """Per stored number; 0: the type that the model computes."""
 
     def empty(self, count: int, room: int) -> RowLayer:
-        """Return rows of zeros with room for some tokens each."""
+        """Return rows of zeros."""
         layer = make_row_layer(self.parts, self.bits)
         layer.resize(count, room, 0, 0)
         mx.eval(layer.arrays)
@@ -68,14 +70,11 @@ class _Rows:
         for index, part in enumerate(self.parts):
             shape = (count, part.heads, room, part.dim)
             numbers = mx.random.normal(shape, key=mx.random.key(index + 1)).astype(part.dtype)
-            layer.arrays += self._stored(layer, numbers)
+            layer.arrays += (
+                layer.quantize(numbers) if isinstance(layer, QuantizedRowLayer) else [numbers]
+            )
         mx.eval(layer.arrays)
         return layer
-
-    def _stored(self, layer: RowLayer, numbers: mx.array) -> Sequence[mx.array]:
-        if not isinstance(layer, QuantizedRowLayer):
-            return [numbers]
-        return layer.quantize(numbers)
 
 
 def find_difference(
@@ -110,16 +109,19 @@ def find_difference(
         differs = _compare_layer(stack, number, block, own_rows, lengths)
         found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
         # Kernels decode drafts; other forwards of several tokens are without them.
-        for in_place in (True, False):
-            if not (stack.has_kernels if in_place else stack.is_expanded(number)):
-                continue
+        ways = [(True, _LENGTHS_OF_DRAFTS)] * stack.has_kernels
+        ways += [(False, lengths)] * stack.is_expanded(number)
+        for in_place, of_rows in ways:
             differs = _compare_attention(
-                stack, number, block, own_rows, lengths, _TOKENS_OF_ROW, in_place=in_place
+                stack, number, block, own_rows, of_rows, _TOKENS_OF_ROW, in_place=in_place
             )
             said = f"attention {number} to several new tokens differs by {differs:.1%}"
             found.append(said if differs else None)
-    if stack.has_kernels and (differs := _compare_graph(stack, rows, lengths)):
-        found.append(f"the compiled decode differs by {differs:.1%}")
+    if stack.has_kernels:
+        # In short rows most numbers depend on the new tokens that are written first.
+        for of_rows, count in ((lengths, 1), (_SHORT_LENGTHS, _TOKENS_OF_ROW)):
+            differs = _compare_graph(stack, rows, of_rows, count)
+            found.append(f"the compiled decode differs by {differs:.1%}" if differs else None)
     return next(filter(None, found), None)
 
 
@@ -225,9 +227,8 @@ def _compare_layer(
     Attention is compared alone, and the rest with equal results of it: otherwise rounding of the
     scores could give a token another expert, which is a difference of a tenth.
     """
-    attention = _compare_attention(
-        stack, number, block, rows, lengths, 1, in_place=stack.has_kernels
-    )
+    kernels = stack.has_kernels
+    attention = _compare_attention(stack, number, block, rows, lengths, 1, in_place=kernels)
     return max(attention, _compare_rest(stack, number, block, rows))
 
 
@@ -241,10 +242,7 @@ def _compare_attention(
     *,
     in_place: bool,
 ) -> float:
-    """Do so for a layer's attention, with `count` new tokens per row.
-
-    `in_place`: kernels compute it, each token by itself.
-    """
+    """Do so for attention to `count` new tokens per row; `in_place`: kernels compute it."""
     hidden, own, other = _random_input(number, block, rows, lengths, count)
     x = block.input_layernorm(hidden)
     view = _ragged_view(lengths, count)
@@ -252,12 +250,8 @@ def _compare_attention(
     expected = block.self_attn(x, view.mask(count, None, return_array=False), other)
     _set_view(own, view)
     if in_place:
-        # The rows of the forward are in another order than those of the arrays. A row's last token
-        # comes first, so that it does not find what the attention of others has written.
-        tokens = [(slot, place) for slot in _SLOTS for place in reversed(range(count))]
-        ends = [lengths[slot] + place for slot, place in tokens]
-        slots = [slot for slot, _ in tokens]
-        _set_view(own, InPlaceView(slots, ends, tokens_share_rows=count > 1))
+        tokens = _order_of_kernels(count)
+        _set_view(own, _in_place(tokens, lengths))
         order = mx.array([slot * count + place for slot, place in tokens], dtype=mx.int32)
         expected, x = (one.reshape(-1, 1, one.shape[-1])[order] for one in (expected, x))
     found = stack.run_attention(number, x, own)
@@ -265,6 +259,20 @@ def _compare_attention(
     written = (_new_tokens(one, lengths, count) for one in (other, own))
     pairs = [(expected, found), *zip(*written, strict=True)]
     return max(relative_difference(one, another, one) for one, another in pairs)
+
+
+def _order_of_kernels(count: int) -> list[tuple[int, int]]:
+    """Return (slot, place) of `count` new tokens per row; a forward has rows in any order.
+
+    A row's last token comes first, so that it does not find what attention of others has written.
+    """
+    return [(slot, place) for slot in _SLOTS for place in reversed(range(count))]
+
+
+def _in_place(tokens: Sequence[tuple[int, int]], lengths: Sequence[int]) -> InPlaceView:
+    slots = [slot for slot, _ in tokens]
+    before = [lengths[slot] + place for slot, place in tokens]
+    return InPlaceView(slots, before, tokens_share_rows=len(tokens) > len(_SLOTS))
 
 
 def _compare_rest(stack: LayerStack, number: int, block: Any, rows: _Rows) -> float:
@@ -315,18 +323,21 @@ def _random_input(
     return hidden, own, other
 
 
-def _compare_graph(stack: LayerStack, rows: Sequence[_Rows], lengths: Sequence[int]) -> float:
+def _compare_graph(
+    stack: LayerStack, rows: Sequence[_Rows], lengths: Sequence[int], count: int
+) -> float:
     """Return how much a compiled decode differs from one that is not compiled; 0 if little.
 
     Kernels write rows that MLX does not know to be changed, and use arrays of the whole forward, so
-    an error of the graph gives other numbers altogether.
+    an error of the graph gives other numbers altogether. `count`: new tokens per row.
     """
-    tokens = mx.array([[1], [2], [3]], dtype=mx.int32)
+    places = _order_of_kernels(count)
+    tokens = mx.arange(1, len(places) + 1, dtype=mx.int32)[:, None]
     results = []
     for observe in (None, _call):
-        caches = [one.empty(len(lengths), max(lengths) + 1) for one in rows]
+        caches = [one.empty(len(lengths), max(lengths) + count) for one in rows]
         for cache in caches:
-            _set_view(cache, InPlaceView(_SLOTS, [lengths[slot] for slot in _SLOTS]))
+            _set_view(cache, _in_place(places, lengths))
         # A stack whose parts are observed is not compiled.
         stack.observe = observe
         try:

@@ -91,16 +91,26 @@ def test_figures_of_a_decode_agree(has_queue: bool) -> None:
 
 
 def test_steps_that_verify_drafts_keep_the_rows_and_write_more() -> None:
-    """Rejected drafts leave each row as long as decodes without drafts do."""
+    """Rejected drafts leave each row as long as decodes without drafts do, also a second time."""
     timer = _timer(make_llama(6))
-    plain, found = (timer.measure(3, CONTEXT, STEPS, drafts) for drafts in (0, 4))
     store = timer.executor.store
-    written = 4 * 3 * store.bytes_per_token / 2**20
-    assert found["kv_mib"] == pytest.approx(plain["kv_mib"] + written, rel=0.05)
-    assert found["kv_mib"] > plain["kv_mib"]
-    assert found["nodes"] > 0.0
-    # The last step's drafts are still in the rows.
-    assert max(store.length(slot) for slot in range(3)) == CONTEXT + rows_growth(STEPS) + 4
+    for drafts in (4, 4, 0):
+        found = timer.measure(3, CONTEXT, STEPS, drafts)
+        lengths = [store.length(slot) for slot in range(3)]
+        # The drafts of the last step are still there. It was counted after all of them.
+        assert max(lengths) == CONTEXT + rows_growth(STEPS) + drafts
+        moved = (sum(lengths) + 3 * (1 + drafts)) * store.bytes_per_token
+        assert found["kv_mib"] * 2**20 == pytest.approx(moved)
+
+
+def test_drafts_of_rows_that_cannot_be_shortened_are_refused_in_a_sentence(
+    make_model: MakeModel,
+) -> None:
+    """Windows and recurrent state forget what a rejected draft has replaced."""
+    timer = _timer(make_model("gemma3"))
+    with pytest.raises(UsageError, match="Drafts cannot be verified"):
+        timer.measure(2, 40, STEPS, drafts=2)
+    assert timer.measure(2, 40, STEPS)["nodes"] > 0.0
 
 
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "mamba2", "qwen3_next"])
@@ -140,7 +150,7 @@ def test_bench_step_of_demo_model_has_no_more_operations_than_today(tmp_path: Pa
         timeout=300,
     )
     document = json.loads(done.stdout)
-    assert document["notes"][:2] == [
+    assert [one for one in document["notes"] if "computes layers" in one] == [
         "lockstep computes layers by: fast path.",
         f"{compared} computes layers by: mlx-lm's layers.",
     ]

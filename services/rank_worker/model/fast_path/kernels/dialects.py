@@ -46,7 +46,7 @@ CUDA = Dialect(
 #define MAX(one, other) fmaxf(one, other)
 #define EXP2(value) exp2f(value)
 #define EXP(value) expf(value)
-#define ROUND(value) rintf(value)
+#define ROUND(value) roundf(value)
 #define RSQRT(value) (1.0f / sqrtf(value))
 static __device__ __forceinline__ float lockstep_warp_sum(float value) {
   for (int mask = 16; mask > 0; mask /= 2) {
@@ -78,7 +78,7 @@ METAL = Dialect(
 #define MAX(one, other) metal::max(one, other)
 #define EXP2(value) metal::exp2(value)
 #define EXP(value) metal::exp(value)
-#define ROUND(value) metal::rint(value)
+#define ROUND(value) metal::round(value)
 #define RSQRT(value) metal::precise::rsqrt(value)
 static inline float lockstep_warp_sum(float value) {
   for (ushort mask = 16; mask > 0; mask /= 2) {

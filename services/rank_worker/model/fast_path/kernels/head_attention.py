@@ -6,7 +6,7 @@ anew, which takes seconds on CUDA.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +26,7 @@ from services.rank_worker.model.fast_path.kernels.row_places import (
     RowPlaces,
     TileSums,
     first_error,
+    halves,
     tile_count,
     write_first,
 )
@@ -192,26 +193,46 @@ class HeadAttentionKernels:
         Returns:
             [rows, query_heads * head_dim] in the dtype of `qkv`.
         """
-        rows, dtype, tiles = qkv.shape[0], qkv.dtype, places.tiles
-        # Numbers that share a scale.
-        group = shape.head_dim // stored[1].shape[-1] if self._kv_bits else 0
-        template = functools.partial(_template, shape, dtype, kv_bits=self._kv_bits, group=group)
-        others = [
+        inputs = [
+            *(qkv, places.lengths, places.slots),
             weights.constants if rotations is None else rotations,
             *(weights.query_norm, weights.key_norm, weights.constants, *stored),
         ]
+        template = functools.partial(
+            _template, shape, qkv.dtype, self._kv_bits, self._group(stored)
+        )
         if places.tokens_share_rows:
-            inputs, constants = [qkv, places.lengths, places.slots, *others], template(0, _WRITERS)
-            grid = (_WRITERS, shape.kv_heads, rows)
-            places = places.written(write_first(self._write, inputs, constants, grid))
-        inputs = [qkv, places.lengths, places.slots, *others]
+            grid = (_WRITERS, shape.kv_heads, qkv.shape[0])
+            lengths = write_first(self._write, inputs, template(0, _WRITERS), grid)
+            places = places.written(lengths)
+            return self.attend(shape, weights, qkv, stored, places, rotations)
+        if places.has_many_sums(shape.query_heads, shape.head_dim):
+            tables = [None, None] if rotations is None else halves(rotations)
+            parts = zip(halves(qkv), places.halves(), tables, strict=True)
+            return mx.concatenate(
+                [
+                    self.attend(shape, weights, its, stored, where, table)
+                    for its, where, table in parts
+                ]
+            )
+        return self._attend_at_once(shape, inputs, places, template)
+
+    def _attend_at_once(
+        self,
+        shape: AttentionShape,
+        inputs: list[mx.array],
+        places: RowPlaces,
+        template: Callable[[int, int], list[tuple[str, Any]]],
+    ) -> mx.array:
+        """Start the kernels that attend; `template` is called with heads and threads of a group."""
+        (rows, _), dtype, tiles = inputs[0].shape, inputs[0].dtype, places.tiles
         kernel, heads, by_tensor_cores = self._choose(shape, dtype)
         if by_tensor_cores:
             # With one tile there is nothing to count.
             arrived = places.arrived if tiles > 1 else places.lengths
             if arrived is None:
                 arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
-            inputs.append(arrived)
+            inputs = [*inputs, arrived]
         result = (rows, shape.query_heads * shape.head_dim)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
         sums = (rows, shape.query_heads, tiles, shape.head_dim + 2) if tiles > 1 else (1,)
@@ -228,6 +249,12 @@ class HeadAttentionKernels:
         if not is_done:
             attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype, result)
         return attended
+
+    def _group(self, stored: Sequence[mx.array]) -> int:
+        """Return how many numbers of rows of fewer bits share a scale; 0 for other rows."""
+        if not self._kv_bits:
+            return 0
+        return stored[0].shape[-1] * _WORD_BITS // self._kv_bits // stored[1].shape[-1]
 
     def _choose(self, shape: AttentionShape, dtype: mx.Dtype) -> tuple[Any, int, bool]:
         """Return the kernel, the query heads of a group, and whether it uses tensor cores."""
@@ -261,7 +288,7 @@ def _vector_size(shape: AttentionShape, dtype: mx.Dtype, kv_bits: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _template(
-    shape: AttentionShape, dtype: mx.Dtype, heads: int, threads: int, *, kv_bits: int, group: int
+    shape: AttentionShape, dtype: mx.Dtype, kv_bits: int, group: int, heads: int, threads: int
 ) -> list[tuple[str, Any]]:
     of_bits = [("BITS", kv_bits), ("GROUP", group)] if kv_bits else []
     of_bits += [("PER_WORD", _WORD_BITS // kv_bits)] if kv_bits else []

@@ -22,6 +22,7 @@ from services.rank_worker.model.fast_path.kernels.row_places import (
     RowPlaces,
     TileSums,
     first_error,
+    halves,
     tile_count,
     write_first,
 )
@@ -50,10 +51,6 @@ _WIDTH_UNIT = 8
 """Divides the widths of latents and of rotated parts, so that vectors of numbers fit."""
 _VALUE_NUMBERS_MAX = 4
 """Numbers of a latent that one thread sums up."""
-
-
-_SUMS_BYTES_MAX = 1 << 29
-"""Most memory for the sums of tiles of one operation; more rows are divided among several."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,12 +97,8 @@ class NewLatents:
 
     def halves(self) -> list["NewLatents"]:
         """Return those of the first half of the rows, and of the others."""
-        parts = zip(*map(_halves, (self.queries, self.absorbed, self.projected)), strict=True)
+        parts = zip(*map(halves, (self.queries, self.absorbed, self.projected)), strict=True)
         return [NewLatents(*part) for part in parts]
-
-
-def _halves(rows: mx.array) -> list[mx.array]:
-    return [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
 
 
 class LatentAttentionKernels:
@@ -266,14 +259,13 @@ class LatentAttentionKernels:
             lengths = write_first(self._write, inputs, _template(shape, dtype, 0), grid)
             places = places.written(lengths)
             return self.attend(shape, weights, new, latents, rotated_keys, places, rotations)
-        if min(rows, tiles) > 1 and 4 * rows * heads * tiles * (width + 2) > _SUMS_BYTES_MAX:
-            # Of a long row beside many short ones, all have sums of as many tiles.
-            parts = zip(new.halves(), places.halves(), _halves(rotations), strict=True)
-            halves = [
+        if places.has_many_sums(heads, width):
+            parts = zip(new.halves(), places.halves(), halves(rotations), strict=True)
+            attended_parts = [
                 self.attend(shape, weights, its, latents, rotated_keys, where, table)
                 for its, where, table in parts
             ]
-            return mx.concatenate(halves)
+            return mx.concatenate(attended_parts)
         kernel, shared_by = self._choose(shape, dtype)
         result, no_result = (rows, heads, 1, width), (1,)
         # One tile gives the result, several give sums of tiles. The kernel sees which.

@@ -15,6 +15,8 @@ from services.rank_worker.model.fast_path.kernels.dialects import Dialect, read_
 TILE_TOKENS = 256
 """Tokens that one group of threads sums up. A row's result depends on it, and on nothing else of
 the batch."""
+SUMS_BYTES_MAX = 1 << 29
+"""Most memory for the sums of tiles of one operation; more rows are divided among several."""
 _ADDING_THREADS = 128
 """Of a group that adds up tiles."""
 
@@ -39,6 +41,14 @@ class RowPlaces:
         """Return the places of tokens that are written, given the result of `write_first`."""
         return dataclasses.replace(self, lengths=lengths, tokens_share_rows=False)
 
+    def has_many_sums(self, heads: int, width: int) -> bool:
+        """Tell whether the sums of tiles of all tokens, of heads of this width, are too large.
+
+        Of a long row beside many short ones, all have sums of as many tiles.
+        """
+        tokens, tiles = len(self.lengths), self.tiles
+        return min(tokens, tiles) > 1 and 4 * tokens * heads * tiles * (width + 2) > SUMS_BYTES_MAX
+
     def halves(self) -> list["RowPlaces"]:
         """Return the places of the first half of the tokens, and of the others."""
         half = len(self.lengths) // 2
@@ -46,6 +56,11 @@ class RowPlaces:
             RowPlaces(self.lengths[part], self.slots[part], self.tiles)
             for part in (slice(half), slice(half, None))
         ]
+
+
+def halves(rows: mx.array) -> list[mx.array]:
+    """Return the first half of the rows of an array, and the others."""
+    return [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
 
 
 def tile_count(length_max: int) -> int:
@@ -70,6 +85,8 @@ def write_first(
     grid: tuple[int, int, int],
 ) -> mx.array:
     """Start a kernel that writes new tokens, before any of them attends to others of its row.
+
+    The kernel that attends writes them again, with the same numbers.
 
     Args:
         kernel: writes the tokens; its result is the tokens' lengths.

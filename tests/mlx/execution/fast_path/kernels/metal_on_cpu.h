@@ -23,7 +23,8 @@ constexpr int mem_threadgroup = 0;
 namespace metal {
 inline float max(float one, float other) { return std::fmax(one, other); }
 inline float exp(float value) { return std::exp(value); }
-inline float rint(float value) { return std::rint(value); }
+// Ties to even numbers, as MLX quantizes on a CPU.
+inline float round(float value) { return std::rint(value); }
 inline float exp2(float value) { return std::exp2(value); }
 namespace precise {
 inline float rsqrt(float value) { return 1.0f / std::sqrt(value); }

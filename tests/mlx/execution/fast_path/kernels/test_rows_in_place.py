@@ -7,7 +7,11 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
+from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.device.execution_profile import ExecutionProfile
+from services.rank_worker.model.expert_counter import ExpertCounter
+from services.rank_worker.model.fast_path.kernels import head_attention, row_places
+from services.rank_worker.model.fast_path.kernels.row_places import TILE_TOKENS
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from shared.messages import RolledBack
 from tests.mlx.drafting.drafter_driver import DrafterDriver, random_eagle_head
@@ -16,6 +20,7 @@ from tests.mlx.execution.fast_path.latent.latent_models import make_latent
 from tests.mlx.executor_driver import ExecutorDriver, admission, make_executor, make_prompt
 from tests.mlx.executor_driver import prefill_chunk as chunk
 from tests.mlx.models import make_llama, make_qwen3
+from tests.mlx.sharding.moe_models import LAYERS, make_moe_model
 from tests.mlx.speculation.speculation_driver import NO_BLOCKS, SpeculationDriver, make_drafts
 
 PROMPTS = {1: make_prompt(1, 9), 2: make_prompt(2, 5), 3: make_prompt(3, 21)}
@@ -124,6 +129,122 @@ def test_drafts_verified_in_place_change_no_tokens(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize(
+    ("device", "kv_bits"),
+    [
+        ("metal", 0),
+        pytest.param("cuda", 0, marks=pytest.mark.proof),
+        pytest.param("metal", 8, marks=pytest.mark.proof),
+    ],
+)
+def test_drafts_over_the_border_of_a_tile_and_at_the_end_of_a_row_change_no_tokens(
+    device: DeviceKind, kv_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New tokens of one row are in two tiles, and the row becomes full."""
+    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
+    prompts = {1: make_prompt(1, TILE_TOKENS - 6), 2: make_prompt(2, 5)}
+    room = TILE_TOKENS + 16
+    plain, driver = (
+        SpeculationDriver(
+            *(make_qwen3(head_dim=32), 3, room, NO_BLOCKS),
+            kv_bits=kv_bits,
+            fast_path=FastPathSettings(one),
+        )
+        for one in ("cpu", device)
+    )
+    assert driver.executor.store.writes_in_place
+    for one, prompt in prompts.items():
+        plain.start(one, one - 1, prompt)
+        driver.start(one, one - 1, prompt)
+    for _ in range(21):
+        plain.step(decodes=[1, 2])
+    for count, right in [(4, 2), (5, 5), (5, 1), (5, 4)]:
+        left = room - driver.executor.store.length(0) - 1
+        drafts = {
+            one: make_drafts(plain.tokens[one], len(driver.tokens[one]), min(count, left), right)
+            for one in prompts
+        }
+        driver.step(decodes=[1, 2], drafts=drafts)
+    for one in prompts:
+        assert driver.tokens[one] == plain.tokens[one][: len(driver.tokens[one])]
+    assert len(prompts[1]) + len(driver.tokens[1]) > TILE_TOKENS + 8
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize("kind", ["heads", "latent"])
+def test_attention_to_tokens_of_one_row_is_computed_from_the_result_of_writing_them(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX orders operations by their inputs alone, and would not run a kernel without a use."""
+    calls: list[tuple[str, list[mx.array], list[mx.array]]] = []
+    real: Any = mx.fast.metal_kernel
+
+    def noting(**made: Any) -> Any:
+        kernel, names = real(**made), made["input_names"]
+
+        def call(**given: Any) -> list[mx.array]:
+            outputs: list[mx.array] = kernel(**given)
+            if "lengths" in names:
+                lengths = given["inputs"][names.index("lengths")]
+                calls.append((made["name"], [lengths], outputs))
+            return outputs
+
+        return call
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", noting)
+    opened = open_of(
+        make_latent("dense") if kind == "latent" else make("qwen3", 4, 2, 16), device="metal"
+    )
+    assert opened.stack is not None
+    writes = [place for place, (name, _, _) in enumerate(calls) if "_write_" in name]
+    assert writes
+    for place in writes:
+        assert calls[place + 1][1][0] is calls[place][2][0]
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+def test_experts_of_drafts_are_counted_without_those_of_padding(device: DeviceKind) -> None:
+    """Repeated tokens are computed and not counted."""
+    counter = ExpertCounter(model := make_moe_model("qwen3_moe"), 0, "none", 1)
+    driver = SpeculationDriver(
+        model,
+        3,
+        block_tokens=NO_BLOCKS,
+        expert_counter=counter,
+        fast_path=FastPathSettings(device),
+    )
+    assert driver.executor.store.writes_in_place
+    driver.start(1, 0, make_prompt(1, 9))
+    driver.start(2, 2, make_prompt(2, 5))
+    for counts in [(3, 0), (9, 8), (16, 3)]:
+        before = counter.counts
+        driver.step(decodes=[1, 2], drafts={1: [5] * counts[0], 2: [6] * counts[1]})
+        computed = (counter.counts - before).sum(axis=1).tolist()
+        # Two experts per token.
+        assert computed == [2 * (sum(counts) + 2)] * LAYERS
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+def test_sums_of_tiles_of_many_tokens_are_divided_among_several_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One long row beside many short ones must not take memory for as many tiles of each."""
+    monkeypatch.setattr(row_places, "SUMS_BYTES_MAX", 1)
+    divided: list[int] = []
+    real = row_places.RowPlaces.halves
+
+    def halves(places: row_places.RowPlaces) -> list[row_places.RowPlaces]:
+        divided.append(len(places.lengths))
+        return real(places)
+
+    monkeypatch.setattr(row_places.RowPlaces, "halves", halves)
+    assert open_of(make("qwen3", 4, 2, 16), device="metal").state == "fast path with kernels"
+    # Three rows of one token, and of three.
+    assert {3, 9} <= set(divided)
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
 def test_drafts_of_a_head_are_equal_with_rows_written_in_place() -> None:
     """The head gets the hidden states of each sequence's own tokens."""
     proposed = []
@@ -138,6 +259,23 @@ def test_drafts_of_a_head_are_equal_with_rows_written_in_place() -> None:
             proposed.append(launched.sample.drafts.read_ids())
         proposed.append(driver.tokens[1] + driver.tokens[2])
     assert proposed[:4] == proposed[4:]
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+def test_compiled_verification_that_computes_something_else_keeps_mlx_lms_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A decode with several tokens per row is another graph; the proof compares both."""
+
+    def compiled(function: Any) -> Any:
+        _, tokens_share_rows = function.args
+        factor = float("nan") if tokens_share_rows else 1.0
+        return lambda *args: [factor * one for one in function(*args)]
+
+    monkeypatch.setattr(mx, "compile", compiled)
+    opened = open_of(make("qwen3", 4, 2, 16), device="metal")
+    assert opened.stack is None
+    assert opened.state.startswith("mlx-lm's layers: the compiled decode differs by")
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")

@@ -14,7 +14,7 @@ from services.commands.bench.fake_ranks.row_filler import RowFiller
 from services.commands.bench.fake_ranks.step_timer import StepTimer
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution.executor import Executor
-from services.rank_worker.model.fast_path.kernels import latent_attention
+from services.rank_worker.model.fast_path.kernels import latent_attention, row_places
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
 from shared.clock import SystemClock
@@ -242,7 +242,7 @@ def test_sums_of_tiles_of_many_rows_are_divided_among_several_operations(
 ) -> None:
     """One long row beside many short ones must not take memory for as many tiles of each. The proof
     has rows of two tiles."""
-    monkeypatch.setattr(latent_attention, "_SUMS_BYTES_MAX", 1)
+    monkeypatch.setattr(row_places, "SUMS_BYTES_MAX", 1)
     divided: list[int] = []
     real = latent_attention.NewLatents.halves
 
