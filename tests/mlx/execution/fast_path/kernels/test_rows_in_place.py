@@ -265,7 +265,7 @@ def test_drafts_of_a_head_are_equal_with_rows_written_in_place() -> None:
 def test_compiled_verification_that_computes_something_else_keeps_mlx_lms_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A decode with several tokens per row is another graph; the proof compares both."""
+    """Several tokens per row make another graph of a decode; the proof compares both."""
 
     def compiled(function: Any) -> Any:
         _, tokens_share_rows = function.args
