@@ -31,7 +31,10 @@ CHAT_TEMPLATE = (
 
 
 class Preset(NamedTuple):
-    """Dimensions of a Qwen3 model, dense or with experts; `dtype` is the name of an MLX dtype."""
+    """Dimensions of a Qwen3 model, dense or with experts, or of a dense one with latent attention.
+
+    `dtype` is the name of an MLX dtype.
+    """
 
     hidden: int
     layers: int
@@ -44,10 +47,21 @@ class Preset(NamedTuple):
     experts: int = 0
     """Routed experts per layer, each with `intermediate` hidden units; 0: a dense model."""
     experts_per_token: int = 0
+    latent: int = 0
+    """Numbers of a latent, in layers as DeepSeek V3 has them; queries have latents of three times
+    as many. 0: Qwen3's layers."""
+    bits: int = 0
+    """Of the matrices of layers, in groups of 64 numbers; 0: they are not quantized."""
     fills_vocab: bool = False
     """The tokenizer has as many tokens as the model, most of them made up."""
 
 
+_ROTATED = 64
+"""Numbers of a head that latent attention rotates, beside `head_dim` others."""
+_GROUP = 64
+"""Numbers that share a scale where matrices are quantized."""
+_PARTS = ("weight", "scales", "biases")
+"""Names of what `mx.quantize` returns, in files."""
 _LARGE_VOCAB = 151_936
 # Columns: hidden, layers, heads, kv_heads, head_dim, intermediate; then vocab, dtype.
 PRESETS = {
@@ -64,6 +78,17 @@ PRESETS = {
     # Little but its head and a tokenizer of full size, for masks over many tokens.
     "tiny-150k": Preset(256, 8, 8, 4, 32, 768, _LARGE_VOCAB, fills_vocab=True),
     "tiny-moe": Preset(256, 4, 8, 4, 32, 128, experts=16, experts_per_token=4),
+    "tiny-latent": Preset(256, 4, 8, 8, 32, 768, latent=64),
+    "tiny-4bit": Preset(256, 4, 8, 4, 32, 128, experts=16, experts_per_token=4, bits=4),
+    # Dense layers as DeepSeek V3 has them: 2 GB.
+    "latent": Preset(2_048, 16, 32, 32, 128, 6_144, dtype="bfloat16", latent=512),
+    # Layers with experts of 4 bits: 2 GB.
+    "experts-4bit": Preset(
+        *(2_048, 12, 32, 4, 128, 768, TOKENIZER_VOCAB, "bfloat16"),
+        experts=64,
+        experts_per_token=8,
+        bits=4,
+    ),
     # Half the layers of Qwen3-30B-A3B: 30 GB.
     "30b-a3b-half": Preset(
         2_048, 24, 32, 4, 128, 768, _LARGE_VOCAB, "bfloat16", experts=128, experts_per_token=8
@@ -189,6 +214,10 @@ def _write_config(folder: Path, preset: Preset) -> None:
         "bos_token_id": None,
         "eos_token_id": 0,
     }
+    if preset.latent:
+        config |= _latent_config(preset)
+    if preset.bits:
+        config["quantization"] = {"group_size": _GROUP, "bits": preset.bits}
     if preset.experts:
         config |= {
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -202,6 +231,33 @@ def _write_config(folder: Path, preset: Preset) -> None:
         }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+
+
+def _latent_config(preset: Preset) -> dict[str, Any]:
+    """Return what differs in the config of a dense model with latent attention."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "tie_word_embeddings": False,
+        "moe_intermediate_size": preset.intermediate,
+        "n_routed_experts": None,
+        "n_shared_experts": None,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": preset.layers,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": preset.latent,
+        "q_lora_rank": 3 * preset.latent,
+        "qk_rope_head_dim": _ROTATED,
+        "qk_nope_head_dim": preset.head_dim,
+        "v_head_dim": preset.head_dim,
+        "rope_scaling": None,
+    }
 
 
 def _write_weights(folder: Path, preset: Preset, silent_ids: list[int]) -> None:
@@ -223,8 +279,10 @@ def _write_weights(folder: Path, preset: Preset, silent_ids: list[int]) -> None:
             for key, shape in shapes.items()
         }
         if number == 0:
-            embedding = arrays["model.embed_tokens.weight"]
-            embedding[mx.array(silent_ids)] = 0
+            head = arrays.get("lm_head.weight", arrays["model.embed_tokens.weight"])
+            head[mx.array(silent_ids)] = 0
+        elif preset.bits:
+            arrays = _quantized(arrays, preset)
         mx.save_safetensors(str(folder / name), arrays, metadata={"format": "mlx"})
         where |= dict.fromkeys(arrays, name)
         total_bytes += sum(array.nbytes for array in arrays.values())
@@ -234,24 +292,36 @@ def _write_weights(folder: Path, preset: Preset, silent_ids: list[int]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
+def _quantized(arrays: dict[str, Any], preset: Preset) -> dict[str, Any]:
+    """Quantize the matrices of a layer but for its router."""
+    import mlx.core as mx
+
+    found: dict[str, Any] = {}
+    for name, array in arrays.items():
+        found[name] = array
+        if array.ndim > 1 and not name.endswith("mlp.gate.weight"):
+            parts = mx.quantize(array, _GROUP, preset.bits)
+            prefix = name.removesuffix("weight")
+            found |= {f"{prefix}{part}": one for part, one in zip(_PARTS, parts, strict=True)}
+    return found
+
+
 def _outer_shapes(preset: Preset) -> dict[str, tuple[int, ...]]:
-    return {
+    shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (preset.vocab, preset.hidden),
         "model.norm.weight": (preset.hidden,),
     }
+    if preset.latent:
+        shapes["lm_head.weight"] = (preset.vocab, preset.hidden)
+    return shapes
 
 
 def _layer_shapes(preset: Preset, layer: int) -> dict[str, tuple[int, ...]]:
     hidden, intermediate = preset.hidden, preset.intermediate
-    queries, keys = preset.heads * preset.head_dim, preset.kv_heads * preset.head_dim
     mlp, experts = ("mlp.switch_mlp", (preset.experts,)) if preset.experts else ("mlp", ())
+    attention = _latent_shapes(preset) if preset.latent else _head_shapes(preset)
     shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "self_attn.q_norm": (preset.head_dim,),
-        "self_attn.k_norm": (preset.head_dim,),
+        **{f"self_attn.{key}": shape for key, shape in attention.items()},
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
         f"{mlp}.gate_proj": (*experts, intermediate, hidden),
@@ -261,6 +331,32 @@ def _layer_shapes(preset: Preset, layer: int) -> dict[str, tuple[int, ...]]:
     if preset.experts:
         shapes["mlp.gate"] = (preset.experts, hidden)
     return {f"model.layers.{layer}.{key}.weight": shape for key, shape in shapes.items()}
+
+
+def _head_shapes(preset: Preset) -> dict[str, tuple[int, ...]]:
+    hidden, head = preset.hidden, preset.head_dim
+    queries, keys = preset.heads * head, preset.kv_heads * head
+    return {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "q_norm": (head,),
+        "k_norm": (head,),
+    }
+
+
+def _latent_shapes(preset: Preset) -> dict[str, tuple[int, ...]]:
+    hidden, head, heads, latent = preset.hidden, preset.head_dim, preset.heads, preset.latent
+    return {
+        "q_a_proj": (3 * latent, hidden),
+        "q_a_layernorm": (3 * latent,),
+        "q_b_proj": (heads * (head + _ROTATED), 3 * latent),
+        "kv_a_proj_with_mqa": (latent + _ROTATED, hidden),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (heads * 2 * head, latent),
+        "o_proj": (hidden, heads * head),
+    }
 
 
 if __name__ == "__main__":
