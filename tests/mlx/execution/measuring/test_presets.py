@@ -12,7 +12,7 @@ from tests.mlx.execution.fast_path.attention_models import open_of
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-moe", "tiny-latent", "tiny-4bit"])
 def test_preset_has_the_fast_path_and_never_ends_its_text(preset: str, tmp_path: Path) -> None:
-    """Completions of benchmarks must have their full length, and measure what is served."""
+    """Completions of benchmarks must have their full length."""
     folder = tmp_path / preset
     make_random_model(folder, preset)
     model, _ = load_model(folder)
