@@ -44,6 +44,15 @@ class DecodeExecutor:
     forward_cost_tokens: int
     """See `group_decode_rows`; the same on all ranks."""
 
+    def waits_for_earlier_steps(self, plan: StepPlan) -> bool:
+        """Tell whether `run` waits for the device, and so for all earlier steps."""
+        if not plan.decodes or not self.store.reads_copies or self.store.writes_in_place:
+            return False
+        slots = [self.batch.find(sequence_id).slot for sequence_id in plan.decodes]
+        drafts = max([0, *map(len, plan.drafts), *plan.draft_counts])
+        tokens = max(map(self.store.length, slots)) + 1 + drafts
+        return self.store.copies_wait_for_device(max(slots) + 1, tokens, 1 + drafts)
+
     def run(self, plan: StepPlan, forwards: ForwardOutputs) -> StepDrafts:
         """Build the forwards of a plan's decodes. Each row grows by one token and its drafts.
 

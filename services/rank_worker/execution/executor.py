@@ -134,6 +134,7 @@ class Executor:
             or (self.store.writes_in_place and self._uses_rows_otherwise(plan))
             or self.store.resize_waits_for_device(plan.row_count, plan.row_tokens)
             or self._prefill.waits_for_earlier_steps(plan.prefill_chunks, plan.row_tokens)
+            or self._decode.waits_for_earlier_steps(plan)
         )
 
     def _uses_rows_otherwise(self, plan: StepPlan) -> bool:

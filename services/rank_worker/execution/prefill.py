@@ -74,13 +74,14 @@ class PrefillExecutor:
             row_tokens: capacity of each row in tokens under this plan.
         """
         tokens_min = self._forward.device_wait_tokens
-        if tokens_min is None:
-            return False
-        # The longest chunk of a group is its first and determines its width.
-        return any(
-            len(group) * self._width(group[0], row_tokens) >= tokens_min
-            for group in self._group(chunks, row_tokens)
-        )
+        for group in self._group(chunks, row_tokens):
+            # The longest chunk of a group is its first and determines its width.
+            width, rows = self._width(group[0], row_tokens), len(group)
+            if tokens_min is not None and rows * width >= tokens_min:
+                return True
+            if self._store.copies_wait_for_device(rows, group[0].start + width, width):
+                return True
+        return False
 
     def _group(self, chunks: Sequence[PrefillChunk], row_tokens: int) -> list[list[PrefillChunk]]:
         if not self._groups_chunks:

@@ -124,6 +124,27 @@ def test_copies_of_long_quantized_rows_are_in_memory_for_few_layers_at_once(
     assert peaks[1] < 1.5
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_plan_whose_copies_wait_for_the_device_waits_for_earlier_steps(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the tokens of these steps are sent before. Packed numbers need no copy for few tokens."""
+    monkeypatch.setattr(row_layers, "device_kind", lambda: device)
+    driver = _driver(models.make_qwen3(head_dim=32), 8)
+    driver.start(1, 0, make_prompt(1, 40))
+    prefill = driver.plan(prefill_chunks=[prefill_chunk(2, 0, 40, 40)])
+    decode, verification = (driver.plan(decodes=[1], drafts=one) for one in ([], [[5] * 20]))
+    waits = driver.executor.waits_for_earlier_steps
+    assert [waits(one) for one in (prefill, decode, verification)] == [False] * 3
+    # Keys and values of one layer, 40 tokens of two heads of 32 numbers of 4 bytes.
+    monkeypatch.setattr(row_layers, "COPY_BYTES_MAX", 2 * 40 * 2 * 32 * 4 - 1)
+    assert [waits(one) for one in (prefill, decode, verification)] == [
+        True,
+        device == "cuda",
+        True,
+    ]
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_reported_kv_bytes_per_token_are_quantized_numbers_plus_scales_and_biases(
     model: nn.Module, bits: int

@@ -48,6 +48,8 @@ class KVStore(abc.ABC):
     writes_in_place: bool = False
     """Whether decodes write rows without MLX's knowledge, see `InPlaceView`. Nothing else may use
     rows before such a decode has ended. Only then there is `decode_tokens`."""
+    reads_copies: bool = False
+    """Whether attention may read copies of KV, see `copies_wait_for_device`."""
     needs_state: bool = False
     """Whether a row can be rebuilt from blocks only together with a checkpoint at their end."""
 
@@ -89,6 +91,17 @@ class KVStore(abc.ABC):
             row_tokens: capacity of each row in tokens.
         """
         del row_count, row_tokens
+        return False
+
+    def copies_wait_for_device(self, rows: int, tokens: int, count: int) -> bool:
+        """Tell whether a forward waits for the device, layer by layer, to save memory for copies.
+
+        Args:
+            rows: of the forward.
+            tokens: of the longest row.
+            count: new tokens per row.
+        """
+        del rows, tokens, count
         return False
 
     def free(self, slot: int) -> None:

@@ -22,6 +22,9 @@ COPY_BYTES_MAX = 64 * 1024 * 1024
 """Before a larger copy of quantized rows is made, the device must have finished the layers before.
 MLX would otherwise have memory for the copies of all layers at once."""
 
+PACKED_TOKENS_MAX = 16
+"""Most new tokens per row for which attention multiplies packed numbers, where it can."""
+
 
 class RowLayer:
     """Keys and values of all rows in one layer; the model uses it as that layer's cache.
@@ -84,6 +87,17 @@ class RowLayer:
         assert not isinstance(self.view, InPlaceView)
         return self.view.mask(N, window_size, return_array=return_array)
 
+    def copy_waits(self, rows: int, tokens: int, count: int) -> bool:
+        """Tell whether attention reads a copy of KV that is so large that it waits for the device.
+
+        Args:
+            rows: of the forward.
+            tokens: of the longest row.
+            count: new tokens per row.
+        """
+        del rows, tokens, count
+        return False
+
     def resize(self, row_count: int, row_tokens: int, rows: int, columns: int) -> None:
         """Replace the arrays, keeping the contents of rows [0, rows) up to `columns`.
 
@@ -129,6 +143,7 @@ class QuantizedRowLayer(RowLayer):
         """Per number. mlx-lm takes a cache with an attribute `bits` for one of packed numbers."""
         self.stored_group = group_size(parts)
         """Numbers that share a scale and a bias."""
+        self._token_bytes = sum(one.heads * one.dim * one.dtype.size for one in parts)
         super().__init__([packed for part in parts for packed in self._packed_parts(part)])
 
     def update_and_fetch(
@@ -136,11 +151,16 @@ class QuantizedRowLayer(RowLayer):
     ) -> tuple[mx.array | Quantized, mx.array | Quantized]:
         """Quantize new keys and values and write them; see `RowLayer.update_and_fetch`."""
         all_keys, all_values = self._store_quantized(keys, values)
-        copies = [self.dequantize(one) for one in (all_keys, all_values)]
-        if sum(one.nbytes for one in copies) > COPY_BYTES_MAX:
+        rows, _, tokens, _ = all_keys[0].shape
+        if self.copy_waits(rows, tokens, keys.shape[2]):
             # The copies of all layers before are not needed any more.
             mx.eval(self.arrays)
-        return copies[0], copies[1]
+        return self.dequantize(all_keys), self.dequantize(all_values)
+
+    def copy_waits(self, rows: int, tokens: int, count: int) -> bool:
+        """See `RowLayer.copy_waits`."""
+        del count
+        return rows * tokens * self._token_bytes > COPY_BYTES_MAX
 
     def quantize(self, numbers: mx.array) -> Quantized:
         """Return numbers [..., head_dim] as they are stored."""
@@ -163,15 +183,24 @@ class QuantizedRowLayer(RowLayer):
 
 
 class PackedRowLayer(QuantizedRowLayer):
-    """A quantized layer whose packed numbers mlx-lm's attention multiplies, which saves a copy."""
+    """A quantized layer whose packed numbers mlx-lm's attention multiplies for few tokens per row.
+
+    That saves a copy. For many tokens it would take more memory than the copy: for the scores of
+    each new token with all others.
+    """
 
     def __init__(self, parts: Sequence[BlockPart], bits: int) -> None:
         """Make empty arrays; arguments and errors as those of `QuantizedRowLayer`."""
         super().__init__(parts, bits)
-        self.bits = self.stored_bits
         self.group_size = self.stored_group
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
+    def copy_waits(self, rows: int, tokens: int, count: int) -> bool:
+        """See `RowLayer.copy_waits`."""
+        return count > PACKED_TOKENS_MAX and super().copy_waits(rows, tokens, count)
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array | Quantized, mx.array | Quantized]:
         """Quantize new keys and values and write them at the ends of the present forward's rows.
 
         Args:
@@ -179,9 +208,13 @@ class PackedRowLayer(QuantizedRowLayer):
             values: [rows, kv_heads, count, head_dim].
 
         Returns:
-            Keys and values of all tokens that attention reads, each as packed numbers, scales and
-            biases, [rows, kv_heads, tokens, any].
+            Keys and values of all tokens that attention reads, [rows, kv_heads, tokens, any], for
+            few new tokens as packed numbers, scales and biases each.
         """
+        if keys.shape[2] > PACKED_TOKENS_MAX:
+            self.__dict__.pop("bits", None)
+            return super().update_and_fetch(keys, values)
+        self.bits = self.stored_bits
         return self._store_quantized(keys, values)
 
 

@@ -58,6 +58,7 @@ class RowStore(KVStore):
         super().__init__()
         self._layers = [make_row_layer(parts, bits, reads_packed=reads_packed) for parts in layers]
         self.can_roll_back = True
+        self.reads_copies = bits > 0
         self.layout = BlockLayout([part for layer in self._layers for part in layer.parts])
         self.layout_text = self.layout.text
         self.bytes_per_token = self.layout.block_bytes(1)
@@ -92,6 +93,13 @@ class RowStore(KVStore):
         if row_count == self.row_count and row_tokens == self.row_tokens:
             return False
         return row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
+
+    def copies_wait_for_device(self, rows: int, tokens: int, count: int) -> bool:
+        """Tell whether a forward waits for the device, because its copies of KV are large.
+
+        Arguments are those of `KVStore.copies_wait_for_device`.
+        """
+        return any(one.copy_waits(rows, tokens, count) for one in self._layers)
 
     def move(self, slot: int, target: int) -> None:
         """Copy the row in `slot` to the free slot `target` and empty it; waits for the device."""
