@@ -206,9 +206,10 @@ class KVStore(abc.ABC):
             One cache per layer, passed to the model as `cache`.
 
         Raises:
-            InvariantBroken: when a row has no room.
+            InvariantBroken: when a row has no room, or these rows are not written in place.
         """
-        raise NotImplementedError
+        del counts, repeated
+        raise InvariantBroken(f"the rows in slots {list(slots)} are not written in place")
 
     def roll_back(self, slot: int, length: int) -> None:
         """Shorten a row to `length` tokens.

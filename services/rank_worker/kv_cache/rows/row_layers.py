@@ -87,14 +87,8 @@ class RowLayer:
         assert not isinstance(self.view, InPlaceView)
         return self.view.mask(N, window_size, return_array=return_array)
 
-    def copy_waits(self, rows: int, tokens: int, count: int) -> bool:
-        """Tell whether attention reads a copy of KV that is so large that it waits for the device.
-
-        Args:
-            rows: of the forward.
-            tokens: of the longest row.
-            count: new tokens per row.
-        """
+    def copies_wait_for_device(self, rows: int, tokens: int, count: int) -> bool:
+        """Do as `KVStore.copies_wait_for_device`, for this layer."""
         del rows, tokens, count
         return False
 
@@ -152,13 +146,13 @@ class QuantizedRowLayer(RowLayer):
         """Quantize new keys and values and write them; see `RowLayer.update_and_fetch`."""
         all_keys, all_values = self._store_quantized(keys, values)
         rows, _, tokens, _ = all_keys[0].shape
-        if self.copy_waits(rows, tokens, keys.shape[2]):
+        if self.copies_wait_for_device(rows, tokens, keys.shape[2]):
             # The copies of all layers before are not needed any more.
             mx.eval(self.arrays)
         return self.dequantize(all_keys), self.dequantize(all_values)
 
-    def copy_waits(self, rows: int, tokens: int, count: int) -> bool:
-        """See `RowLayer.copy_waits`."""
+    def copies_wait_for_device(self, rows: int, tokens: int, count: int) -> bool:
+        """Do as `KVStore.copies_wait_for_device`, for this layer."""
         del count
         return rows * tokens * self._token_bytes > COPY_BYTES_MAX
 
@@ -194,9 +188,9 @@ class PackedRowLayer(QuantizedRowLayer):
         super().__init__(parts, bits)
         self.group_size = self.stored_group
 
-    def copy_waits(self, rows: int, tokens: int, count: int) -> bool:
-        """See `RowLayer.copy_waits`."""
-        return count > PACKED_TOKENS_MAX and super().copy_waits(rows, tokens, count)
+    def copies_wait_for_device(self, rows: int, tokens: int, count: int) -> bool:
+        """Do as `KVStore.copies_wait_for_device`, for this layer."""
+        return count > PACKED_TOKENS_MAX and super().copies_wait_for_device(rows, tokens, count)
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array

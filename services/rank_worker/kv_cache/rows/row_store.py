@@ -99,7 +99,7 @@ class RowStore(KVStore):
 
         Arguments are those of `KVStore.copies_wait_for_device`.
         """
-        return any(one.copy_waits(rows, tokens, count) for one in self._layers)
+        return any(one.copies_wait_for_device(rows, tokens, count) for one in self._layers)
 
     def move(self, slot: int, target: int) -> None:
         """Copy the row in `slot` to the free slot `target` and empty it; waits for the device."""

@@ -77,8 +77,8 @@ def _row_store(model: nn.Module, shape: ModelShape, bits: int, kind: RowKind) ->
         store = RowStore(shape.layers(), bits)
     except ValueError as error:
         raise _not_quantizable(model, str(error)) from error
-    # Attention that does not use mlx-lm's own function would receive packed numbers. So it is on
-    # CUDA, where it would not: ranks with other devices must agree.
+    # Attention that does not use mlx-lm's own function would receive packed numbers. It is refused
+    # on CUDA too, where attention reads copies, because ranks on other devices must agree.
     for count in ((1, 2) if kind.can_roll_back else (1,)) if bits else ():
         packed = RowStore(shape.layers(), bits, reads_packed=True)
         cause = _ragged_error(model, packed, count)

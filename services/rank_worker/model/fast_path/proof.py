@@ -109,8 +109,8 @@ def find_difference(
         differs = _compare_layer(stack, number, block, own_rows, lengths)
         found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
         # Kernels decode drafts; other forwards of several tokens are without them.
-        ways = [(True, _LENGTHS_OF_DRAFTS)] * stack.has_kernels
-        ways += [(False, lengths)] * stack.is_expanded(number)
+        ways = [(True, _LENGTHS_OF_DRAFTS)] if stack.has_kernels else []
+        ways += [(False, lengths)] if stack.is_expanded(number) else []
         for in_place, of_rows in ways:
             differs = _compare_attention(
                 stack, number, block, own_rows, of_rows, _TOKENS_OF_ROW, in_place=in_place

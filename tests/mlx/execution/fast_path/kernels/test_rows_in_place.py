@@ -226,8 +226,9 @@ def test_experts_of_drafts_are_counted_without_those_of_padding(device: DeviceKi
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize("kind", ["heads", "latent"])
 def test_sums_of_tiles_of_many_tokens_are_divided_among_several_operations(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One long row beside many short ones must not take memory for as many tiles of each."""
     monkeypatch.setattr(row_places, "SUMS_BYTES_MAX", 1)
@@ -239,9 +240,11 @@ def test_sums_of_tiles_of_many_tokens_are_divided_among_several_operations(
         return real(places)
 
     monkeypatch.setattr(row_places.RowPlaces, "halves", halves)
-    assert open_of(make("qwen3", 4, 2, 16), device="metal").state == "fast path with kernels"
+    model = make_latent("dense") if kind == "latent" else make("qwen3", 4, 2, 16)
+    assert open_of(model, device="metal").state == "fast path with kernels"
     # Three rows of one token, and of three.
     assert {3, 9} <= set(divided)
+    assert min(divided) == 2
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")

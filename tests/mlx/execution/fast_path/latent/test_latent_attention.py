@@ -14,7 +14,6 @@ from services.commands.bench.fake_ranks.row_filler import RowFiller
 from services.commands.bench.fake_ranks.step_timer import StepTimer
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution.executor import Executor
-from services.rank_worker.model.fast_path.kernels import latent_attention, row_places
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
 from shared.clock import SystemClock
@@ -234,27 +233,6 @@ def test_log_probabilities_of_latent_attention_do_not_depend_on_other_sequences(
     assert len(alone) == STEPS + 1
     for others, slot in ((1, 1), (2, 0), (TILE_ROWS, 3), (15, 9)):
         assert _logprobs(others, slot) == alone
-
-
-@pytest.mark.usefixtures("kernels_on_cpu")
-def test_sums_of_tiles_of_many_rows_are_divided_among_several_operations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One long row beside many short ones must not take memory for as many tiles of each. The proof
-    has rows of two tiles."""
-    monkeypatch.setattr(row_places, "SUMS_BYTES_MAX", 1)
-    divided: list[int] = []
-    real = latent_attention.NewLatents.halves
-
-    def halves(new: latent_attention.NewLatents) -> list[latent_attention.NewLatents]:
-        divided.append(len(new.queries))
-        return real(new)
-
-    monkeypatch.setattr(latent_attention.NewLatents, "halves", halves)
-    assert open_of(make_latent("dense"), device="metal").state == "fast path with kernels"
-    # Three rows of one token, and of three.
-    assert {3, 9} <= set(divided)
-    assert min(divided) == 2
 
 
 def _operations(settings: FastPathSettings | None, rows: int) -> float:
