@@ -14,13 +14,14 @@ class WorldConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Number of ranks."""
     backend: Literal["auto", "off", "ring", "nccl", "jaccl"] = "auto"
     """MLX's backend for collectives. "auto": "off" for one rank, else "ring"."""
-    sharding: Literal["auto", "tensor", "expert", "pipeline"] = "auto"
-    """How the model is split: within every matrix ("tensor"), by experts or by layers. "auto":
-    "tensor"."""
+    sharding: Literal["auto", "tensor", "expert", "tensor+expert", "pipeline"] = "auto"
+    """How the model is split: within every matrix ("tensor"), by routed experts ("expert"), by both
+    ("tensor+expert": routed experts, and within every other matrix) or by layers ("pipeline").
+    "auto": "tensor"."""
     expert_shares: Annotated[
         list[Annotated[int, Meta(ge=1, le=limits.EXPERTS_MAX)]], Meta(max_length=limits.RANKS_MAX)
     ] = []
-    """With `sharding = "expert"`: relative number of experts of each rank, by rank, for example
+    """With a `sharding` by experts: relative number of experts of each rank, by rank, for example
     [70, 58] as `lockstep plan --expert-stats` proposes. []: in proportion to memory."""
     split_vocabulary: Literal["auto", "off", "head", "all"] = "auto"
     """Divide matrices with a row per token between the ranks. "head": the one that computes logits,

@@ -116,13 +116,14 @@ def settings_without_effect(config: Config) -> list[str]:
             f"{key} has no effect: world.backend is {config.backend}, not jaccl."
             for key in _changed_jaccl(config)
         ]
-    if world.size == 1 and world.sharding in ("pipeline", "expert"):
+    if world.size == 1 and world.sharding not in ("auto", "tensor"):
         sentences.append(
             f"world.sharding has no effect: a model is not split over 1 rank by {world.sharding}."
         )
-    if world.expert_shares and config.sharding != "expert":
+    if world.expert_shares and config.sharding not in ("expert", "tensor+expert"):
         sentences.append(
-            f"world.expert_shares has no effect: world.sharding is {config.sharding}, not expert."
+            f"world.expert_shares has no effect: world.sharding is {config.sharding}, not expert "
+            "or tensor+expert."
         )
     if world.canary_prompt_s and not world.canary and world.size > 1:
         sentences.append("world.canary_prompt_s has no effect: world.canary is off.")

@@ -364,7 +364,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return "ring" if self.world.backend == "auto" else self.world.backend
 
     @property
-    def sharding(self) -> Literal["none", "tensor", "expert", "pipeline"]:
+    def sharding(self) -> Literal["none", "tensor", "expert", "tensor+expert", "pipeline"]:
         """How the model is split, with "auto" resolved; "none" for one rank."""
         if self.world.size == 1:
             return "none"
@@ -376,7 +376,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.rank_worker.batch_invariant and self.world.split_vocabulary == "auto":
             # Some settings of a request have the ranks gather all logits of a step.
             return "off"
-        return self.world.split_vocabulary if self.sharding in ("tensor", "expert") else "off"
+        return "off" if self.sharding in ("none", "pipeline") else self.world.split_vocabulary
 
     @property
     def served_name(self) -> str:

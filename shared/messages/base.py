@@ -1,6 +1,6 @@
 """Base class, value types and common parts of all messages."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -20,6 +20,8 @@ BlockHash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Namespace = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]*\Z")]
 """Identifies compatible blocks, in hexadecimal digits: one model with one split and KV layout."""
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Sharding = Literal["none", "tensor", "expert", "tensor+expert", "pipeline"]
+"""How ranks divide a model."""
 
 
 class MessagePart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):

@@ -15,6 +15,7 @@ from shared.messages.base import (
     RequestName,
     Sampling,
     Seconds,
+    Sharding,
     ShortText,
     TokenId,
     TokenLogprobs,
@@ -326,7 +327,7 @@ class StatusReported(Message, frozen=True, kw_only=True):
     dismissed: list[DismissedRank] = []
     """Rank processes of ended epochs whose end was not observed. Their host's supervisor kills
     them, because a stopped process cannot obey an order."""
-    sharding: Literal["none", "tensor", "expert", "pipeline"] = "none"
+    sharding: Sharding = "none"
     """How the model is split."""
     namespace: Namespace = ""
     """Namespace of the blocks of the current or the last epoch; "" before the first."""

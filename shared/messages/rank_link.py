@@ -14,6 +14,7 @@ from shared.messages.base import (
     Milliseconds,
     Namespace,
     Seconds,
+    Sharding,
     ShortText,
 )
 from shared.messages.telemetry.expert_counts import ExpertTotal, LayerAssignments
@@ -21,7 +22,6 @@ from shared.messages.telemetry.step_profile import StepProfile
 from shared.messages.telemetry.step_times import STEP_BYTES
 
 Backend = Literal["off", "ring", "nccl", "jaccl"]
-Sharding = Literal["none", "tensor", "expert", "pipeline"]
 VocabularySplit = Literal["auto", "off", "head", "all"]
 
 

@@ -66,18 +66,19 @@ def _sums(layers: list[ExpertLayer]) -> list[int]:
 def test_two_ranks_count_what_one_rank_counts_and_tokens_are_same(tmp_path: Path) -> None:
     """Each assignment counts once, on the rank that has its expert, with equal and other shares.
 
-    The model has shared experts, and the texts are those of ranks that count nothing.
+    The model has shared experts, and the texts are those of ranks that count nothing. With other
+    shares its attention is divided too.
     """
     model = tmp_path / "model"
-    save_model(model, "qwen2_moe", num_hidden_layers=LAYERS)
+    save_model(model, "deepseek_v3", num_hidden_layers=LAYERS, first_k_dense_replace=0)
     expected, nothing, _ = _serve(model, 1, 0)
     assert nothing.layers == []
     tokens, whole, _ = _serve(model, 1, 1)
     assert tokens == expected
     assert _sums(whole.layers) == [ASSIGNMENTS] * (LAYERS - 1)
-    for shares, first in (("", 3), ("1,2", 2)):
+    for sharding, shares, first in (("expert", "", 3), ("tensor+expert", "1,2", 2)):
         tokens, found, status = _serve(
-            model, 2, 1, WORLD_SHARDING="expert", WORLD_EXPERT_SHARES=shares
+            model, 2, 1, WORLD_SHARDING=sharding, WORLD_EXPERT_SHARES=shares
         )
         assert tokens == expected
         assert _counts(found)[:-1] == _counts(whole)[:-1]

@@ -82,8 +82,8 @@ GROUPS: dict[str, dict[str, Flag]] = {
     "How the model is split over ranks": {
         "distributed-sharding": Flag(
             "world.sharding",
-            "Split every matrix (tensor, the default), whole experts, or layers (pipeline).",
-            "tensor|expert|pipeline",
+            "Split every matrix (tensor, the default), whole experts, both, or layers (pipeline).",
+            "tensor|expert|tensor+expert|pipeline",
             is_exclusive=True,
         ),
         "expert-parallel": Flag(

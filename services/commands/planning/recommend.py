@@ -18,7 +18,7 @@ from services.commands.planning.splits import (
     rank_parts,
     richest,
 )
-from shared.messages.rank_link import Sharding
+from shared.messages.base import Sharding
 
 KV_BITS = (0, 8, 4)
 """Possible bits per number of stored KV (0: not quantized), the preferred first."""

@@ -11,7 +11,8 @@ from services.commands.planning.model.kv import KVBytes, ModelKV
 from services.commands.planning.model.parts import Part, whole_and_divided
 from services.commands.planning.report import RankShare, SplitOption
 from shared.configuration.setting_rules import pipeline_obstacle
-from shared.messages.rank_link import Sharding, VocabularySplit
+from shared.messages.base import Sharding
+from shared.messages.rank_link import VocabularySplit
 from shared.model.sharding import shares
 from shared.model.sharding.feasibility import expert_count, sharding_obstacle
 from shared.model.sharding.shares import Split

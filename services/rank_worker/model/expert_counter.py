@@ -18,7 +18,7 @@ from mlx import nn
 from services.rank_worker.model.sharding.local_experts import is_expert_layer, is_switch
 from services.rank_worker.model.sharding.module_paths import LAYER, OTHER_MODEL
 from shared.messages import JoinWorld, LayerAssignments
-from shared.messages.rank_link import Sharding
+from shared.messages.base import Sharding
 
 Counts = np.ndarray[Any, np.dtype[np.uint64]]
 

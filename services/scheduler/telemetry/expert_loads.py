@@ -13,7 +13,8 @@ from shared.measurements.expert_balance import (
     rank_imbalance,
 )
 from shared.messages import ExpertLayer, ExpertRange, LayerAssignments
-from shared.messages.rank_link import Sharding
+from shared.messages.base import Sharding
+from shared.model.sharding.shares import DIVIDES_EXPERTS
 
 _COUNT_MAX = 2**60
 """Sums stop there, below the largest number in a message; no working rank reaches it."""
@@ -35,7 +36,7 @@ class ExpertLoads:
 
         Args:
             sharding: how the model is split. With "tensor" every rank holds a part of each expert,
-                and only rank 0 reports; with "expert" every rank holds some experts of each layer.
+                and only rank 0 reports; divided by experts, every rank has some of each layer.
         """
         self._sharding = sharding
         self._epoch = 0
@@ -54,7 +55,7 @@ class ExpertLoads:
                 known.ranges.clear()
         ranks = range(world_size)
         holders = list(ranks) if self._sharding == "tensor" else [rank]
-        others = [one for one in ranks if one != rank] if self._sharding == "expert" else []
+        others = [one for one in ranks if one != rank] if self._sharding in DIVIDES_EXPERTS else []
         for one in layers:
             self._add_layer(one, holders)
             new = sum(one.counts)

@@ -29,7 +29,7 @@ from shared.messages import (
     StepsMeasured,
     TraceReported,
 )
-from shared.messages.rank_link import Sharding
+from shared.messages.base import Sharding
 
 HEAD_COUNTERS = HeadExchanges.__struct_fields__
 """Names of the counts of a divided head."""

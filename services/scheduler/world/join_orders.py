@@ -68,7 +68,7 @@ class JoinOrders:
                 backend=backend,
                 sharding=config.sharding,
                 memory_bytes=[one.hello.memory_bytes for one in chosen],
-                expert_shares=config.world.expert_shares if config.sharding == "expert" else [],
+                expert_shares=config.world.expert_shares,
                 vocabulary=config.vocabulary_split,
                 kv_budget_bytes=kv_budgets[rank] if kv_budgets else 0,
                 experts_every_steps=config.scheduler.experts_every_steps,

@@ -7,7 +7,8 @@ changed when a process takes the place of one that was killed.
 from collections.abc import Sequence
 
 from shared.messages import RankHello
-from shared.messages.rank_link import Backend, Sharding
+from shared.messages.base import Sharding
+from shared.messages.rank_link import Backend
 
 VALID_S = 3_600.0
 """How long a passed prompt counts."""
@@ -23,7 +24,7 @@ class PassedCanary:
             sharding: how the model is split.
         """
         # Shares of layers and experts follow from the ranks' memory.
-        self._depends_on_memory = sharding in ("expert", "pipeline")
+        self._depends_on_memory = sharding not in ("none", "tensor")
         self.doubts = 0
         """How often the results of ranks were in doubt."""
         self._world: object = None

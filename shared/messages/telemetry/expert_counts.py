@@ -1,11 +1,11 @@
 """Counts of assignments to experts: a pair of a token and an expert that it is routed to is one."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
 from shared import limits
-from shared.messages.base import Count, Message, MessagePart, ShortText
+from shared.messages.base import Count, Message, MessagePart, Sharding, ShortText
 
 LayerNumber = Annotated[int, Meta(ge=0, lt=limits.LAYERS_MAX)]
 ExpertNumber = Annotated[int, Meta(ge=0, lt=limits.EXPERTS_MAX)]
@@ -64,7 +64,7 @@ class ExpertsReported(Message, frozen=True, kw_only=True):
     """The model's name in the API."""
     model_fingerprint: ShortText
     """Of the ranks of this epoch; "" before they are ready."""
-    sharding: Literal["none", "tensor", "expert", "pipeline"]
+    sharding: Sharding
     """How the model is split."""
     world_size: Count
     """Number of ranks."""

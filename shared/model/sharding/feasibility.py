@@ -5,15 +5,21 @@ that is refused when it is built (`apply_split` in the rank worker), but never r
 works.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from shared import limits
 from shared.errors import ConfigError
-from shared.messages.rank_link import Sharding
+from shared.messages.base import Sharding
 from shared.model.checkpoint_files import quantization, text_config
 from shared.model.sharding.families import model_family
 
-SHARDINGS: dict[Sharding, str] = {"tensor": "tensors", "expert": "experts", "pipeline": "layers"}
+SHARDINGS: dict[Sharding, str] = {
+    "tensor": "tensors",
+    "expert": "experts",
+    "tensor+expert": "tensors and experts",
+    "pipeline": "layers",
+}
 """Ways of splitting a model -> the parts that each rank gets."""
 EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Config keys that hold the number of routed experts per layer, by family."""
@@ -28,7 +34,7 @@ def check_sharding(config: dict[str, Any], sharding: Sharding, world_size: int) 
 
     Args:
         config: the model's config.json.
-        sharding: what each rank gets: a part of every matrix, some experts, or some layers.
+        sharding: what each rank gets, for example a part of every matrix, or some experts.
         world_size: number of ranks.
 
     Raises:
@@ -61,8 +67,8 @@ def sharding_obstacle(config: dict[str, Any], sharding: Sharding, world_size: in
     """Return why the model cannot be split this way; None when no reason is known.
 
     "tensor": mlx-lm must shard the model's type, and heads and widths must be divisible. "expert":
-    at least one routed expert per rank. "pipeline": mlx-lm must pipeline the type, and there must
-    be at least one layer per rank.
+    at least one routed expert per rank. "tensor+expert": both, but any width of routed experts.
+    "pipeline": mlx-lm must pipeline the type, and there must be at least one layer per rank.
 
     Args:
         config: the model's config.json.
@@ -74,44 +80,63 @@ def sharding_obstacle(config: dict[str, Any], sharding: Sharding, world_size: in
     """
     if world_size == 1:
         return None
-    family = model_family(config)
-    name = config.get("model_type")
     match sharding:
         case "tensor":
-            if family is not None and not family.shards:
-                return f'mlx-lm does not shard models of type "{name}"'
-            return _tensor_obstacle(config, world_size)
+            return _tensor_obstacle(config, world_size, WIDTH_KEYS)
         case "expert":
-            count = expert_count(config)
-            if not count or (family is not None and not family.has_experts):
-                return "it has no routed experts"
-            return f"it has {count} routed experts" if count < world_size else None
+            return _expert_obstacle(config, world_size)
+        case "tensor+expert":
+            # Without a width of their own, experts have that of the model's MLPs.
+            has_own = "moe_intermediate_size" in text_config(config)
+            whole = "moe_intermediate_size" if has_own else "intermediate_size"
+            widths = [one for one in WIDTH_KEYS if one != whole]
+            tensors = _tensor_obstacle(config, world_size, widths)
+            return _expert_obstacle(config, world_size) or tensors
         case "pipeline":
-            if family is not None and not family.pipelines:
-                return f'mlx-lm does not pipeline models of type "{name}"'
-            layers = text_config(config).get("num_hidden_layers")
-            has_too_few = isinstance(layers, int) and layers < world_size
-            return f"it has {layers} layers" if has_too_few else None
+            return _pipeline_obstacle(config, world_size)
         case "none":
             return "one rank would have to hold it all"
 
 
-def _tensor_obstacle(config: dict[str, Any], world_size: int) -> str | None:
+def _expert_obstacle(config: dict[str, Any], world_size: int) -> str | None:
+    family, count = model_family(config), expert_count(config)
+    if not count or (family is not None and not family.has_experts):
+        return "it has no routed experts"
+    return f"it has {count} routed experts" if count < world_size else None
+
+
+def _pipeline_obstacle(config: dict[str, Any], world_size: int) -> str | None:
+    family = model_family(config)
+    if family is not None and not family.pipelines:
+        return f'mlx-lm does not pipeline models of type "{config.get("model_type")}"'
+    layers = text_config(config).get("num_hidden_layers")
+    has_too_few = isinstance(layers, int) and layers < world_size
+    return f"it has {layers} layers" if has_too_few else None
+
+
+def _tensor_obstacle(config: dict[str, Any], world_size: int, widths: Sequence[str]) -> str | None:
     """Return which head count or width cannot be divided by `world_size`; None when all can.
 
     A rank's part of a quantized width must also be a multiple of the quantization's group size.
+
+    Args:
+        config: the model's config.json.
+        world_size: number of ranks.
+        widths: keys of the divided widths, from WIDTH_KEYS.
     """
-    text = text_config(config)
+    family, text = model_family(config), text_config(config)
+    if family is not None and not family.shards:
+        return f'mlx-lm does not shard models of type "{config.get("model_type")}"'
     keys = list(HEAD_COUNT_KEYS)
     # With compressed KV (MLA) every rank holds the whole KV, so its head count does not matter.
     if not text.get("kv_lora_rank"):
         keys.append(KV_HEAD_COUNT_KEY)
-    for key in (*keys, *WIDTH_KEYS):
+    for key in (*keys, *widths):
         value = text.get(key)
         if isinstance(value, int) and value % world_size:
             return f"its {key} is {value}"
     group = quantization(config).get("group_size")
-    for key in WIDTH_KEYS:
+    for key in widths:
         value = text.get(key)
         if isinstance(value, int) and isinstance(group, int) and value // world_size % group:
             return f"its {key} is {value}, quantized in groups of {group}"

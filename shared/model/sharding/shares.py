@@ -4,11 +4,17 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from shared.messages.rank_link import JoinWorld, Sharding, VocabularySplit
+from shared.messages.base import Sharding
+from shared.messages.rank_link import JoinWorld, VocabularySplit
 
 EQUAL_SHARES_RATIO = 0.9
 """Ranks get equal shares if the smallest memory is at least this part of the largest. The free
 memory of a host varies between starts, and another split would make all stored blocks useless."""
+
+DIVIDES_MATRICES = frozenset({"tensor", "tensor+expert"})
+"""Ways of sharding in which each rank has a part of the matrices and heads of every layer."""
+DIVIDES_EXPERTS = frozenset({"expert", "tensor+expert"})
+"""Ways of sharding in which each rank has whole matrices of some routed experts."""
 
 HEAD_BYTES_MIN = 64 << 20
 """Size in memory from which `world.split_vocabulary = "auto"` divides a head. Reading a small one

@@ -16,7 +16,7 @@ from services.rank_worker.model.loading.source import ModelSource, find_source
 from services.rank_worker.model.sharding.apply import apply_split
 from services.rank_worker.peers.collectives import Collectives
 from shared.configuration.settings import ModelConfig
-from shared.messages.rank_link import Sharding
+from shared.messages.base import Sharding
 from shared.model.sharding.shares import Split
 from tests.mlx.sharding.in_process_world import FakeGroup
 

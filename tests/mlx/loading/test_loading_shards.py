@@ -10,7 +10,7 @@ from services.rank_worker.model.loading import weights
 from services.rank_worker.model.loading.loader import LoadedModel
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
-from shared.messages.rank_link import Sharding
+from shared.messages.base import Sharding
 from tests.mlx import models
 from tests.mlx.loading.model_checkpoints import (
     LoadingRank,
@@ -104,6 +104,22 @@ def test_loaded_expert_shards_equal_parts_cut_from_whole_model(
         assert_shard_equal(shard, expected)
         large = {path for path in computed if expected[path].nbytes > 4_096}
         assert not large, "an expert's weights were read whole"
+
+
+@pytest.mark.parametrize("family", moe_models.families_of_sharding("tensor+expert"))
+def test_loaded_shards_of_tensors_and_experts_equal_parts_cut_from_whole_model(
+    tmp_path: Path, computed: list[str], family: str
+) -> None:
+    """Each rank reads only its experts and its part of all else."""
+    sizes = {"vocab_size": moe_models.VOCAB + 1}
+    model = moe_models.make_moe_model(family, **sizes)
+    save_checkpoint(tmp_path, model_weights(model), moe_models.moe_config(family, **sizes))
+    settings = ModelConfig(path=str(tmp_path), context_tokens_max=64)
+    rank = LoadingRank("tensor+expert", 1, 2, memory_bytes=(1, 2))
+    expected = rank.cut(settings)
+    assert_shard_equal(rank.load(settings), expected)
+    large = {path for path in computed if expected[path].nbytes > 4_096}
+    assert not large, "a matrix was read whole"
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])

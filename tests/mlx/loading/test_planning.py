@@ -21,7 +21,7 @@ from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.sharding.apply import apply_split
 from services.rank_worker.peers.collectives import Collectives
-from shared.messages.rank_link import Sharding
+from shared.messages.base import Sharding
 from shared.model import checkpoint_files
 from shared.model.sharding.feasibility import sharding_obstacle
 from shared.model.sharding.shares import Split

@@ -9,6 +9,8 @@ from mlx import nn
 from mlx.utils import tree_map_with_path
 
 from services.rank_worker.model.sharding.local_experts import is_switch, keep_local
+from shared.messages.base import Sharding
+from shared.model.sharding.feasibility import sharding_obstacle
 
 VOCAB = 211
 LAYERS = 3
@@ -319,6 +321,15 @@ def make_moe_model(family: str, **changes: Any) -> nn.Module:
     model.eval()
     result: nn.Module = model
     return result
+
+
+def families_of_sharding(sharding: Sharding) -> list[str]:
+    """Return the families whose tiny models, with an even vocabulary, two ranks can divide so."""
+    return [
+        family
+        for family in sorted(MOE_FAMILIES)
+        if not sharding_obstacle(moe_config(family, vocab_size=VOCAB + 1), sharding, 2)
+    ]
 
 
 def make_half_of_experts(family: str) -> nn.Module:

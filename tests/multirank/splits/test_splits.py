@@ -21,11 +21,12 @@ DENSE, MOE, MLA, HYBRID = "qwen2", "qwen3_moe", "deepseek_v3", "qwen3_5_moe"
 CASES = [
     *[f"tensor:{family}" for family in (DENSE, MOE, MLA, HYBRID)],
     *[f"expert:{family}" for family in (MOE, MLA, HYBRID)],
+    *[f"tensor+expert:{family}" for family in (MOE, MLA, HYBRID)],
     *[f"pipeline:{family}" for family in (DENSE, MOE, MLA, HYBRID)],
 ]
 LAYERS = 5
 DEADLINE_S = 280.0
-"""Eleven models on four ranks of a busy machine with two cores."""
+"""Fourteen models on four ranks of a busy machine with two cores."""
 
 EXPERT_LAYERS = {MOE: LAYERS, MLA: LAYERS - 1, HYBRID: LAYERS}
 
@@ -78,10 +79,10 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.proof
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [2, 4])
-def test_tensor_expert_and_pipeline_splits_generate_same_tokens_as_one_rank(
+def test_all_splits_generate_same_tokens_as_one_rank(
     size: int, one_rank: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Tensor, expert and pipeline splits generate the tokens of one rank.
+    """All splits, by tensors, experts, both or layers, generate the tokens of one rank.
 
     Models are dense, MoE, MLA and hybrid, with unequal shares where possible. Sequences leave and
     others join. Receipts are equal on all ranks, and a decode needs no more collectives than
@@ -137,8 +138,9 @@ def test_stored_blocks_of_world_with_other_split_are_not_found(tmp_path: Path) -
     for ranks, sharding, due in (
         (1, "auto", 0),
         (2, "expert", 0),
+        (2, "tensor+expert", 0),
         (2, "pipeline", 0),
-        (2, "expert", whole),
+        (2, "tensor+expert", whole),
     ):
         settings = {
             **SETTINGS,
@@ -154,7 +156,7 @@ def test_stored_blocks_of_world_with_other_split_are_not_found(tmp_path: Path) -
         answers.append(tokens)
         assert found == due, (sharding, found)
         assert status.counters["epochs_total"] == 1.0
-    assert answers == [answers[0]] * 4
+    assert answers == [answers[0]] * 5
 
 
 @pytest.mark.proof

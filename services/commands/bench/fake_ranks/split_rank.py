@@ -33,7 +33,8 @@ from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.peers.collectives import Collectives
 from shared.configuration.settings import ModelConfig
 from shared.messages import AdmittedSequence, PrefillChunk, Sampling, StepPlan
-from shared.messages.rank_link import Backend, Sharding
+from shared.messages.base import Sharding
+from shared.messages.rank_link import Backend
 from shared.os import lifeline
 
 PROMPT_TOKENS = 64

@@ -19,7 +19,8 @@ from services.rank_worker.model.loading.source import find_source  # noqa: E402
 from services.rank_worker.peers import collectives  # noqa: E402
 from services.rank_worker.peers.collectives import Collectives  # noqa: E402
 from shared.configuration.settings import ModelConfig  # noqa: E402
-from shared.messages.rank_link import Backend, Sharding, VocabularySplit  # noqa: E402
+from shared.messages.base import Sharding  # noqa: E402
+from shared.messages.rank_link import Backend, VocabularySplit  # noqa: E402
 from shared.model.sharding.shares import Split  # noqa: E402
 
 

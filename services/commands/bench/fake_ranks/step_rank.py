@@ -39,7 +39,8 @@ from shared.clock import SystemClock
 from shared.configuration.loading import load_config
 from shared.configuration.settings import Config
 from shared.errors import UsageError
-from shared.messages.rank_link import Backend, Sharding
+from shared.messages.base import Sharding
+from shared.messages.rank_link import Backend
 from shared.os import lifeline
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from services.commands.bench.measuring.numbers import differences, latencies
 from services.commands.bench.measuring.orders import answer_orders, write_answer
 from shared.configuration.settings import ModelConfig
-from shared.messages.rank_link import Backend, Sharding
+from shared.messages.base import Sharding
+from shared.messages.rank_link import Backend
 from shared.os import lifeline
 
 

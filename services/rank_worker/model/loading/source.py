@@ -6,7 +6,7 @@ from typing import Any
 
 from shared.configuration.settings import ModelConfig
 from shared.errors import ConfigError
-from shared.messages.rank_link import Sharding
+from shared.messages.base import Sharding
 from shared.model import checkpoint_files
 from shared.model.checkpoint_files import WeightFile
 from shared.model.location import local_folder

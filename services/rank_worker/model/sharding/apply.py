@@ -8,8 +8,11 @@ from mlx import nn
 from services.rank_worker.model.sharding.expert_split import split_experts
 from services.rank_worker.model.sharding.head_split import HeadSplit
 from services.rank_worker.model.sharding.layer_split import find_layer_stack, split_layers
+from services.rank_worker.model.sharding.tensor_split import (
+    split_tensors,
+    split_tensors_and_experts,
+)
 from services.rank_worker.peers.collectives import Collectives
-from shared.errors import ConfigError
 from shared.model.sharding.feasibility import check_sharding
 from shared.model.sharding.shares import Split, item_range, rank_weights
 
@@ -42,8 +45,11 @@ def apply_split(
             return f"expert {split_experts(model, weights, collectives, split.expert_weights())}"
         case "pipeline":
             return f"pipeline {split_layers(model, weights, collectives)}"
+        case "tensor+expert":
+            shares = split_tensors_and_experts(model, config, split.expert_weights(), collectives)
+            return f"tensor+expert {shares}"
         case _:
-            _shard_tensors(model, config, collectives)
+            split_tensors(model, config, collectives)
             return "tensor"
 
 
@@ -64,13 +70,14 @@ def describe_share(
 
 def _describe_layers(model: nn.Module, sharding: str, split: Split) -> str:
     kind, _, shares = sharding.partition(" ")
+    part = f"part {split.rank + 1} of {split.world_size} of every layer"
     match kind:
         case "tensor":
-            return f"part {split.rank + 1} of {split.world_size} of every layer"
+            return part
         case "expert":
-            counts = [int(one) for one in re.split(r"[,;]", shares)[0].split("+")]
-            first, stop = item_range(counts, split.rank)
-            return f"experts {first} to {stop - 1} of {sum(counts)}"
+            return _describe_experts(shares, split.rank)
+        case "tensor+expert":
+            return f"{part}, {_describe_experts(shares, split.rank)}"
         case "pipeline":
             stack: Any = find_layer_stack(model)
             return f"layers {stack.start_idx} to {stack.end_idx - 1}"
@@ -78,13 +85,7 @@ def _describe_layers(model: nn.Module, sharding: str, split: Split) -> str:
             return "the whole model"
 
 
-def _shard_tensors(model: nn.Module, config: dict[str, Any], collectives: Collectives) -> None:
-    name, size = config["model_type"], collectives.world_size
-    if not hasattr(model, "shard"):
-        raise ConfigError(
-            f'Models of type "{name}" cannot be split over {size} ranks: set world.size to 1.'
-        )
-    try:
-        model.shard(collectives.group)
-    except (ValueError, TypeError, AttributeError, AssertionError) as error:
-        raise ConfigError(f"This model cannot be split over {size} ranks: {error}") from error
+def _describe_experts(shares: str, rank: int) -> str:
+    counts = [int(one) for one in re.split(r"[,;]", shares)[0].split("+")]
+    first, stop = item_range(counts, rank)
+    return f"experts {first} to {stop - 1} of {sum(counts)}"

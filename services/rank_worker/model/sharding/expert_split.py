@@ -16,7 +16,7 @@ import ast
 import inspect
 import itertools
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -54,30 +54,21 @@ def split_experts(
     Raises:
         ConfigError: when the model has no routed experts that can be divided.
     """
-    layers = list(_expert_layers(model))
-    if not layers:
-        raise ConfigError(
-            "This model has no routed experts that could be divided between ranks: "
-            'set world.sharding to "tensor", or world.size to 1.'
-        )
     texts, places = [], []
-    for experts, ancestors in layers:
-        count = next(child.num_experts for child in experts.children().values() if is_switch(child))
-        if count < len(weights):
-            raise ConfigError(
-                f"This model has a layer of {count} routed experts, which cannot be divided "
-                f"between {len(weights)} ranks: set world.size to {count} or less."
-            )
-        shares = divide(count, expert_weights or weights)
-        keep_local(experts, *item_range(shares, collectives.rank))
+    for experts, ancestors in find_expert_layers(model):
+        texts.append(keep_share(experts, expert_weights or weights, collectives.rank))
         places.append(_place_sum(experts, ancestors, weights, collectives))
-        texts.append("+".join(map(str, shares)))
     runs = [f"{len(list(same))} {place}" for place, same in itertools.groupby(places)]
     return f"{', '.join(dict.fromkeys(texts))}; sums: {', '.join(runs)}"
 
 
-def _expert_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Yield (expert layer, its ancestors within the decoder layer, innermost first)."""
+def find_expert_layers(model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
+    """Return (expert layer, its ancestors within the decoder layer, innermost first).
+
+    Raises:
+        ConfigError: when the model has no layer of experts.
+    """
+    found = []
     by_path = dict(model.named_modules())
     for path in sorted(by_path):
         module = by_path[path]
@@ -88,7 +79,38 @@ def _expert_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module
         while len(parts) > 1 and not parts[-2].isdigit():
             parts.pop()
             ancestors.append(by_path[".".join(parts)])
-        yield module, ancestors
+        found.append((module, ancestors))
+    if not found:
+        raise ConfigError(
+            "This model has no routed experts that could be divided between ranks: "
+            'set world.sharding to "tensor", or world.size to 1.'
+        )
+    return found
+
+
+def keep_share(experts: nn.Module, weights: Sequence[int], rank: int) -> str:
+    """Keep a rank's experts of a layer, which returns zeros for the others then.
+
+    Args:
+        experts: the layer; changed in place.
+        weights: relative number of experts by rank.
+        rank: the rank.
+
+    Returns:
+        The number of experts by rank, for example "64+64".
+
+    Raises:
+        ConfigError: when the layer has fewer experts than there are ranks.
+    """
+    count = next(child.num_experts for child in experts.children().values() if is_switch(child))
+    if count < len(weights):
+        raise ConfigError(
+            f"This model has a layer of {count} routed experts, which cannot be divided "
+            f"between {len(weights)} ranks: set world.size to {count} or less."
+        )
+    shares = divide(count, weights)
+    keep_local(experts, *item_range(shares, rank))
+    return "+".join(map(str, shares))
 
 
 def _place_sum(

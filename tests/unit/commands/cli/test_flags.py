@@ -35,6 +35,7 @@ def _settings(command: str, *arguments: str) -> dict[str, object]:
         (("--distributed-jaccl-coordinator", "a:1"), "world.jaccl_coordinator", "a:1"),
         (("--distributed-sharding", "pipeline"), "world.sharding", "pipeline"),
         (("--expert-parallel",), "world.sharding", "expert"),
+        (("--distributed-sharding", "tensor+expert"), "world.sharding", "tensor+expert"),
         (("--enable-pipeline-distributed",), "world.enable_pipeline", True),
         (("--speculative-method", "eagle"), "speculation.method", "eagle"),
         (("--draft-model", "a/b"), "speculation.draft_model", "a/b"),
@@ -58,7 +59,7 @@ def test_every_flag_of_service_commands_overrides_an_existing_setting() -> None:
     ("arguments", "code", "expected"),
     [
         (("--distributed-mode", "mpi"), limits.EXIT_CONFIG, "auto, off, ring, nccl, jaccl"),
-        (("--distributed-sharding", "x"), limits.EXIT_CONFIG, "auto, tensor, expert, pipeline"),
+        (("--distributed-sharding", "x"), limits.EXIT_CONFIG, "auto, tensor, expert, tensor"),
         (("--speculative-method", "x"), limits.EXIT_CONFIG, "off, ngram, draft_model, eagle"),
         (
             ("--distributed-sharding", "tensor", "--expert-parallel"),

@@ -7,6 +7,7 @@ from services.scheduler.telemetry.expert_loads import ExpertLoads
 from shared import limits
 from shared.errors import FrameRefused
 from shared.messages import LayerAssignments, StepsMeasured, ToScheduler
+from shared.messages.base import Sharding
 from shared.transport import codec
 
 
@@ -14,9 +15,10 @@ def _layer(number: int, first: int, counts: list[int], experts: int = 4) -> Laye
     return LayerAssignments(layer=number, experts=experts, first=first, counts=counts)
 
 
-def test_reports_of_two_ranks_make_one_table_with_foreign_assignments() -> None:
+@pytest.mark.parametrize("sharding", ["expert", "tensor+expert"])
+def test_reports_of_two_ranks_make_one_table_with_foreign_assignments(sharding: Sharding) -> None:
     """Each rank's own assignments are foreign to the other; reports add up."""
-    loads = ExpertLoads("expert")
+    loads = ExpertLoads(sharding)
     assert (loads.report(), loads.gauges()) == ([], {})
     for _ in range(2):
         loads.add(1, 0, [_layer(0, 0, [30, 10]), _layer(2, 0, [5, 5])], 2)

@@ -19,7 +19,7 @@ from services.scheduler.world.world import WorldState
 from shared.configuration.loading import config_from_tree
 from shared.identifiers import PeerId
 from shared.messages import CanaryFinding, JoinWorld, LeaveWorld, RankFailed, RankReady
-from shared.messages.rank_link import Sharding
+from shared.messages.base import Sharding
 from tests.unit.scheduler.support.rank_messages import READY, rank_hello
 
 SUM, PROMPT = "sum of 4 KiB of float32", "prompt of 4,500 tokens"
@@ -332,7 +332,9 @@ def test_prompt_of_canary_runs_again_after_ranks_that_differed_or_an_epoch_witho
     assert _wants_prompt(core, 4, 100.0)
 
 
-@pytest.mark.parametrize(("sharding", "runs_again"), [("tensor", False), ("pipeline", True)])
+@pytest.mark.parametrize(
+    ("sharding", "runs_again"), [("tensor", False), ("tensor+expert", True), ("pipeline", True)]
+)
 def test_other_memory_counts_where_shares_of_the_model_follow_from_it(
     sharding: Sharding, runs_again: bool
 ) -> None:

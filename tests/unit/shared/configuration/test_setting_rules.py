@@ -66,6 +66,7 @@ def test_contradicting_settings_are_refused_with_remedy(
         {"world": {"size": 2, "backend": "jaccl", "hostfile": "hosts.json"}},
         {"world": {"size": 2, "sharding": "pipeline", "enable_pipeline": True}},
         {"world": {"size": 2, "sharding": "expert"}},
+        {"world": {"size": 2, "sharding": "tensor+expert", "expert_shares": [1, 2]}},
         {"speculation": {"method": "eagle", "draft_model": "a/b"}},
         {"speculation": {"method": "ngram"}},
         {**INVARIANT, "world": {"size": 2}},
@@ -107,6 +108,11 @@ def test_consistent_settings_give_no_warning(tree: dict[str, Any]) -> None:
             ["world.canary_prompt_s has no effect: world.canary is off"],
         ),
         ({"world": {"sharding": "expert"}}, ["not split over 1 rank by expert"]),
+        ({"world": {"sharding": "tensor+expert"}}, ["not split over 1 rank by tensor+expert"]),
+        (
+            {"world": {"size": 2, "expert_shares": [1, 2]}},
+            ["world.sharding is tensor, not expert or tensor+expert"],
+        ),
         (
             {"world": {"sharding": "pipeline", "enable_pipeline": True}},
             ["world.enable_pipeline", "not split over 1 rank by pipeline"],
@@ -139,7 +145,7 @@ def test_each_setting_without_effect_gives_one_warning_sentence(
     ("key", "expected"),
     [
         ("world.backend", "'foo' is not one of auto, off, ring, nccl, jaccl"),
-        ("world.sharding", "'foo' is not one of auto, tensor, expert, pipeline"),
+        ("world.sharding", "'foo' is not one of auto, tensor, expert, tensor+expert, pipeline"),
         ("speculation.method", "'foo' is not one of off, ngram, draft_model, eagle"),
         ("rank_worker.kv_bits", "got `str`; it is one of 0, 4, 8"),
     ],

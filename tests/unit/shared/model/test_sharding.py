@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shared.errors import ConfigError
 from shared.model.sharding.families import ModelFamily, model_family
 from shared.model.sharding.feasibility import (
+    SHARDINGS,
     check_sharding,
     expert_count,
     list_numbers,
@@ -74,7 +75,7 @@ GIB = 1 << 30
             4,
             (
                 "because it has 3 layers: set world.size to 1-3, or world.sharding to "
-                '"tensor" or "expert".'
+                '"tensor" or "expert" or "tensor+expert".'
             ),
         ),
         (
@@ -95,6 +96,33 @@ GIB = 1 << 30
                 'world.sharding to "expert".'
             ),
         ),
+        (
+            {**MOE, "model_type": "mixtral"},
+            "tensor+expert",
+            2,
+            (
+                "by tensors and experts, because mlx-lm does not shard models of type "
+                '"mixtral": set world.size to 1, or world.sharding to "expert".'
+            ),
+        ),
+        (
+            MOE,
+            "tensor+expert",
+            8,
+            (
+                "because its num_key_value_heads is 4: set world.size to 1, 2 or 4, or "
+                'world.sharding to "expert" or "pipeline".'
+            ),
+        ),
+        (
+            {**MOE, "num_experts": 2},
+            "tensor+expert",
+            4,
+            (
+                "because it has 2 routed experts: set world.size to 1 or 2, or world.sharding to "
+                '"tensor" or "pipeline".'
+            ),
+        ),
         (MOE, "none", 2, "because one rank would have to hold it all: set world.size to 1, or"),
     ],
 )
@@ -108,13 +136,35 @@ def test_impossible_model_split_error_names_obstacle_and_alternatives(
 
 
 def test_check_of_model_split_raises_no_error_for_possible_splits() -> None:
-    """A MoE model can be split in all three ways; one rank is always possible."""
-    for sharding in ("tensor", "expert", "pipeline"):
+    """A MoE model can be split in all ways; one rank is always possible."""
+    for sharding in SHARDINGS:
         check_sharding(MOE, sharding, 4)
         check_sharding(DENSE, sharding, 1)
     assert possible_world_sizes(MOE, "tensor") == [2, 4]
     assert possible_world_sizes(MOE, "pipeline") == list(range(2, 25))
     assert possible_world_sizes(DENSE, "expert") == []
+
+
+@pytest.mark.parametrize(
+    ("widths", "obstacle"),
+    [
+        ({"intermediate_size": 2_880}, None),
+        ({"intermediate_size": 2_880, "moe_intermediate_size": 768}, "its intermediate_size is"),
+        ({"moe_intermediate_size": 800}, None),
+        ({"shared_expert_intermediate_size": 800}, "its shared_expert_intermediate_size is 800"),
+    ],
+)
+def test_width_of_whole_experts_is_no_obstacle(
+    widths: dict[str, int], obstacle: str | None
+) -> None:
+    """Ranks that divide experts by number divide all widths but theirs, also one without a name
+    of its own."""
+    config = {**MOE, "quantization": {"group_size": 64, "bits": 4}}
+    del config["moe_intermediate_size"]
+    found = sharding_obstacle({**config, **widths}, "tensor+expert", 4)
+    assert (found or "").startswith(obstacle or "")
+    assert (found is None) == (obstacle is None)
+    assert sharding_obstacle({**config, **widths}, "tensor", 4)
 
 
 def test_split_of_unknown_model_family_is_refused_only_for_numbers_in_config() -> None:

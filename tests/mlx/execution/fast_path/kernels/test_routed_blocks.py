@@ -21,6 +21,7 @@ from services.rank_worker.model.fast_path.kernels.routing import (
 from services.rank_worker.model.fast_path.routed_block import RoutedBlock, find_routed
 from services.rank_worker.model.sharding.apply import apply_split
 from services.rank_worker.model.sharding.local_experts import keep_all
+from shared.messages.base import Sharding
 from shared.model.sharding.shares import Split
 from tests.mlx.sharding.in_process_world import InProcessWorld, unlinked_collectives
 from tests.mlx.sharding.moe_models import VOCAB, make_moe_model, moe_config
@@ -150,22 +151,26 @@ def test_one_rank_without_kernels_keeps_all_ranks_from_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("family", "sharding"),
     [
-        "qwen2_moe",
-        *(pytest.param(one, marks=pytest.mark.proof) for one in ("qwen3_moe", "deepseek_v3")),
+        ("qwen2_moe", "expert"),
+        ("deepseek_v3", "tensor+expert"),
+        pytest.param("qwen3_moe", "expert", marks=pytest.mark.proof),
+        pytest.param("qwen3_moe", "tensor+expert", marks=pytest.mark.proof),
+        pytest.param("deepseek_v3", "expert", marks=pytest.mark.proof),
     ],
 )
 def test_ranks_with_divided_experts_and_kernels_compute_logits_of_one_rank(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, sharding: Sharding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks are summed over ranks as before: in mlx-lm's code, or behind it."""
+    """Blocks are summed over ranks as before, with shared experts that are divided or whole: in
+    mlx-lm's code, or behind it."""
     whole = _model(family)(TOKENS)
     ranks = InProcessWorld(monkeypatch, 2)
     models = []
     for one in ranks.worlds:
         model = make_moe_model(family, **SIZES)
-        split = Split("expert", one.rank, one.world_size)
+        split = Split(sharding, one.rank, one.world_size)
         apply_split(model, moe_config(family, **SIZES), split, one)
         assert open_expert_kernels(model, "cuda", bool) == ROUTED
         models.append(model)
