@@ -95,7 +95,7 @@ def test_plan_command_recommends_number_of_ranks_for_this_machine() -> None:
     assert "Recommended: 1 rank" in done.stdout
     assert as_json["recommendation"]["ranks"] == 2
     assert [one["sharding"] for one in as_json["options"]] == [
-        "none", "tensor", "expert", "pipeline",
+        "none", "tensor", "expert", "tensor+expert", "pipeline",
     ]  # fmt: skip
 
 

@@ -33,8 +33,10 @@ from shared.configuration.world_addresses import rdma_device_uses
 from shared.errors import ConfigError, UsageError
 from shared.measurements import expert_file
 from shared.messages import ExpertsReported
+from shared.messages.base import Sharding
 from shared.model import checkpoint_files
 from shared.model.location import local_folder
+from shared.model.sharding.shares import DIVIDES_EXPERTS
 from shared.os.standard_streams import print_line
 
 EXIT_DOES_NOT_FIT = 1
@@ -208,9 +210,11 @@ def _propose_experts(
     """Propose shares for the ranks of the recommended split, else for all ranks."""
     if inputs.expert_stats is None:
         return None
-    is_split = choice is not None and choice.option.sharding == "expert"
-    memory = choice.memory if choice is not None and is_split else inputs.memory
-    return propose(model, inputs.expert_stats, memory, asked, inputs.expert_shares)
+    chosen = choice.option.sharding if choice is not None else ""
+    wanted = inputs.sharding if inputs.sharding in DIVIDES_EXPERTS else chosen
+    sharding: Sharding = "tensor+expert" if wanted == "tensor+expert" else "expert"
+    memory = choice.memory if choice is not None and chosen == sharding else inputs.memory
+    return propose(model, inputs.expert_stats, sharding, memory, asked, inputs.expert_shares)
 
 
 def _inputs(options: PlanOptions) -> Inputs:
@@ -229,7 +233,7 @@ def _inputs(options: PlanOptions) -> Inputs:
         expert_shares = from_inventory.configured_shares(options.inventory)
     else:
         config = load_config(options.config, flags, os.environ)
-        backend, sharding = config.backend, config.sharding
+        backend, sharding = config.backend, config.world.sharding
         expert_shares = config.world.expert_shares
         sizes = _sizes(options)
         kind = options.device or ("metal" if sizes else device_of_this_machine())

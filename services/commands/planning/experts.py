@@ -13,6 +13,7 @@ from services.commands.planning.splits import MemoryDemand, PlannedModel, rank_p
 from shared.errors import UsageError
 from shared.measurements.expert_balance import balance, loads_by_rank, rank_imbalance
 from shared.messages import ExpertsReported
+from shared.messages.base import Sharding
 from shared.model.sharding import shares
 from shared.model.sharding.feasibility import expert_count, sharding_obstacle
 
@@ -20,6 +21,7 @@ from shared.model.sharding.feasibility import expert_count, sharding_obstacle
 def propose(
     model: PlannedModel,
     report: ExpertsReported,
+    sharding: Sharding,
     memory: Sequence[RankMemory],
     asked: MemoryDemand,
     configured: Sequence[int],
@@ -29,6 +31,7 @@ def propose(
     Args:
         model: the model.
         report: measured loads, of the same model.
+        sharding: how ranks divide the model; one by experts.
         memory: memory of each rank.
         asked: the sequences that must fit.
         configured: `world.expert_shares`, which the present shares follow if there is one for each
@@ -37,11 +40,11 @@ def propose(
     Raises:
         UsageError: when the loads are of another model, or its experts cannot be divided.
     """
-    count, ranks = _check(model, report, len(memory))
+    count, ranks = _check(model, report, sharding, len(memory))
     weights = shares.rank_weights([one.usable_bytes for one in memory], ranks)
     present = shares.divide(count, configured if len(configured) == ranks else weights)
     loads = [one.counts for one in report.layers]
-    proposed = balance(loads, present, _most(model, memory, asked, present))
+    proposed = balance(loads, present, _most(model, sharding, memory, asked, present))
     before, after = (_imbalance(loads, one) for one in (present, proposed))
     return ExpertProposal(
         ranks=ranks,
@@ -58,7 +61,9 @@ def _imbalance(loads: Sequence[Sequence[int]], by_rank: Sequence[int]) -> float:
     return rank_imbalance([loads_by_rank(counts, by_rank) for counts in loads])
 
 
-def _check(model: PlannedModel, report: ExpertsReported, ranks: int) -> tuple[int, int]:
+def _check(
+    model: PlannedModel, report: ExpertsReported, sharding: Sharding, ranks: int
+) -> tuple[int, int]:
     """Return the number of experts of a layer, and of ranks."""
     config, layers = model.checkpoint.config, len(model.checkpoint.layers)
     count = expert_count(config)
@@ -72,20 +77,25 @@ def _check(model: PlannedModel, report: ExpertsReported, ranks: int) -> tuple[in
         )
     if ranks < 2:
         raise UsageError("--expert-stats divides experts between ranks: give --ranks or --memory.")
-    if obstacle := sharding_obstacle(config, "expert", ranks):
+    if obstacle := sharding_obstacle(config, sharding, ranks):
         raise UsageError(f"Experts cannot be divided between {ranks} ranks, because {obstacle}.")
     return count, ranks
 
 
 def _most(
-    model: PlannedModel, memory: Sequence[RankMemory], asked: MemoryDemand, present: Sequence[int]
+    model: PlannedModel,
+    sharding: Sharding,
+    memory: Sequence[RankMemory],
+    asked: MemoryDemand,
+    present: Sequence[int],
 ) -> list[int]:
     """Return how many experts of each layer fit on each rank, with the requested sequences."""
     count = expert_count(model.checkpoint.config)
-    bytes_each = whole_and_divided(model.checkpoint, "expert")["experts"] / count
+    bytes_each = whole_and_divided(model.checkpoint, sharding)["experts"] / count
     tokens = row_length(asked.context_tokens, asked.kv_row_growth_tokens)
     most = []
-    for number, part in zip(present, rank_parts(model, "expert", memory, asked), strict=True):
+    parts = rank_parts(model, sharding, memory, asked)
+    for number, part in zip(present, parts, strict=True):
         spare = part.room.spare_bytes(asked.sequences, tokens)
         most.append(number + max(0, int(spare / bytes_each)))
     return most

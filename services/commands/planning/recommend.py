@@ -18,12 +18,11 @@ from services.commands.planning.splits import (
     rank_parts,
     richest,
 )
-from shared.messages.base import Sharding
 
 KV_BITS = (0, 8, 4)
 """Possible bits per number of stored KV (0: not quantized), the preferred first."""
 
-_PREFERENCE = {"none": 0, "expert": 0, "tensor": 1, "pipeline": 2}
+_PREFERENCE = {"none": 0, "expert": 0, "tensor": 1, "tensor+expert": 2, "pipeline": 3}
 _CONTEXT_MIN = 1_024
 """A split with a shorter context is never recommended."""
 
@@ -162,8 +161,8 @@ def sequence_fits(
 def _sequences(
     model: PlannedModel, choice: ChosenSplit, asked: MemoryDemand, tokens: int, bits: int
 ) -> int:
-    sharding: Sharding = choice.option.sharding  # type: ignore[assignment]  # made from one
-    parts = rank_parts(model, sharding, choice.memory, dataclasses.replace(asked, kv_bits=bits))
+    wanted = dataclasses.replace(asked, kv_bits=bits)
+    parts = rank_parts(model, choice.option.sharding, choice.memory, wanted)
     length = row_length(tokens, asked.kv_row_growth_tokens)
     return min(part.room.sequences(length) for part in parts)
 

@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from services.commands.planning.hosts import RankMemory
+from shared.messages.base import Sharding
 
 
 class RankShare(Struct, frozen=True, kw_only=True):
@@ -31,8 +32,8 @@ class SplitOption(Struct, frozen=True, kw_only=True):
     """One way to split the model over a number of ranks."""
 
     ranks: int
-    sharding: str
-    """How the model is divided: none, tensor, expert or pipeline."""
+    sharding: Sharding
+    """How the model is divided."""
     obstacle: str = ""
     """Reason why it is impossible; "": it is possible."""
     fits: bool = False

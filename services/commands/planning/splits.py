@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from services.commands.planning.budget import KVRoom, row_length
 from services.commands.planning.hosts import RankMemory
@@ -14,10 +14,8 @@ from shared.configuration.setting_rules import pipeline_obstacle
 from shared.messages.base import Sharding
 from shared.messages.rank_link import VocabularySplit
 from shared.model.sharding import shares
-from shared.model.sharding.feasibility import expert_count, sharding_obstacle
-from shared.model.sharding.shares import Split
-
-SHARDINGS: tuple[Sharding, ...] = ("tensor", "expert", "pipeline")
+from shared.model.sharding.feasibility import SHARDINGS, expert_count, sharding_obstacle
+from shared.model.sharding.shares import DIVIDES_MATRICES, Split
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ def all_splits(
     """
     found: list[SplitOption] = []
     for ranks in range(1, len(memory) + 1):
-        kinds: Sequence[Sharding] = SHARDINGS if ranks > 1 else ("none",)
+        kinds: Iterable[Sharding] = SHARDINGS if ranks > 1 else ("none",)
         found += [plan_split(model, one, richest(memory, ranks), asked) for one in kinds]
     return found
 
@@ -187,7 +185,7 @@ def _held(model: PlannedModel, split: Split, kv_bits: int) -> tuple[int, int, KV
     if split.sharding == "pipeline":
         return _pipeline(model, split, kv_bits)
     parts = whole_and_divided(model.checkpoint, split.sharding, split.vocabulary)
-    ranks = split.world_size if split.sharding == "tensor" else 1
+    ranks = split.world_size if split.sharding in DIVIDES_MATRICES else 1
     own = parts["tensor"] // split.world_size + _experts(model, parts, split)
     kv = model.kv.bytes(ranks=ranks, bits=kv_bits)
     return parts["whole"] + model.draft.weights_bytes, own, kv

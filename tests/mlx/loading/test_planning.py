@@ -151,7 +151,7 @@ def test_planned_weight_bytes_of_moe_models_equal_loaded_ones(family: str, tmp_p
 SPLITS = [
     (family, sharding)
     for family in sorted(set(MOE_FAMILIES) - UNSERVED)
-    for sharding in ("tensor", "expert")
+    for sharding in ("tensor", "expert", "tensor+expert")
     if sharding_obstacle(moe_config(family, **VOCAB), sharding, 2) is None
 ]
 

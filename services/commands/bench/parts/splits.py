@@ -1,4 +1,4 @@
-"""`lockstep bench splits`: one rank against tensor, expert and pipeline splits over several ranks.
+"""`lockstep bench splits`: one rank against all splits of a model over several ranks.
 
 The ranks run without a scheduler, so that only devices and links are compared. The contenders run
 one after the other, because a device cannot hold all their models at once. A rank's step has three
@@ -36,7 +36,7 @@ from services.commands.bench.measuring.report import PART, Case, Report
 from shared.errors import UnavailableError, UsageError
 from shared.measurements.expert_balance import rank_imbalance
 
-SPLITTINGS = ("one", "tensor", "expert", "pipeline")
+SPLITTINGS = ("one", "tensor", "expert", "tensor+expert", "pipeline")
 BACKENDS = ("auto", "ring", "nccl")
 COLUMNS = [
     "step_ms",

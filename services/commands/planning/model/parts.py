@@ -8,8 +8,9 @@ attention and feed-forward layers are divided, norms and gates are not, embeddin
 from typing import Literal
 
 from services.commands.planning.model.checkpoint import Checkpoint
+from shared.messages.base import Sharding
 from shared.messages.rank_link import VocabularySplit
-from shared.model.sharding.shares import HEAD_BYTES_MIN
+from shared.model.sharding.shares import DIVIDES_EXPERTS, DIVIDES_MATRICES, HEAD_BYTES_MIN
 
 Part = Literal["whole", "tensor", "experts"]
 
@@ -30,25 +31,26 @@ _EMBEDDINGS = frozenset({"embed_tokens", "wte", "embeddings", "tok_embeddings", 
 _PIECES = frozenset({"weight", "scales", "biases", "bias"})
 
 
-def part_of(name: str, sharding: str) -> Part:
+def part_of(name: str, sharding: Sharding) -> Part:
     """Return how ranks share one tensor of a layer, judged by its name.
 
     "tensor" divides the matrices of attention, feed-forward layers and experts. "expert" divides
-    routed experts by number and the matrices of shared experts, but not those of attention. Any
-    other sharding divides nothing within a layer.
+    routed experts by number and the matrices of shared experts, but not those of attention;
+    "tensor+expert" routed experts by number and all other matrices. Any other sharding divides
+    nothing within a layer.
 
     Args:
         name: the tensor's name within its layer, such as `mlp.experts.3.up_proj.weight`.
-        sharding: "none", "tensor", "expert" or "pipeline".
+        sharding: how ranks divide the model.
 
     Returns:
         "whole": every rank holds all of it; "tensor": each rank holds a part of the matrix or
         vector; "experts": each rank holds some of the experts.
     """
     path = name.split(".")
-    if sharding == "expert" and not _ROUTED.isdisjoint(path):
+    if sharding in DIVIDES_EXPERTS and not _ROUTED.isdisjoint(path):
         return "experts"
-    if sharding != "tensor" and (sharding != "expert" or _SHARED.isdisjoint(path)):
+    if sharding not in DIVIDES_MATRICES and (sharding != "expert" or _SHARED.isdisjoint(path)):
         return "whole"
     if path[-1] in _VECTORS:
         return "tensor"
@@ -62,13 +64,13 @@ def part_of(name: str, sharding: str) -> Part:
 
 
 def whole_and_divided(
-    checkpoint: Checkpoint, sharding: str, vocabulary: VocabularySplit = "auto"
+    checkpoint: Checkpoint, sharding: Sharding, vocabulary: VocabularySplit = "auto"
 ) -> dict[Part, int]:
     """Add up a model's bytes by the way in which a sharding divides them among ranks.
 
     Args:
         checkpoint: the model.
-        sharding: "none", "tensor", "expert" or "pipeline".
+        sharding: how ranks divide the model.
         vocabulary: `world.split_vocabulary`.
 
     Returns:
@@ -85,13 +87,14 @@ def whole_and_divided(
 
 
 def _divided_by_rows(
-    checkpoint: Checkpoint, sharding: str, vocabulary: VocabularySplit
+    checkpoint: Checkpoint, sharding: Sharding, vocabulary: VocabularySplit
 ) -> frozenset[str]:
     """Return the names of tensors outside of layers of which each rank holds some rows."""
     heads = _names(checkpoint, _HEADS)
-    if sharding == "tensor" and checkpoint.config.get("model_type") in _OUTPUT_DIVIDED and heads:
+    has_divided_output = checkpoint.config.get("model_type") in _OUTPUT_DIVIDED
+    if sharding in DIVIDES_MATRICES and has_divided_output and heads:
         return heads
-    if sharding not in ("tensor", "expert") or vocabulary == "off":
+    if sharding in ("none", "pipeline") or vocabulary == "off":
         return frozenset()
     embeddings = _names(checkpoint, _EMBEDDINGS)
     head = heads or embeddings

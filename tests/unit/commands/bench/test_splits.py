@@ -22,7 +22,7 @@ def test_bench_splits_without_flags_uses_documented_defaults(tmp_path: Path) -> 
     """Two ranks run all splits with batches of 1, 8 and 32 and prompts of 256 and 2,048 tokens."""
     plan = _plan(tmp_path, "--backend", "ring")
     assert (plan.ranks, plan.batches, plan.prefills) == (2, [1, 8, 32], [256, 2_048])
-    assert plan.splittings == ["one", "tensor", "expert", "pipeline"]
+    assert plan.splittings == ["one", "tensor", "expert", "tensor+expert", "pipeline"]
     quick = _plan(tmp_path, "--quick", "--splittings", "one,expert", "--ranks", "4")
     assert (quick.ranks, quick.splittings, quick.prefills) == (4, ["one", "expert"], [256])
 
@@ -94,7 +94,9 @@ def test_bench_splits_reports_unmeasured_split_when_its_processes_fail_to_start(
     )
     report = Report(benchmark="splits", machine={})
     splits.measure(plan, report)
-    assert [set(case.series) for case in report.cases] == [{"one", "tensor", "expert"}] * 2
+    assert [set(case.series) for case in report.cases] == [
+        {"one", "tensor", "expert", "tensor+expert"}
+    ] * 2
     decode, prefill = report.cases
     assert isinstance(decode, Case)
     assert (decode.conditions[PART], prefill.conditions[PART]) == ("decode", "prefill")
@@ -103,7 +105,9 @@ def test_bench_splits_reports_unmeasured_split_when_its_processes_fail_to_start(
     assert set(decode.ratios) == {
         "tensor/one tokens_per_s",
         "expert/one tokens_per_s",
+        "tensor+expert/one tokens_per_s",
         "expert/tensor tokens_per_s",
+        "tensor+expert/tensor tokens_per_s",
     }
     assert report.notes == ["pipeline was not measured: no such way to split"]
 

@@ -31,7 +31,7 @@ def test_plan_for_two_hosts_lists_splits_and_recommends_one(
 
     assert code == 0
     assert "host 1: 192 GiB, of which metal may use 144 GiB" in out
-    for kind in ("none", "tensor", "expert", "pipeline"):
+    for kind in ("none", "tensor", "expert", "tensor+expert", "pipeline"):
         assert f" {kind} " in out
     last = next(line for line in out.splitlines() if line.startswith("Recommended"))
     assert (

@@ -82,6 +82,23 @@ def test_plan_of_skewed_loads_goes_no_further_than_memory(
     assert few + many == EXPERTS
 
 
+def test_plan_proposes_shares_for_the_configured_split_of_tensors_and_experts(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With attention divided too, more experts fit on the host that should get most of them."""
+    file = _write(tmp_path / "skewed.json", [99] * 8 + [1] * 120)
+    words = ("--memory", "48GB,48GB", "--usable", "1", "--context", "4096", "--json")
+    most = []
+    for sharding in ("expert", "tensor+expert"):
+        monkeypatch.setenv("LOCKSTEP_WORLD_SHARDING", sharding)
+        _, out, _ = _plan(capsys, folder, file, *words)
+        most.append(max(json.loads(out)["experts"]["proposed"]))
+    assert EXPERTS > most[1] > most[0]
+
+
 def test_plan_of_even_loads_keeps_shares(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,6 +132,27 @@ def test_expert_split_divides_experts_and_keeps_all_else_whole(mixture: PlannedM
         assert share.kv_bytes_per_token == mixture.kv.bytes().per_token
 
 
+def test_split_of_tensors_and_experts_has_kv_of_tensors_and_experts_by_memory(
+    mixture: PlannedModel,
+) -> None:
+    """A rank holds half of the KV and of all else, and experts in proportion to its memory."""
+    asked = dataclasses.replace(DEMAND, vocabulary="off")
+    memory = memory_of_sizes([128 * GIB, 64 * GIB], "metal")
+    tensors = plan_split(mixture, "tensor", memory, asked).shares
+    both = plan_split(mixture, "tensor+expert", memory, asked).shares
+
+    routed = 48 * 128 * 3 * 768 * 2_048 * 2
+    rest = tensors[0].divided_bytes - routed // 2
+    assert rest > 0
+    assert [one.divided_bytes for one in both] == [
+        rest + routed * 85 // 128, rest + routed * 43 // 128
+    ]  # fmt: skip
+    for one, other in zip(both, tensors, strict=True):
+        assert one.whole_bytes == other.whole_bytes
+        assert one.kv_bytes_per_token == other.kv_bytes_per_token
+        assert one.kv_bytes_per_token == mixture.kv.bytes().per_token // 2
+
+
 def test_plan_is_equal_for_separate_and_stacked_expert_tensors(
     mixture: PlannedModel, tmp_path: Path
 ) -> None:
@@ -225,6 +246,17 @@ def test_plan_uses_all_hosts_and_divides_experts_when_memory_suffices(
 
     assert _choose(dense, memory, DEMAND) == ("tensor", 2, 0, 32_768)
     assert _choose(mixture, memory, DEMAND) == ("expert", 2, 0, 32_768)
+
+
+def test_plan_divides_tensors_and_experts_where_hosts_are_unequal_and_kv_must_be_divided(
+    mixture: PlannedModel,
+) -> None:
+    """Half of the model does not fit on the small host, and the whole KV of long contexts not
+    either."""
+    memory = memory_of_sizes([128 * GIB, 32 * GIB], "metal")
+    asked = dataclasses.replace(DEMAND, context_tokens=32_768, sequences=3)
+
+    assert _choose(mixture, memory, asked) == ("tensor+expert", 2, 0, 32_768)
 
 
 def test_plan_lowers_kv_bits_before_it_shortens_context(dense: PlannedModel) -> None:
