@@ -1,8 +1,8 @@
 """Choice of split, ranks, `kv_bits` and context for a request. Pure.
 
 All hosts are used if possible. Whole experts come before matrices (as fast for few sequences and
-faster for many, as measured), layers only if nothing else fits, fewer bits for KV only if full KV
-does not fit, and a shorter context last.
+faster for many, as measured), both at once after them (not measured yet), layers only if nothing
+else fits, fewer bits for KV only if full KV does not fit, and a shorter context last.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def choose(
     """Choose the best split for the requested sequences.
 
     Unquantized KV comes before quantized KV, then a split within layers on more ranks before one
-    on fewer, then whole experts before matrices; a pipeline of layers comes last.
+    on fewer, then whole experts, matrices, both; a pipeline of layers comes last.
 
     Args:
         model: the model.
