@@ -43,6 +43,8 @@ _HEADS_MAX = 5
 """Query heads of a group; more of them do not fit into the registers of its threads."""
 _TENSOR_HEADS_MAX = 8
 """Query heads of a group whose products tensor cores compute: the rows of half a tile."""
+_TENSOR_QUERIES_MAX = 16
+"""Queries of such a group, of several tokens of a row: the rows of a tile."""
 _WIDE_HEAD_DIM = 128
 """From this width on, fewer heads fit, and none with tensor cores."""
 _WORD_BITS = 32
@@ -201,7 +203,7 @@ class HeadAttentionKernels:
         template = functools.partial(
             _template, shape, qkv.dtype, self._kv_bits, self._group(stored)
         )
-        if places.tokens_share_rows:
+        if places.must_be_written:
             grid = (_WRITERS, shape.kv_heads, qkv.shape[0])
             lengths = write_first(self._write, inputs, template(0, _WRITERS), grid)
             places = places.written(lengths)
@@ -227,12 +229,15 @@ class HeadAttentionKernels:
         """Start the kernels that attend; `template` is called with heads and threads of a group."""
         (rows, _), dtype, tiles = inputs[0].shape, inputs[0].dtype, places.tiles
         kernel, heads, by_tensor_cores = self._choose(shape, dtype)
+        constants = template(heads, _THREADS)
         if by_tensor_cores:
             # With one tile there is nothing to count.
             arrived = places.arrived if tiles > 1 else places.lengths
             if arrived is None:
                 arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
             inputs = [*inputs, arrived]
+            tokens = _TENSOR_QUERIES_MAX // heads if places.are_written else 1
+            constants = [*constants, ("TOKENS", tokens)]
         result = (rows, shape.query_heads * shape.head_dim)
         # One tile gives the result, several give sums of tiles. The kernel sees which.
         sums = (rows, shape.query_heads, tiles, shape.head_dim + 2) if tiles > 1 else (1,)
@@ -240,8 +245,8 @@ class HeadAttentionKernels:
         attended: mx.array
         attended, tile_sums = kernel(
             inputs=inputs,
-            template=template(heads, _THREADS),
-            grid=(tiles * _THREADS, shape.query_heads // heads, rows),
+            template=constants,
+            grid=(shape.query_heads // heads * _THREADS, rows, tiles),
             threadgroup=(_THREADS, 1, 1),
             output_shapes=[result if is_done else (1,), sums],
             output_dtypes=[dtype, mx.float32],

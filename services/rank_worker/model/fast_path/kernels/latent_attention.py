@@ -254,7 +254,7 @@ class LatentAttentionKernels:
             *(new.queries, new.absorbed, new.projected, latents, rotated_keys),
             *(places.lengths, places.slots, rotations, weights.norm, weights.constants),
         ]
-        if places.tokens_share_rows:
+        if places.must_be_written:
             grid = (_THREADS, 1, rows)
             lengths = write_first(self._write, inputs, _template(shape, dtype, 0), grid)
             places = places.written(lengths)
@@ -274,7 +274,7 @@ class LatentAttentionKernels:
         attended, tile_sums = kernel(
             inputs=inputs,
             template=_template(shape, dtype, shared_by),
-            grid=(tiles * _THREADS, heads // shared_by, rows),
+            grid=(heads // shared_by * _THREADS, rows, tiles),
             threadgroup=(_THREADS, 1, 1),
             output_shapes=[result if tiles == 1 else no_result, sums],
             output_dtypes=[dtype, mx.float32],

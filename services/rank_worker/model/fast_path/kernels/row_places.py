@@ -35,11 +35,19 @@ class RowPlaces:
     """int32 zeros [tokens, query heads], with which one forward's kernels count groups of threads
     that have finished; None: the forward has one attention, or its rows one tile."""
     tokens_share_rows: bool = False
-    """Some are of the same row and attend to each other: they must be written first."""
+    """Some are of the same row, side by side, and attend to each other: they must be written
+    first."""
+    are_written: bool = False
+    """Those that share rows are in the arrays already."""
+
+    @property
+    def must_be_written(self) -> bool:
+        """Whether the tokens must be written before any of them attends to others."""
+        return self.tokens_share_rows and not self.are_written
 
     def written(self, lengths: mx.array) -> "RowPlaces":
         """Return the places of tokens that are written, given the result of `write_first`."""
-        return dataclasses.replace(self, lengths=lengths, tokens_share_rows=False)
+        return dataclasses.replace(self, lengths=lengths, are_written=True)
 
     def has_many_sums(self, heads: int, width: int) -> bool:
         """Tell whether the sums of tiles of all tokens, of heads of this width, are too large.
@@ -53,7 +61,9 @@ class RowPlaces:
         """Return the places of the first half of the tokens, and of the others."""
         half = len(self.lengths) // 2
         return [
-            RowPlaces(self.lengths[part], self.slots[part], self.tiles)
+            dataclasses.replace(
+                self, lengths=self.lengths[part], slots=self.slots[part], arrived=None
+            )
             for part in (slice(half), slice(half, None))
         ]
 
@@ -86,7 +96,7 @@ def write_first(
 ) -> mx.array:
     """Start a kernel that writes new tokens, before any of them attends to others of its row.
 
-    The kernel that attends writes them again, with the same numbers.
+    Kernels that attend to the tokens of one at a time write it again, with the same numbers.
 
     Args:
         kernel: writes the tokens; its result is the tokens' lengths.

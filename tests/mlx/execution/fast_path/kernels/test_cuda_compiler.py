@@ -45,8 +45,11 @@ _ARGUMENTS = {
     "few_rows": ("rows weight bias", "product"),
 }
 _HEADS_INPUTS, _HEADS_OUTPUTS = _ARGUMENTS["heads/decode_attention"]
-_CONSTANTS["heads/tensor_attention"] = _CONSTANTS["heads/decode_attention"]
-_ARGUMENTS["heads/tensor_attention"] = (f"{_HEADS_INPUTS} arrived", _HEADS_OUTPUTS)
+for _tokens in (1, 4):
+    _CONSTANTS[f"heads/tensor_attention {_tokens}"] = (
+        _CONSTANTS["heads/decode_attention"] | {"TOKENS": _tokens}
+    )
+    _ARGUMENTS[f"heads/tensor_attention {_tokens}"] = (f"{_HEADS_INPUTS} arrived", _HEADS_OUTPUTS)
 _WRITING = {"HEADS": 0, "THREADS": 64}
 for _bits in (8, 4):
     _of_bits = {"BITS": _bits, "GROUP": 64, "PER_WORD": 32 // _bits, "VECTOR_SIZE": 16}

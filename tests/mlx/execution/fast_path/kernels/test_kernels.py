@@ -135,6 +135,45 @@ def test_layers_of_one_forward_count_finished_groups_in_one_array(
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize("query_heads", [2, 8, pytest.param(14, marks=pytest.mark.proof)])
+def test_new_tokens_of_a_row_share_its_keys_and_do_not_depend_on_other_rows(
+    query_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows have more new tokens than a group of threads takes, or one, and reach over a tile.
+
+    The results are those of the kernel that reads a row once per token.
+    """
+    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
+    shape = head_attention.AttentionShape(
+        query_heads, 2, 16, 16, is_traditional=False, normalizes=False
+    )
+    constants = mx.array([0.25, 0.0, 0.0])
+    weights = head_attention.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), constants)
+    tile = row_places.TILE_TOKENS
+    # The last token repeats that of the shortest row.
+    lengths = [*range(tile - 3, tile + 6), 0, *range(2 * tile - 1, 2 * tile + 4), 0]
+    slots = [2] * 9 + [0] + [1] * 5 + [0]
+    qkv = mx.random.normal((len(slots), (query_heads + 4) * 16), key=mx.random.key(1))
+    qkv[-1] = qkv[9]
+    table = mx.random.normal((len(slots), 16), key=mx.random.key(2))
+    table[-1] = table[9]
+
+    def attended(make_kernel: Any, dialect: Any, first: int = 0, stop: int = 16) -> mx.array:
+        rows = (3, 2, 2 * tile + 9, 16)
+        stored = [mx.random.normal(rows, key=mx.random.key(one)) for one in (3, 4)]
+        places = row_places.RowPlaces(
+            mx.array(lengths[first:stop]), mx.array(slots[first:stop]), 3, tokens_share_rows=True
+        )
+        attend = head_attention.HeadAttentionKernels(make_kernel, dialect).attend
+        return attend(shape, weights, qkv[first:stop], stored, places, table[first:stop])
+
+    shared = attended(mx.fast.cuda_kernel, CUDA)
+    assert mx.allclose(shared, attended(mx.fast.metal_kernel, METAL), rtol=1e-4, atol=1e-5).item()
+    alone = attended(mx.fast.cuda_kernel, CUDA, 10, 15)
+    assert mx.array_equal(alone, shared[10:15]).item()
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
 def test_heads_that_kernels_cannot_share_are_computed_without_them() -> None:
     """Eight threads share a head, so its width must be a multiple of 8."""
     opened = open_of(make("qwen3", 4, 2, 12), device="metal")
