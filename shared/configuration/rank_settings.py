@@ -73,9 +73,11 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_bits: Literal[0, 4, 8] = 0
     """Bits per KV number, in rows and blocks. 8 and 4 hold twice and almost four times as many
     tokens of a 16-bit model, at some loss of quality and speed. 0: as computed."""
-    fast_path: Literal["auto", "off"] = "auto"
-    """Compute decoder layers of a known form in fewer operations. "auto": where the rank proves at
-    its start that the results equal those of mlx-lm's own code. "off": always use that code."""
+    fast_path: Literal["auto", "attention", "off"] = "auto"
+    """Compute steps in fewer operations, where the rank proves at its start that the results equal
+    those of mlx-lm's own code. "auto": decoder layers of a known form as a whole, others as with
+    "attention". "attention": on a GPU mlx-lm's layers, in whose decodes kernels attend and matrices
+    with one input are one. "off": mlx-lm's code alone."""
     batch_invariant: bool = False
     """Give a request the same numbers, to the last bit, beside any other requests and with any
     content of the cache, unless it is preempted or goes on after a fault. Steps are slower. The

@@ -69,8 +69,8 @@ def _invariance_obstacle(config: Config) -> str:
     if config.speculation.method != "off":
         # The number of drafts depends on the load, and a verified token is computed otherwise.
         return f"speculation.method is {config.speculation.method}, not off"
-    if config.rank_worker.fast_path == "off":
-        return "rank_worker.fast_path is off"
+    if config.rank_worker.fast_path != "auto":
+        return f"rank_worker.fast_path is {config.rank_worker.fast_path}"
     if config.vocabulary_split != "off":
         # Some settings of a request have the ranks gather all logits of a step.
         return f"world.split_vocabulary is {config.world.split_vocabulary}"

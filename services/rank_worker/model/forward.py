@@ -1,5 +1,6 @@
 """Runs the model so that its head is computed only for positions whose logits are needed."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -127,7 +128,7 @@ class Forward:
         """
         assert self.inner is not None
         inner: Any = self.inner
-        hidden: mx.array = inner.mlx_lm_call(tokens, caches)
+        hidden: mx.array = inner.mlx_lm_call(tokens, cache=caches)
         return hidden
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -300,23 +301,24 @@ class Forward:
     def _try_to_select(self, inner: nn.Module) -> bool:
         """Make the result of `inner` reducible; tell whether the model's logits shrink with it.
 
-        Restores `inner` when they do not.
+        Its type becomes a subclass, as Python looks `__call__` up there. Restores it if not.
         """
         original = type(inner)
         outer = self
         # Otherwise another `Forward` of the same model has replaced it already.
         is_mlx_lm = not hasattr(original, "mlx_lm_call")
+        signature = inspect.signature(original.__call__)
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if outer._given is not None:
                 return outer._given
-            if is_mlx_lm and (layers := module.__dict__.get(_LAYERS)) is not None:
-                given = _tokens_and_caches(*args, **kwargs)
+            layers = module.__dict__.get(_LAYERS) if is_mlx_lm else None
+            if layers is not None:
+                given = _tokens_and_caches(signature.bind(module, *args, **kwargs))
                 if given is not None:
                     return outer._reduce(layers(*given))
             return outer._reduce(original.__call__(module, *args, **kwargs))
 
-        # A subclass, because Python looks `__call__` up on the type; only this instance is touched.
         methods = {
             "__call__": call,
             "mlx_lm_call": getattr(original, "mlx_lm_call", original.__call__),
@@ -349,14 +351,12 @@ class Forward:
         return hidden if self._select is None else self._select(hidden)
 
 
-def _tokens_and_caches(
-    tokens: mx.array, cache: list[Any] | None = None, *others: Any, **named: Any
-) -> tuple[mx.array, list[RowLayer]] | None:
+def _tokens_and_caches(given: inspect.BoundArguments) -> tuple[mx.array, list[RowLayer]] | None:
     """Return the arguments of a model without its head; None if it is called otherwise."""
-    is_known = all(one is None for one in (*others, *named.values()))
-    if not is_known or not cache or not isinstance(cache[0], RowLayer):
-        return None
-    return tokens, cache
+    _, tokens, *others = given.arguments.values()
+    cache = given.arguments.get("cache")
+    is_known = all(one is None for one in others if one is not cache)
+    return (tokens, cache) if is_known and cache and isinstance(cache[0], RowLayer) else None
 
 
 def replaced_layers(model: nn.Module) -> list[Layers]:

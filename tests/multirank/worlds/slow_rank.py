@@ -19,7 +19,7 @@ KINDS = ("attention", "collective")
 
 def delay(kind: str, seconds: float) -> None:
     """Delay each call of a method."""
-    from services.rank_worker.model.fast_path.decoder_layer import DecoderLayer
+    from services.rank_worker.model.fast_path.known_form.decoder_layer import DecoderLayer
     from services.rank_worker.model.fast_path.merged_linear import SummedLinear
 
     slow: Any = SummedLinear

@@ -10,6 +10,7 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchLinear
 
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.model.expert_counter import ExpertCounter
+from services.rank_worker.model.fast_path.compared_rows import relative_difference
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
@@ -20,7 +21,6 @@ from services.rank_worker.model.fast_path.kernels.routing import (
     RoutingRule,
 )
 from services.rank_worker.model.fast_path.kernels.tensor_cores import can_multiply
-from services.rank_worker.model.fast_path.proof import relative_difference
 from services.rank_worker.model.fast_path.routed_block import (
     BlockForm,
     RoutedBlock,

@@ -1,20 +1,26 @@
 """Opens the fast path of a loaded model, or says why the model has none."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import mlx.core as mx
 
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
-from services.rank_worker.model.fast_path.attention.interface import UnknownForm
+from services.rank_worker.model.fast_path.any_form import family_layers
+from services.rank_worker.model.fast_path.any_form import proof as any_form
+from services.rank_worker.model.fast_path.any_form.family_layers import FamilyForm, FamilyLayers
 from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
-from services.rank_worker.model.fast_path.forms import StackForm, read_form
-from services.rank_worker.model.fast_path.kernels.kernels import Kernels
-from services.rank_worker.model.fast_path.layer_stack import LayerStack
-from services.rank_worker.model.fast_path.proof import depends_on_other_rows, find_difference
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
+from services.rank_worker.model.fast_path.known_form.forms import StackForm, read_form
+from services.rank_worker.model.fast_path.known_form.layer_stack import LayerStack
+from services.rank_worker.model.fast_path.known_form.proof import (
+    depends_on_other_rows,
+    find_difference,
+)
 from services.rank_worker.model.fast_path.row_tiles import tile_head
+from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 from services.rank_worker.model.forward import Forward
 from services.rank_worker.model.sharding.head_split import find_head
 from shared.configuration.rank_settings import RankWorkerConfig
@@ -33,6 +39,8 @@ class FastPathSettings:
     device: DeviceKind = "cpu"
     all_agree: Callable[[bool], bool] = bool
     """Tells whether a statement holds on all ranks; a collective, as all ranks compute alike."""
+    keeps_layers: bool = False
+    """mlx-lm's code computes the layers, and kernels only attend and multiply."""
     batch_invariant: bool = False
     """What a decode computes for a row must not depend on the other rows."""
 
@@ -49,14 +57,19 @@ def fast_path_settings(
     """
     if config.fast_path == "off":
         return None
-    return FastPathSettings(device, all_agree, config.batch_invariant)
+    return FastPathSettings(
+        device,
+        all_agree,
+        keeps_layers=config.fast_path == "attention",
+        batch_invariant=config.batch_invariant,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FastPath:
     """The fast path of a model, or why it has none."""
 
-    stack: LayerStack | None
+    layers: LayerStack | FamilyLayers | None
     """Computes the model's layers; None: mlx-lm's code does."""
     state: str
     """How the layers are computed, for operators."""
@@ -91,12 +104,12 @@ def open_fast_path(
         )
         found = _open(forward, shape, settings, kv_bits)
         if experts:
-            found = FastPath(found.stack, f"{found.state}; {experts}")
+            found = FastPath(found.layers, f"{found.state}; {experts}")
         if settings.batch_invariant:
             _make_invariant(found, forward, shape, kv_bits)
     if forward.inner is not None:
-        forward.use_layers(found.stack)
-    store.writes_in_place = found.stack is not None and found.stack.has_kernels
+        forward.use_layers(found.layers)
+    store.writes_in_place = found.layers is not None and found.layers.has_kernels
     _log.info("fast_path", detail=found.state)
     return found
 
@@ -104,12 +117,24 @@ def open_fast_path(
 def _open(
     forward: Forward, shape: ModelShape, settings: FastPathSettings, kv_bits: int
 ) -> FastPath:
-    form, reason = _read_form(forward, shape)
+    known = _open_known(forward, shape, settings, kv_bits)
+    if known.layers is not None:
+        return known
+    return _open_any(forward, shape, settings, kv_bits, known.state)
+
+
+def _open_known(
+    forward: Forward, shape: ModelShape, settings: FastPathSettings, kv_bits: int
+) -> FastPath:
+    """Open the layers of a known form; without them the state is why they do not serve."""
+    form, reason = _read_form(forward, shape, settings)
     if not settings.all_agree(form is not None):
-        return FastPath(None, f"mlx-lm's layers: {reason or 'another rank has no fast path'}")
+        return FastPath(None, reason or "another rank has no fast path")
     assert form is not None
     assert forward.inner is not None
-    kernels, fault = _open_kernels(form, settings, kv_bits)
+    shapes = {one.attention.shape for one in form.layers}
+    weight = form.norm.weight
+    kernels, fault = _open_kernels(shapes, weight.dtype, settings, kv_bits, weight.size)
     invariant = settings.batch_invariant
     on_cpu = settings.device == "cpu"
     stack = LayerStack(
@@ -119,10 +144,56 @@ def _open(
         raise _refusal("this model's layers have experts, adapters or divided biases")
     difference = find_difference(stack, forward.inner, forward.plain, shape.layers(), kv_bits)
     if not settings.all_agree(difference is None):
-        return FastPath(None, f"mlx-lm's layers: {difference or 'a difference on another rank'}")
+        return FastPath(None, difference or "a difference on another rank")
     if kernels is not None:
         return FastPath(stack, "fast path with kernels")
     return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
+
+
+def _open_any(
+    forward: Forward,
+    shape: ModelShape,
+    settings: FastPathSettings,
+    kv_bits: int,
+    obstacle: str,
+) -> FastPath:
+    """Open kernels of attention for mlx-lm's layers.
+
+    Args:
+        forward: of the loaded model.
+        shape: the result of `read_shape`.
+        settings: of this rank.
+        kv_bits: bits per number of stored KV; 0: the model's own dtype.
+        obstacle: why the layers are not of a known form.
+    """
+    none = FastPath(None, f"mlx-lm's layers: {obstacle}")
+    form, reason = _read_any_form(forward, shape, settings)
+    if not settings.all_agree(form is not None):
+        return FastPath(None, f"{none.state}; {reason}" if reason else none.state)
+    assert form is not None
+    assert forward.inner is not None
+    shapes = {one.shape for one in form.attentions}
+    dtype = shape.layers()[0][0].dtype
+    kernels, fault = _open_kernels(shapes, dtype, settings, kv_bits)
+    if kernels is None:
+        return FastPath(None, f"{none.state}; {fault}" if fault else none.state)
+    layers = FamilyLayers(forward.plain, forward.inner, form, kernels, forward.expert_counter)
+    difference = any_form.find_difference(layers, forward.plain, shape.layers(), kv_bits)
+    if not settings.all_agree(difference is None):
+        return FastPath(None, f"{none.state}; {difference or 'a difference on another rank'}")
+    return FastPath(layers, f"mlx-lm's layers, attention with kernels: {obstacle}")
+
+
+def _read_any_form(
+    forward: Forward, shape: ModelShape, settings: FastPathSettings
+) -> tuple[FamilyForm | None, str]:
+    """Return what kernels need to know of mlx-lm's layers; None, and why, if they cannot serve."""
+    if settings.device == "cpu" or forward.inner is None or not shape.is_plain:
+        return None, ""
+    try:
+        return family_layers.read_form(forward.plain, forward.inner, shape.layers()), ""
+    except UnknownForm as unknown:
+        return None, str(unknown)
 
 
 def _make_invariant(found: FastPath, forward: Forward, shape: ModelShape, kv_bits: int) -> None:
@@ -131,8 +202,8 @@ def _make_invariant(found: FastPath, forward: Forward, shape: ModelShape, kv_bit
     Raises:
         ConfigError: something depends on other rows.
     """
-    stack, head = found.stack, find_head(forward.model, shape.vocab_size)
-    if stack is None:
+    stack, head = found.layers, find_head(forward.model, shape.vocab_size)
+    if not isinstance(stack, LayerStack):
         raise _refusal(f"this model is computed by {found.state}")
     if head is None:
         raise _refusal("this model's head is not found")
@@ -146,16 +217,27 @@ def _refusal(obstacle: str) -> ConfigError:
 
 
 def _open_kernels(
-    form: StackForm, settings: FastPathSettings, kv_bits: int
+    shapes: Collection[Shape],
+    dtype: mx.Dtype,
+    settings: FastPathSettings,
+    kv_bits: int,
+    dim: int = 0,
 ) -> tuple[Kernels | None, str]:
-    """Return kernels that all ranks can use; None, with the cause, if a rank cannot."""
-    dtype = form.norm.weight.dtype
+    """Return kernels that all ranks can use; None, with the cause, if a rank cannot.
+
+    Args:
+        shapes: of the attentions, each once.
+        dtype: of the model.
+        settings: of this rank.
+        kv_bits: bits per number of stored KV; 0: the model's own dtype.
+        dim: as for `Kernels.find_fault`.
+    """
     kernels, fault = None, ""
     if settings.device != "cpu" and dtype not in _KERNEL_DTYPES:
         fault = f"the model is {dtype}"
     elif settings.device != "cpu":
         kernels = Kernels(settings.device, kv_bits)
-        fault = kernels.find_fault({one.attention.shape for one in form.layers}, form.norm.weight)
+        fault = kernels.find_fault(shapes, dtype, dim)
     # A rank on a CPU votes too: beside it no rank has kernels.
     has_kernels = settings.all_agree(kernels is not None and not fault)
     if kernels is None or not has_kernels:
@@ -164,8 +246,12 @@ def _open_kernels(
     return kernels, ""
 
 
-def _read_form(forward: Forward, shape: ModelShape) -> tuple[StackForm | None, str]:
-    """Return the model's form; None, and why, if it is unknown."""
+def _read_form(
+    forward: Forward, shape: ModelShape, settings: FastPathSettings
+) -> tuple[StackForm | None, str]:
+    """Return the model's form; None, and why, if it is unknown or not wanted."""
+    if settings.keeps_layers:
+        return None, 'rank_worker.fast_path is "attention"'
     if forward.inner is None or not shape.is_plain:
         return None, "the model keeps other state than keys and values"
     try:

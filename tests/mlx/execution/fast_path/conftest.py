@@ -19,7 +19,7 @@ def kernels_on_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Have kernels run on the CPU. They run while a graph is built, so none is compiled."""
-    monkeypatch.setattr(mx, "compile", lambda function: function)
+    monkeypatch.setattr(mx, "compile", lambda function, **_named: function)
     KernelOnCpu.folder = tmp_path_factory.getbasetemp()
     monkeypatch.setattr(mx.fast, "metal_kernel", KernelOnCpu)
     monkeypatch.setattr(mx.fast, "cuda_kernel", KernelOnCpu)

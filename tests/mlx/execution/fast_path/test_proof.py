@@ -19,8 +19,8 @@ def test_fast_path_opens_on_cpu_for_every_attention_shape(
     """MLX's own operations in another order give the results of mlx-lm's layers."""
     opened = open_of(make(kind, query_heads, kv_heads, head_dim))
     assert opened.state == "fast path"
-    assert opened.stack is not None
-    assert not opened.stack.has_kernels
+    assert opened.layers is not None
+    assert not opened.layers.has_kernels
 
 
 def _gelu_in_layer_1(model: Any) -> None:
@@ -87,14 +87,14 @@ def test_layers_that_compute_something_else_keep_mlx_lms_code(
     model = make("qwen3", 4, 2, 16)
     change(model)
     opened = open_of(model)
-    assert opened.stack is None
+    assert opened.layers is None
     assert opened.state.startswith(f"mlx-lm's layers: {said}")
 
 
 def test_disagreement_of_another_rank_closes_fast_path() -> None:
     """Ranks that compute differently would run other collectives."""
     opened = open_of(make("qwen3", 4, 2, 16), all_agree=lambda _: False)
-    assert (opened.stack, opened.state) == (
+    assert (opened.layers, opened.state) == (
         None,
         "mlx-lm's layers: another rank has no fast path",
     )

@@ -7,7 +7,7 @@ import pytest
 from mlx import nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from services.rank_worker.model.fast_path.rotation import read_rotation
+from services.rank_worker.model.fast_path.known_form.rotation import read_rotation
 
 _LLAMA3 = {
     "rope_type": "llama3",

@@ -53,29 +53,34 @@ class Kernels:
         self.few_rows = FewRows() if device == "cuda" else None
         """Products of few rows; None: MLX's are used."""
 
-    def find_fault(self, shapes: Collection[Shape], weight: mx.array) -> str:
+    def find_fault(self, shapes: Collection[Shape], dtype: mx.Dtype, dim: int = 0) -> str:
         """Compile and run all kernels once; return why they cannot serve, "" if they can.
 
         Without a kernel for products of few rows the others still serve, and MLX multiplies.
 
         Args:
             shapes: of the attentions, each once.
-            weight: [dim], of a norm of the model.
+            dtype: of the model.
+            dim: width of hidden states; 0: kernels compute no norms and no activations.
         """
-        dtype, epsilon = weight.dtype, mx.zeros((1,), dtype=mx.float32)
         of_heads = [one for one in shapes if isinstance(one, AttentionShape)]
         of_latents = [one for one in shapes if isinstance(one, LatentShape)]
         fault = self.head_attention.find_fault(of_heads, dtype)
         if fault := fault or self.latent_attention.find_fault(of_latents, dtype):
             return fault
-        hidden = mx.ones((1, weight.size), dtype=dtype)
-        try:
-            mx.eval(self.add_norm(hidden, hidden, weight, epsilon), self.silu_product(hidden))
-        except (RuntimeError, ValueError) as error:
-            return f"a kernel does not run ({str(error).splitlines()[0]})"
+        if fault := self._find_fault_of_norms(dtype, dim) if dim else "":
+            return fault
         if self.few_rows is not None and (fault := self.few_rows.find_fault(dtype)):
             _log.info("mlx_products", detail=fault)
             self.few_rows = None
+        return ""
+
+    def _find_fault_of_norms(self, dtype: mx.Dtype, dim: int) -> str:
+        hidden, epsilon = mx.ones((1, dim), dtype=dtype), mx.zeros((1,), dtype=mx.float32)
+        try:
+            mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon), self.silu_product(hidden))
+        except (RuntimeError, ValueError) as error:
+            return f"a kernel does not run ({str(error).splitlines()[0]})"
         return ""
 
     def keep_common(self, all_agree: Callable[[bool], bool]) -> None:

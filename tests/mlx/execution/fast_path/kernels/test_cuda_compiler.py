@@ -46,9 +46,9 @@ _ARGUMENTS = {
 }
 _HEADS_INPUTS, _HEADS_OUTPUTS = _ARGUMENTS["heads/decode_attention"]
 for _tokens in (1, 4):
-    _CONSTANTS[f"heads/tensor_attention {_tokens}"] = (
-        _CONSTANTS["heads/decode_attention"] | {"TOKENS": _tokens}
-    )
+    _CONSTANTS[f"heads/tensor_attention {_tokens}"] = _CONSTANTS["heads/decode_attention"] | {
+        "TOKENS": _tokens
+    }
     _ARGUMENTS[f"heads/tensor_attention {_tokens}"] = (f"{_HEADS_INPUTS} arrived", _HEADS_OUTPUTS)
 _WRITING = {"HEADS": 0, "THREADS": 64}
 for _bits in (8, 4):

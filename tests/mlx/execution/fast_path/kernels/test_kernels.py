@@ -192,7 +192,7 @@ def test_compiled_decode_that_computes_something_else_keeps_mlx_lms_code(
 
     monkeypatch.setattr(mx, "compile", compiled)
     opened = open_of(make("qwen3", 4, 2, 16), device="metal")
-    assert opened.stack is None
+    assert opened.layers is None
     assert opened.state.startswith("mlx-lm's layers: the compiled decode differs by")
 
 
@@ -215,7 +215,7 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
         monkeypatch.setattr(mx.fast, "cuda_kernel", failing)
     kernels, votes = Kernels("cuda"), []
     shapes = [head_attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)]
-    assert kernels.find_fault(shapes, mx.ones((32,))) == ""
+    assert kernels.find_fault(shapes, mx.float32, 32) == ""
 
     def all_agree(vote: bool) -> bool:
         votes.append(vote)
@@ -257,7 +257,7 @@ def test_wrong_kernel_keeps_mlx_lms_code(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(mx.fast, "metal_kernel", broken)
     opened = open_of(make("qwen3", 4, 2, 16), device="metal")
-    assert opened.stack is None
+    assert opened.layers is None
     assert opened.state.startswith("mlx-lm's layers: layer 0 differs by")
 
 

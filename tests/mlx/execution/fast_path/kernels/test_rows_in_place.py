@@ -195,7 +195,7 @@ def test_attention_to_tokens_of_one_row_is_computed_from_the_result_of_writing_t
     opened = open_of(
         make_latent("dense") if kind == "latent" else make("qwen3", 4, 2, 16), device="metal"
     )
-    assert opened.stack is not None
+    assert opened.layers is not None
     writes = [place for place, (name, _, _) in enumerate(calls) if "_write_" in name]
     assert writes
     for place in writes:
@@ -271,13 +271,13 @@ def test_compiled_verification_that_computes_something_else_keeps_mlx_lms_code(
     """Several tokens per row make another graph of a decode; the proof compares both."""
 
     def compiled(function: Any) -> Any:
-        _, tokens_share_rows = function.args
+        _, _, tokens_share_rows = function.args
         factor = float("nan") if tokens_share_rows else 1.0
         return lambda *args: [factor * one for one in function(*args)]
 
     monkeypatch.setattr(mx, "compile", compiled)
     opened = open_of(make("qwen3", 4, 2, 16), device="metal")
-    assert opened.stack is None
+    assert opened.layers is None
     assert opened.state.startswith("mlx-lm's layers: the compiled decode differs by")
 
 
@@ -295,5 +295,5 @@ def test_kernel_that_leaves_rows_unwritten_keeps_mlx_lms_code(
 
     monkeypatch.setattr(mx.fast, "metal_kernel", broken)
     opened = open_of(make("qwen3", 4, 2, 16), device="metal")
-    assert opened.stack is None
+    assert opened.layers is None
     assert "attention 0 to several new tokens differs by" in opened.state

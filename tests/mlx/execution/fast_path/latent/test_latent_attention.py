@@ -42,8 +42,8 @@ def test_latent_attention_of_every_family_opens_fast_path_on_cpu(kind: str) -> N
     """Rows of different lengths, one new token per row and several, in MLX's own operations."""
     opened = open_of(make_latent(kind))
     assert opened.state == "fast path"
-    assert opened.stack is not None
-    assert not opened.stack.has_kernels
+    assert opened.layers is not None
+    assert not opened.layers.has_kernels
 
 
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}])
@@ -107,8 +107,8 @@ def test_latent_attention_with_heads_of_one_rank_opens_fast_path(
     monkeypatch.setattr(mx.distributed, "all_sum", lambda part, *, group: 1.0 * part)
     model.shard(FakeGroup(rank, 2))
     opened = open_of(model, device=device)
-    assert opened.stack is not None
-    assert opened.stack.has_kernels == (device == "metal")
+    assert opened.layers is not None
+    assert opened.layers.has_kernels == (device == "metal")
     assert model.layers[0].self_attn.embed_q.weight.shape[0] == 3
 
 
@@ -121,7 +121,7 @@ def test_modules_of_latent_attention_still_work_and_hold_no_second_copy(narrow: 
     mx.eval(expected)
     mx.clear_cache()
     before = mx.get_active_memory()
-    assert open_of(model).stack is not None
+    assert open_of(model).layers is not None
     mx.clear_cache()
     assert mx.get_active_memory() < 1.02 * before
     assert mx.allclose(model(tokens), expected, rtol=1e-3, atol=1e-3).item()
@@ -139,10 +139,10 @@ def test_quantized_latent_attention_opens_fast_path(device: Any) -> None:
     widths = {"q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
     model = make_latent("deepseek_v3", **widths)
     nn.quantize(model, group_size=32, bits=8, class_predicate=_is_wide)
-    assert open_of(model, device=device).stack is not None
+    assert open_of(model, device=device).layers is not None
     model = make_latent("deepseek_v3", **widths)
     nn.quantize(model, 32, 8, class_predicate=lambda path, _: path.endswith("with_mqa"))
-    assert open_of(model, device=device).stack is not None
+    assert open_of(model, device=device).layers is not None
 
 
 def _other_scale(attention: Any) -> None:

@@ -20,7 +20,7 @@ from services.rank_worker.model.fast_path.kernels.latent_attention import (
     NewLatents,
 )
 from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces, tile_count
-from services.rank_worker.model.fast_path.rotation import read_rotation
+from services.rank_worker.model.fast_path.known_form.rotation import read_rotation
 from services.rank_worker.profiling.part_timer import count_primitives
 from tests.mlx.execution.fast_path.attention_models import open_of
 from tests.mlx.execution.fast_path.latent.latent_models import LATENT_KINDS, make_latent
@@ -265,7 +265,7 @@ def test_layer_of_a_decode_with_kernels_has_no_more_operations_than_today(
     for layers in (2, 4):
         counted = {"num_hidden_layers": layers, "first_k_dense_replace": layers}
         model = make_latent("dense", qk_nope_head_dim=32, **counted)
-        stack = open_of(model, device=device).stack
+        stack = open_of(model, device=device).layers
         assert stack is not None
         caches = [RowLayer(parts) for parts in read_shape(model).layers()]
         for cache in caches:

@@ -10,16 +10,16 @@ from typing import Any
 from mlx import nn
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
-from services.rank_worker.model.fast_path.attention.head_attention import read_heads
-from services.rank_worker.model.fast_path.attention.interface import (
+from services.rank_worker.model.fast_path.gated_mlp import has_gated_matrices
+from services.rank_worker.model.fast_path.known_form.attention.head_attention import read_heads
+from services.rank_worker.model.fast_path.known_form.attention.interface import (
     AttentionForm,
-    UnknownForm,
     as_rms_norm,
     is_linear_like,
 )
-from services.rank_worker.model.fast_path.attention.latent_attention import read_latents
-from services.rank_worker.model.fast_path.gated_mlp import has_gated_matrices
-from services.rank_worker.model.fast_path.rotation import Rotation
+from services.rank_worker.model.fast_path.known_form.attention.latent_attention import read_latents
+from services.rank_worker.model.fast_path.known_form.rotation import Rotation
+from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 

@@ -13,17 +13,12 @@ from mlx.utils import tree_map
 
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
+from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
-from services.rank_worker.model.fast_path.rotation import Rotation, read_rotation
+from services.rank_worker.model.fast_path.known_form.rotation import Rotation, read_rotation
+from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 from services.rank_worker.model.sharding.mlp_split import is_linear
-
-RowArrays = Sequence[mx.array]
-"""Keys and values of all rows in one layer, as `RowLayer.arrays`."""
-
-
-class UnknownForm(Exception):
-    """A model is not of a form that the fast path knows. The text says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

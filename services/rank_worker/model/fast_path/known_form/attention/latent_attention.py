@@ -17,19 +17,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
-from services.rank_worker.model.fast_path.attention.head_matrices import (
-    HeadMatrices,
-    head_shape,
-)
-from services.rank_worker.model.fast_path.attention.interface import (
-    NewTokens,
-    RowArrays,
-    UnknownForm,
-    as_rms_norm,
-    attend_apart,
-    is_linear_like,
-    share_rotation,
-)
+from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
 from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.kernels.latent_attention import (
@@ -37,12 +25,24 @@ from services.rank_worker.model.fast_path.kernels.latent_attention import (
     LatentWeights,
     NewLatents,
 )
+from services.rank_worker.model.fast_path.known_form.attention.head_matrices import (
+    HeadMatrices,
+    head_shape,
+)
+from services.rank_worker.model.fast_path.known_form.attention.interface import (
+    NewTokens,
+    as_rms_norm,
+    attend_apart,
+    is_linear_like,
+    share_rotation,
+)
+from services.rank_worker.model.fast_path.known_form.rotation import Rotation
 from services.rank_worker.model.fast_path.merged_linear import (
     MergedLinear,
     SummedLinear,
     can_merge,
 )
-from services.rank_worker.model.fast_path.rotation import Rotation
+from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 
 _MODULES = {"kv_a_proj_with_mqa", "kv_a_layernorm", "embed_q", "unembed_out", "o_proj", "rope"}
 _WHOLE_QUERIES = {"q_proj"}

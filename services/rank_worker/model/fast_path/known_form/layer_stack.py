@@ -3,7 +3,6 @@
 B is the number of rows, L the tokens per row.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +11,13 @@ import mlx.core as mx
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.attention.interface import NewTokens, RowArrays
-from services.rank_worker.model.fast_path.decoder_layer import DecoderLayer
-from services.rank_worker.model.fast_path.forms import StackForm
-from services.rank_worker.model.fast_path.kernels.kernels import Kernels
+from services.rank_worker.model.fast_path.compiled_decodes import CompiledDecodes, RowArrays
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces, tile_count
-from services.rank_worker.model.fast_path.rotation import Rotation
+from services.rank_worker.model.fast_path.known_form.attention.interface import NewTokens
+from services.rank_worker.model.fast_path.known_form.decoder_layer import DecoderLayer
+from services.rank_worker.model.fast_path.known_form.forms import StackForm
+from services.rank_worker.model.fast_path.known_form.rotation import Rotation
 from services.rank_worker.model.fast_path.routed_block import RoutedBlock, find_routed
 from services.rank_worker.model.forward import Observe
 
@@ -64,14 +64,9 @@ class LayerStack:
         self._rotations: dict[int, Rotation] = {
             id(one.rotation): one.rotation for one in attentions if one.rotation is not None
         }
-        self._query_heads = max(one.shape.query_heads for one in attentions)
         self._wants_mask_array = any(one.is_expanded for one in attentions)
-        self._counter = counter
-        self._compiled: dict[tuple[int, bool], Callable[..., list[mx.array]]] = {}
-        """The decode, by the number of tiles and whether tokens share rows: hidden states, then the
-        experts of each layer that the counter has noted."""
-        self._noted_layers: list[int] = []
-        """What the counter calls these layers."""
+        query_heads = max(one.shape.query_heads for one in attentions)
+        self._decodes = CompiledDecodes(self._build_decode, query_heads, counter)
         self.observe: Observe | None = None
         """Calls the parts of the layers while a step is measured; None: nothing is measured."""
 
@@ -79,6 +74,11 @@ class LayerStack:
     def has_kernels(self) -> bool:
         """Whether decodes write rows in place, see `InPlaceView`."""
         return self._kernels is not None
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """What each layer's attention is compiled for."""
+        return [one.attention.shape for one in self._form.layers]
 
     @property
     def dim(self) -> int:
@@ -103,7 +103,8 @@ class LayerStack:
         rows, count = tokens.shape
         view = caches[0].view
         if isinstance(view, InPlaceView):
-            hidden = self._decode(tokens.reshape(-1), view, caches)
+            is_measured = self.observe is not None
+            hidden = self._decodes(tokens.reshape(-1), view, caches, is_measured=is_measured)
         else:
             new = NewTokens(
                 rows,
@@ -116,60 +117,13 @@ class LayerStack:
             hidden = self._run(tokens.reshape(-1), caches, new)
         return hidden.reshape(rows, count, -1)
 
-    def _decode(self, tokens: mx.array, view: InPlaceView, caches: Sequence[RowLayer]) -> mx.array:
-        kind = (tile_count(view.longest), view.tokens_share_rows)
-        arrays = [array for cache in caches for array in cache.arrays]
-        if self.observe is not None:
-            return self._decode_in_place(*kind, tokens, view.lengths, view.slots, *arrays)
-        if kind not in self._compiled:
-            self._compiled[kind] = mx.compile(functools.partial(self._decode_and_note, *kind))
-        hidden, *experts = self._compiled[kind](tokens, view.lengths, view.slots, *arrays)
-        if self._counter is not None:
-            self._counter.note(zip(self._noted_layers, experts, strict=True))
-        return hidden
-
-    def _decode_and_note(
-        self, tiles: int, tokens_share_rows: bool, *args: mx.array
-    ) -> list[mx.array]:
-        """Build a decode; return also the arrays that layers of experts note while it is built."""
-        if self._counter is not None:
-            # Those of earlier decodes outside of a counted forward, as in the proof.
-            self._counter.take_noted()
-        hidden = self._decode_in_place(tiles, tokens_share_rows, *args)
-        if self._counter is None:
-            return [hidden]
-        noted = self._counter.take_noted()
-        # All decodes call the same layers in the same order.
-        self._noted_layers = [layer for layer, _ in noted]
-        return [hidden, *(experts for _, experts in noted)]
-
-    def _decode_in_place(
-        self,
-        tiles: int,
-        tokens_share_rows: bool,
-        tokens: mx.array,
-        lengths: mx.array,
-        slots: mx.array,
-        *arrays: mx.array,
+    def _build_decode(
+        self, tokens: mx.array, places: RowPlaces, rows: Sequence[RowArrays]
     ) -> mx.array:
-        """Build a decode whose kernels write the rows.
-
-        Args:
-            tiles: of the longest row.
-            tokens_share_rows: see `RowPlaces`.
-            tokens: int32 [B].
-            lengths: see `RowPlaces`; so is `slots`.
-            slots: of the rows.
-            arrays: those of each layer in turn.
-        """
-        rows = tokens.shape[0]
-        arrived = mx.zeros((rows, self._query_heads), dtype=mx.int32) if tiles > 1 else None
-        places = RowPlaces(lengths, slots, tiles, arrived, tokens_share_rows)
-        tables, apart = self._tables(lengths, rows, 1), self._batch_invariant
-        new = NewTokens(rows, 1, lengths, tables, places=places, apart=apart)
-        per_layer = len(arrays) // len(self._layers)
-        starts = range(0, len(arrays), per_layer)
-        return self._run(tokens, [arrays[one : one + per_layer] for one in starts], new)
+        """Build a decode whose kernels write the rows; see `BuildDecode`."""
+        tables, apart = self._tables(places.lengths, tokens.shape[0], 1), self._batch_invariant
+        new = NewTokens(tokens.shape[0], 1, places.lengths, tables, places=places, apart=apart)
+        return self._run(tokens, rows, new)
 
     def _run(
         self, tokens: mx.array, caches: Sequence[RowLayer] | Sequence[RowArrays], new: NewTokens

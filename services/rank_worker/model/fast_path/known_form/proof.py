@@ -6,8 +6,6 @@ up over the layers, and a layer that computes anything else is found.
 
 import contextlib
 import copy
-import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,65 +14,30 @@ from mlx import nn
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import (
-    QuantizedRowLayer,
     RowLayer,
-    make_row_layer,
 )
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView, UniformView
+from services.rank_worker.model.fast_path.compared_rows import (
+    LENGTHS,
+    LENGTHS_OF_DRAFTS,
+    LENGTHS_OF_KERNELS,
+    SHORT_LENGTHS,
+    TOKENS_OF_ROW,
+    ComparedRows,
+    PlainForward,
+    graphs_differ,
+    in_place_view,
+    new_tokens,
+    order_of_kernels,
+    ragged_view,
+    relative_difference,
+    set_view,
+)
 from services.rank_worker.model.fast_path.kernels.row_places import TILE_TOKENS
-from services.rank_worker.model.fast_path.layer_stack import LayerStack
+from services.rank_worker.model.fast_path.known_form.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
 
-_LENGTHS, _LENGTHS_OF_KERNELS = (0, 5, 37), (0, 37, TILE_TOKENS + 88)
-"""Tokens in the rows before the compared decode: an empty row and others, for kernels one of two
-tiles."""
-_LENGTHS_OF_DRAFTS, _SHORT_LENGTHS = (0, TILE_TOKENS - 1, TILE_TOKENS + 88), (0, 1, 2)
-"""The same for several new tokens per row, and for compiled decodes of them."""
-_SLOTS = (2, 0, 1)
-"""Their places in the arrays, for forwards that need not be in order."""
-_TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
-"""Largest relative difference, as a root mean square, of a layer's change to its input."""
-
-_TOKENS_OF_ROW = 3
-"""New tokens per row of further comparisons, where several are computed in another way than one."""
 _OTHER_ARGUMENTS = "layers are given more than a mask and a cache"
-
-_GRAPH_TOLERANCE = 0.5
-"""The same for hidden states after all layers, over which rounding adds up; unrelated ones differ
-by 1.4."""
-
-PlainForward = Callable[[mx.array, Sequence[Any]], mx.array]
-"""mlx-lm's forward: token ids [B, L] and caches -> hidden states [B, L, dim]."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Rows:
-    """How a layer stores its rows."""
-
-    parts: Sequence[BlockPart]
-    """Shapes of the keys and of the values that the model computes."""
-    bits: int
-    """Per stored number; 0: the type that the model computes."""
-
-    def empty(self, count: int, room: int) -> RowLayer:
-        """Return rows of zeros."""
-        layer = make_row_layer(self.parts, self.bits)
-        layer.resize(count, room, 0, 0)
-        mx.eval(layer.arrays)
-        return layer
-
-    def random(self, count: int, room: int) -> RowLayer:
-        """Return rows of random numbers; the same for the same arguments."""
-        layer = make_row_layer(self.parts, self.bits)
-        layer.arrays = []
-        for index, part in enumerate(self.parts):
-            shape = (count, part.heads, room, part.dim)
-            numbers = mx.random.normal(shape, key=mx.random.key(index + 1)).astype(part.dtype)
-            layer.arrays += (
-                layer.quantize(numbers) if isinstance(layer, QuantizedRowLayer) else [numbers]
-            )
-        mx.eval(layer.arrays)
-        return layer
 
 
 def find_difference(
@@ -96,8 +59,8 @@ def find_difference(
     Returns:
         What differs, as a clause; None: nothing.
     """
-    lengths = _LENGTHS_OF_KERNELS if stack.has_kernels else _LENGTHS
-    rows = [_Rows(one, kv_bits) for one in parts]
+    lengths = LENGTHS_OF_KERNELS if stack.has_kernels else LENGTHS
+    rows = [ComparedRows(one, kv_bits) for one in parts]
     # Everything is compared also after a difference: other ranks may not find it, and all must run
     # the same collectives.
     found = [_compare_ends(stack, inner, plain, rows)]
@@ -109,17 +72,23 @@ def find_difference(
         differs = _compare_layer(stack, number, block, own_rows, lengths)
         found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
         # Kernels decode drafts; other forwards of several tokens are without them.
-        ways = [(True, _LENGTHS_OF_DRAFTS)] if stack.has_kernels else []
+        ways = [(True, LENGTHS_OF_DRAFTS)] if stack.has_kernels else []
         ways += [(False, lengths)] if stack.is_expanded(number) else []
         for in_place, of_rows in ways:
             differs = _compare_attention(
-                stack, number, block, own_rows, of_rows, _TOKENS_OF_ROW, in_place=in_place
+                stack, number, block, own_rows, of_rows, TOKENS_OF_ROW, in_place=in_place
             )
             said = f"attention {number} to several new tokens differs by {differs:.1%}"
             found.append(said if differs else None)
     if stack.has_kernels:
+        for number in {shape: place for place, shape in enumerate(stack.shapes)}.values():
+            differs = _compare_attention(
+                stack, number, blocks[number], rows[number], LENGTHS, 1, in_place=True
+            )
+            said = f"attention {number} to rows of one tile differs by {differs:.1%}"
+            found.append(said if differs else None)
         # In short rows most numbers depend on the new tokens that are written first.
-        for of_rows, count in ((lengths, 1), (_SHORT_LENGTHS, _TOKENS_OF_ROW)):
+        for of_rows, count in ((lengths, 1), (SHORT_LENGTHS, TOKENS_OF_ROW)):
             differs = _compare_graph(stack, rows, of_rows, count)
             found.append(f"the compiled decode differs by {differs:.1%}" if differs else None)
     return next(filter(None, found), None)
@@ -145,7 +114,7 @@ def depends_on_other_rows(
     count = len(lengths)
     dtype = parts[0][0].dtype
     hidden = mx.random.normal((count, 1, stack.dim), key=mx.random.key(1)).astype(dtype)
-    rows = _Rows(parts[0], kv_bits).random(count, max(lengths) + 1)
+    rows = ComparedRows(parts[0], kv_bits).random(count, max(lengths) + 1)
     mx.eval(hidden)
     together = stack.run_layer(0, hidden, _copied(rows, range(count), lengths, stack))
     mx.eval(together)
@@ -174,13 +143,13 @@ def _copied(rows: RowLayer, chosen: range, lengths: Sequence[int], stack: LayerS
 
 
 def _compare_ends(
-    stack: LayerStack, inner: nn.Module, plain: PlainForward, rows: Sequence[_Rows]
+    stack: LayerStack, inner: nn.Module, plain: PlainForward, rows: Sequence[ComparedRows]
 ) -> str | None:
     """Compare the embedding, the last norm, and the layers' arguments."""
-    caches = [one.empty(len(_LENGTHS), 1) for one in rows]
-    view = _ragged_view(_LENGTHS)
+    caches = [one.empty(len(LENGTHS), 1) for one in rows]
+    view = ragged_view(LENGTHS)
     for cache in caches:
-        _set_view(cache, view)
+        set_view(cache, view)
     tokens = mx.array([[1], [2], [3]], dtype=mx.int32)
     calls: list[list[Any]] = []
     with _layers_do_nothing(inner, calls):
@@ -219,7 +188,7 @@ def _compare_layer(
     stack: LayerStack,
     number: int,
     block: Any,
-    rows: _Rows,
+    rows: ComparedRows,
     lengths: Sequence[int],
 ) -> float:
     """Return the relative difference of a layer's results; 0 if it is within the tolerance.
@@ -236,7 +205,7 @@ def _compare_attention(
     stack: LayerStack,
     number: int,
     block: Any,
-    rows: _Rows,
+    rows: ComparedRows,
     lengths: Sequence[int],
     count: int,
     *,
@@ -245,42 +214,28 @@ def _compare_attention(
     """Do so for attention to `count` new tokens per row; `in_place`: kernels compute it."""
     hidden, own, other = _random_input(number, block, rows, lengths, count)
     x = block.input_layernorm(hidden)
-    view = _ragged_view(lengths, count)
-    _set_view(other, view)
+    view = ragged_view(lengths, count)
+    set_view(other, view)
     expected = block.self_attn(x, view.mask(count, None, return_array=False), other)
-    _set_view(own, view)
+    set_view(own, view)
     if in_place:
-        tokens = _order_of_kernels(count)
-        _set_view(own, _in_place(tokens, lengths))
+        tokens = order_of_kernels(count)
+        set_view(own, in_place_view(tokens, lengths))
         order = mx.array([slot * count + place for slot, place in tokens], dtype=mx.int32)
         expected, x = (one.reshape(-1, 1, one.shape[-1])[order] for one in (expected, x))
     found = stack.run_attention(number, x, own)
     mx.eval(expected, found, own.arrays, other.arrays)
-    written = (_new_tokens(one, lengths, count) for one in (other, own))
+    written = (new_tokens(one, lengths, count) for one in (other, own))
     pairs = [(expected, found), *zip(*written, strict=True)]
     return max(relative_difference(one, another, one) for one, another in pairs)
 
 
-def _order_of_kernels(count: int) -> list[tuple[int, int]]:
-    """Return (slot, place) of `count` new tokens per row; a forward has rows in any order.
-
-    A row's last token comes first, so that it does not find what attention of others has written.
-    """
-    return [(slot, place) for slot in _SLOTS for place in reversed(range(count))]
-
-
-def _in_place(tokens: Sequence[tuple[int, int]], lengths: Sequence[int]) -> InPlaceView:
-    slots = [slot for slot, _ in tokens]
-    before = [lengths[slot] + place for slot, place in tokens]
-    return InPlaceView(slots, before, tokens_share_rows=len(tokens) > len(_SLOTS))
-
-
-def _compare_rest(stack: LayerStack, number: int, block: Any, rows: _Rows) -> float:
+def _compare_rest(stack: LayerStack, number: int, block: Any, rows: ComparedRows) -> float:
     """Do so for a layer whose attention has the same result in both, and for the input of that."""
-    hidden, cache, _ = _random_input(number, block, rows, _LENGTHS, 1)
+    hidden, cache, _ = _random_input(number, block, rows, LENGTHS, 1)
     attended = (0.1 * mx.random.normal(hidden.shape, key=mx.random.key(3))).astype(hidden.dtype)
-    view = _ragged_view(_LENGTHS)
-    _set_view(cache, view)
+    view = ragged_view(LENGTHS)
+    set_view(cache, view)
     given: list[mx.array] = []
     with _attention_gives(block, attended, given):
         expected = block(hidden, view.mask(1, None, return_array=False), cache)
@@ -311,7 +266,7 @@ def _attention_gives(block: Any, result: mx.array, given: list[mx.array]) -> Ite
 def _random_input(
     number: int,
     block: Any,
-    rows: _Rows,
+    rows: ComparedRows,
     lengths: Sequence[int],
     count: int,
 ) -> tuple[mx.array, RowLayer, RowLayer]:
@@ -324,20 +279,19 @@ def _random_input(
 
 
 def _compare_graph(
-    stack: LayerStack, rows: Sequence[_Rows], lengths: Sequence[int], count: int
+    stack: LayerStack, rows: Sequence[ComparedRows], lengths: Sequence[int], count: int
 ) -> float:
     """Return how much a compiled decode differs from one that is not compiled; 0 if little.
 
-    Kernels write rows that MLX does not know to be changed, and use arrays of the whole forward, so
-    an error of the graph gives other numbers altogether. `count`: new tokens per row.
+    `count`: new tokens per row.
     """
-    places = _order_of_kernels(count)
+    places = order_of_kernels(count)
     tokens = mx.arange(1, len(places) + 1, dtype=mx.int32)[:, None]
     results = []
     for observe in (None, _call):
         caches = [one.empty(len(lengths), max(lengths) + count) for one in rows]
         for cache in caches:
-            _set_view(cache, _in_place(places, lengths))
+            set_view(cache, in_place_view(places, lengths))
         # A stack whose parts are observed is not compiled.
         stack.observe = observe
         try:
@@ -345,55 +299,12 @@ def _compare_graph(
             mx.eval(results, [cache.arrays for cache in caches])
         finally:
             stack.observe = None
-    compiled, plain = (one.astype(mx.float32) for one in results)
-    sizes = mx.square(mx.stack([plain - compiled, plain])).mean(axis=(1, 2, 3))
-    differs: float = mx.sqrt(sizes[0] / sizes[1]).item()  # type: ignore[assignment]
-    return 0.0 if differs <= _GRAPH_TOLERANCE else differs
+    compiled, plain = results
+    return graphs_differ(plain, compiled)
 
 
 def _call(_module: Any, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
-
-
-def _new_tokens(cache: RowLayer, lengths: Sequence[int], count: int) -> list[mx.array]:
-    """Return the keys and the values that were written, [rows, count, kv_heads, head_dim]."""
-    rows = mx.arange(len(lengths))[:, None]
-    places = mx.array(list(lengths))[:, None] + mx.arange(count)
-    written = [array[rows, :, places] for array in cache.arrays]
-    if not isinstance(cache, QuantizedRowLayer):
-        return written
-    return [
-        cache.dequantize((numbers, scales, biases))
-        for numbers, scales, biases in (written[:3], written[3:])
-    ]
-
-
-def relative_difference(expected: mx.array, found: mx.array, rounded: mx.array) -> float:
-    """Return a relative difference, 0 if rounding may explain it.
-
-    Args:
-        expected: numbers.
-        found: the same numbers, computed in another way.
-        rounded: of the same shape; numbers that had to be rounded to compute these.
-    """
-    tolerance = _TOLERANCE[rounded.dtype]
-    sizes = (
-        mx.sqrt(mx.square(one.astype(mx.float32)).mean())
-        for one in (expected.astype(mx.float32) - found.astype(mx.float32), expected, rounded)
-    )
-    values: list[float] = mx.stack(list(sizes)).tolist()  # type: ignore[assignment]
-    differs, size, rounding = values
-    if differs <= tolerance * size + tolerance / 8 * rounding:
-        return 0.0
-    return differs / size if size and math.isfinite(differs / size) else 1.0
-
-
-def _ragged_view(lengths: Sequence[int], count: int = 1) -> RaggedView:
-    return RaggedView(lengths, range(len(lengths)), count, max(lengths) + count)
-
-
-def _set_view(cache: RowLayer, view: RaggedView | InPlaceView) -> None:
-    cache.view, cache.offset = view, view.offset
 
 
 def _width(block: Any) -> int:

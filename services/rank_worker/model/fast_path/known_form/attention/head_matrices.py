@@ -10,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
-from services.rank_worker.model.fast_path.attention.interface import UnknownForm
 from services.rank_worker.model.fast_path.kernels.head_products import (
     ROWS_OF_KERNELS,
     HeadProducts,
 )
 from services.rank_worker.model.fast_path.kernels.tensor_cores import can_multiply
+from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 
 
 def head_shape(module: Any) -> tuple[int, int, int]:

@@ -1,0 +1,1 @@
+"""Layers of any form, as mlx-lm computes them, whose decodes attend by kernels."""

@@ -1,0 +1,116 @@
+"""Decodes whose kernels write the rows, as graphs that MLX compiles.
+
+B is the number of new tokens, each of which is a row of the forward.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from services.rank_worker.kv_cache.rows.row_layers import RowLayer
+from services.rank_worker.kv_cache.rows.row_views import InPlaceView
+from services.rank_worker.model.expert_counter import ExpertCounter
+from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces, tile_count
+
+RowArrays = Sequence[mx.array]
+"""Keys and values of all rows in one layer, as `RowLayer.arrays`."""
+
+BuildDecode = Callable[[mx.array, RowPlaces, list[RowArrays]], mx.array]
+"""Builds a decode: token ids, int32 [B], where they are, and the rows of each layer -> hidden
+states [B, dim]."""
+
+
+class CompiledDecodes:
+    """Has MLX compile each kind of decode when it first occurs."""
+
+    def __init__(self, build: BuildDecode, query_heads: int, counter: ExpertCounter | None) -> None:
+        """Prepare; nothing is compiled yet.
+
+        Args:
+            build: builds one.
+            query_heads: most query heads of a layer.
+            counter: notes the calls of layers of experts; None: they are not counted.
+        """
+        self._build = build
+        self._query_heads = query_heads
+        self._counter = counter
+        self._compiled: dict[tuple[int, bool], Callable[..., list[mx.array]]] = {}
+        """By the number of tiles and whether tokens share rows: hidden states, then the experts of
+        each layer that the counter has noted."""
+        self._noted_layers: list[int] = []
+        """What the counter calls these layers."""
+
+    def __call__(
+        self,
+        tokens: mx.array,
+        view: InPlaceView,
+        caches: Sequence[RowLayer],
+        *,
+        is_measured: bool,
+    ) -> mx.array:
+        """Build a decode.
+
+        Args:
+            tokens: int32 [B].
+            view: where they are.
+            caches: one per layer.
+            is_measured: the parts of a graph that is compiled cannot be observed.
+
+        Returns:
+            [B, dim].
+        """
+        kind = (tile_count(view.longest), view.tokens_share_rows)
+        arrays = [array for cache in caches for array in cache.arrays]
+        if is_measured:
+            return self._build_with(len(caches), *kind, tokens, view.lengths, view.slots, *arrays)
+        if kind not in self._compiled:
+            build = functools.partial(self._build_and_note, len(caches), *kind)
+            self._compiled[kind] = mx.compile(build)
+        hidden, *experts = self._compiled[kind](tokens, view.lengths, view.slots, *arrays)
+        if self._counter is not None:
+            self._counter.note(zip(self._noted_layers, experts, strict=True))
+        return hidden
+
+    def _build_and_note(
+        self, layers: int, tiles: int, tokens_share_rows: bool, *args: mx.array
+    ) -> list[mx.array]:
+        """Build a decode; return also the arrays that layers of experts note while it is built."""
+        if self._counter is not None:
+            # Those of earlier decodes outside of a counted forward, as in the proof.
+            self._counter.take_noted()
+        hidden = self._build_with(layers, tiles, tokens_share_rows, *args)
+        if self._counter is None:
+            return [hidden]
+        noted = self._counter.take_noted()
+        # All decodes call the same layers in the same order.
+        self._noted_layers = [layer for layer, _ in noted]
+        return [hidden, *(experts for _, experts in noted)]
+
+    def _build_with(
+        self,
+        layers: int,
+        tiles: int,
+        tokens_share_rows: bool,
+        tokens: mx.array,
+        lengths: mx.array,
+        slots: mx.array,
+        *arrays: mx.array,
+    ) -> mx.array:
+        """Build a decode of arrays alone, which are what MLX's graph depends on.
+
+        Args:
+            layers: number of layers.
+            tiles: of the longest row.
+            tokens_share_rows: see `RowPlaces`.
+            tokens: int32 [B].
+            lengths: see `RowPlaces`; so is `slots`.
+            slots: of the rows.
+            arrays: those of each layer in turn.
+        """
+        shape = (tokens.shape[0], self._query_heads)
+        arrived = mx.zeros(shape, dtype=mx.int32) if tiles > 1 else None
+        places = RowPlaces(lengths, slots, tiles, arrived, tokens_share_rows)
+        per_layer = len(arrays) // layers
+        starts = range(0, len(arrays), per_layer)
+        return self._build(tokens, places, [arrays[one : one + per_layer] for one in starts])

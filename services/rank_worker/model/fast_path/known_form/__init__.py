@@ -1,0 +1,1 @@
+"""Layers of a known form, computed by our own code in few operations."""
