@@ -6,21 +6,26 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.switch_layers import SwiGLU, SwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.compared_rows import relative_difference
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
-from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
+from services.rank_worker.model.fast_path.kernels.few_experts import (
+    PROJECTIONS,
+    FewExperts,
+    tokens_dtype,
+)
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
+from services.rank_worker.model.fast_path.kernels.matrices import matrix_of
 from services.rank_worker.model.fast_path.kernels.routing import (
     EXPERTS_MAX,
     TOP_MAX,
     RoutingKernels,
     RoutingRule,
 )
-from services.rank_worker.model.fast_path.kernels.tensor_cores import can_multiply
+from services.rank_worker.model.fast_path.kernels.tensor_cores import multiplies
 from services.rank_worker.model.fast_path.routed_block import (
     BlockForm,
     RoutedBlock,
@@ -34,7 +39,6 @@ from shared.log import Log
 
 _log = Log("rank_worker.fast_path")
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _TOKENS, _EXPERTS_PER_TOKEN = 9, 2
 """Of the compared forward: more than one tile of rows."""
 _ROUTED_TOKENS, _CLEAR_TOKENS = 64, 16
@@ -70,13 +74,12 @@ def open_expert_kernels(
     # A rank without layers of experts, as of a pipeline, has no objection.
     if not all_agree(device != "cpu" or not layers):
         return "mlx-lm's experts: another rank has no kernels" if device != "cpu" else ""
-    fault = _open_products(layers, device, all_agree)
+    dtype = _activation_dtype(model)
+    fault = _open_products(layers, device, dtype, all_agree)
     # With logits of 32 bits on some ranks only, ranks would choose different experts.
     has_wide_logits = all_agree(device == "cuda" or not layers)
     blocks = [one for one in model.modules() if has_expert_layer(one)] if layers else []
-    routed, fits, obstacle = _try_rules(
-        blocks, device, _activation_dtype(model), has_wide_logits=has_wide_logits
-    )
+    routed, fits, obstacle = _try_rules(blocks, device, dtype, has_wide_logits=has_wide_logits)
     # A rank whose experts were hardly chosen cannot tell rules apart, so all vote on each.
     agreed = [all_agree(one) for one in fits]
     if not layers:
@@ -104,11 +107,12 @@ def _activation_dtype(model: nn.Module) -> mx.Dtype:
 def _open_products(
     layers: list[tuple[nn.Module, LocalExperts]],
     device: DeviceKind,
+    dtype: mx.Dtype,
     all_agree: Callable[[bool], bool],
 ) -> str:
     """Have kernels multiply the experts, where they can on all ranks; return why not, or ""."""
     kernels = FewExperts() if device == "cuda" and layers else None
-    fault = _find_fault(layers, kernels)
+    fault = _find_fault(layers, kernels, dtype)
     if not all_agree(not fault):
         return fault or "another rank has no kernels"
     for _, local in layers:
@@ -116,21 +120,30 @@ def _open_products(
     return ""
 
 
-def _find_fault(layers: list[tuple[nn.Module, LocalExperts]], kernels: FewExperts | None) -> str:
-    """Compare the kernels with mlx-lm's code; return why they cannot serve, "" if they can."""
+def _find_fault(
+    layers: list[tuple[nn.Module, LocalExperts]], kernels: FewExperts | None, dtype: mx.Dtype
+) -> str:
+    """Compare the kernels with mlx-lm's code; return why they cannot serve, "" if they can.
+
+    Args:
+        layers: layers of experts, and what computes them.
+        kernels: compute them too, if the device has any.
+        dtype: of hidden states.
+    """
     if kernels is None:
         return "this device has no kernels for their products" if layers else ""
     shapes = set()
     for number, (layer, local) in enumerate(layers):
-        if not _is_known(layer):
+        if not _is_known(layer, dtype):
             return "their form has no kernels"
-        shape = (layer.gate_proj.weight.dtype, *(layer[one].weight.shape for one in _PROJECTIONS))
+        matrices = [matrix_of(layer[name]) for name in PROJECTIONS]
+        shape = str([(one.weight.shape, one.dtype, one.constants) for one in matrices])
         # Layers of one shape are multiplied in one way.
         if shape in shapes:
             continue
         shapes.add(shape)
         try:
-            differs = _compare(layer, local, kernels)
+            differs = _compare(layer, local, kernels, dtype)
         except (RuntimeError, ValueError) as error:
             return f"a kernel does not run ({str(error).splitlines()[0]})"
         if differs:
@@ -138,23 +151,29 @@ def _find_fault(layers: list[tuple[nn.Module, LocalExperts]], kernels: FewExpert
     return ""
 
 
-def _is_known(layer: Any) -> bool:
+def _is_known(layer: Any, dtype: mx.Dtype) -> bool:
     children = layer.children()
+    if set(children) - {"activation"} != set(PROJECTIONS):
+        return False
+    modules = [layer[name] for name in PROJECTIONS]
+    if type(children.get("activation")) is not SwiGLU or not all(map(_is_known_switch, modules)):
+        return False
+    gate, up, down = map(matrix_of, modules)
+    of_tokens = tokens_dtype(layer) or dtype
     return (
-        set(children) - {"activation"} == set(_PROJECTIONS)
-        and type(children.get("activation")) is SwiGLU
-        and all(
-            type(layer[name]) is SwitchLinear
-            and "bias" not in layer[name]
-            and can_multiply(layer[name].weight)
-            and layer[name].weight.dtype == layer.gate_proj.weight.dtype
-            for name in _PROJECTIONS
-        )
+        all(one.can_multiply and (one.dtype or of_tokens) == of_tokens for one in (gate, up, down))
+        and (type(gate), gate.constants) == (type(up), up.constants)
+        and multiplies(of_tokens)
     )
 
 
-def _compare(layer: Any, local: LocalExperts, kernels: FewExperts) -> float:
-    dim, dtype = layer.gate_proj.weight.shape[2], layer.gate_proj.weight.dtype
+def _is_known_switch(module: Any) -> bool:
+    is_known = type(module) in (SwitchLinear, QuantizedSwitchLinear) and "bias" not in module
+    return is_known and getattr(module, "global_scale", None) is None
+
+
+def _compare(layer: Any, local: LocalExperts, kernels: FewExperts, hidden_dtype: mx.Dtype) -> float:
+    dim, dtype = layer.gate_proj.input_dims, tokens_dtype(layer) or hidden_dtype
     # Both of a token's experts are local, so that mlx-lm's code can compute them.
     count = len(local.experts)
     chosen = mx.random.randint(0, count, (_TOKENS, _EXPERTS_PER_TOKEN), key=mx.random.key(1))

@@ -9,16 +9,25 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.rank_worker.model.fast_path.kernels.matrices import (
+    PACKED_HEADER,
+    Matrix,
+    PackedMatrix,
+    matrix_of,
+)
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     OUTPUTS,
     TILE_ROWS,
     cuda_kernel,
+    multiplies,
 )
 
 TOKENS_MAX = 256
 """Most tokens for which the kernels are faster."""
 ASSIGNMENTS_MAX = 2_048
 """Most assignments that one group of threads sorts."""
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Matrices of a layer of experts."""
 _THREADS = 1_024
 _WARPS = 4
 
@@ -34,6 +43,12 @@ def sorting_constants(local: range, threads: int) -> list[tuple[str, int]]:
     return [("FIRST", local.start), ("COUNT", len(local)), *sizes]
 
 
+def tokens_dtype(layer: Any) -> mx.Dtype | None:
+    """Return the type of tokens that a layer multiplies; None: any that its matrices do."""
+    dtypes = (matrix_of(layer[name]).dtype for name in PROJECTIONS)
+    return next(filter(None, dtypes), None)
+
+
 class FewExperts:
     """Starts the kernels for layers of experts. Compiled kernels are kept by MLX."""
 
@@ -42,12 +57,20 @@ class FewExperts:
         self._group = cuda_kernel("experts/group_experts", ["experts"], ["groups"])
         names = ["rows", "weight", "up", "experts", "groups"]
         self._products = cuda_kernel("experts/expert_products", names, ["product"])
+        arrays = ["weight", "scales", "biases", "up", "up_scales", "up_biases"]
+        self._packed_products = cuda_kernel(
+            "experts/packed_expert_products",
+            ["rows", *arrays, "experts", "groups"],
+            ["product"],
+            header=PACKED_HEADER,
+        )
 
     def takes(self, layer: Any, x: mx.array, experts_per_token: int) -> bool:
         """Tell whether the kernels compute a layer for tokens [..., dim]: few, and of its dtype."""
         tokens = x.size // x.shape[-1]
         is_small = tokens <= TOKENS_MAX and tokens * experts_per_token <= ASSIGNMENTS_MAX
-        return is_small and bool(x.dtype == layer["gate_proj"].weight.dtype)
+        dtype = tokens_dtype(layer)
+        return is_small and (multiplies(x.dtype) if dtype is None else bool(x.dtype == dtype))
 
     def __call__(
         self,
@@ -60,9 +83,9 @@ class FewExperts:
         """Compute down(silu(gate(x)) * up(x)) of each token's experts.
 
         Args:
-            layer: has `gate_proj`, `up_proj` and `down_proj` with the weights of the local experts,
-                for which `can_multiply` holds.
-            x: [tokens, dim] in the dtype of the weights.
+            layer: has the `PROJECTIONS` of the local experts, with which kernels can multiply; gate
+                and up have equal constants.
+            x: [tokens, dim], which it `takes`.
             indices: integer [tokens, k], experts of the whole model.
             local: those whose weights the layer has.
             groups: the result of `sort` for these, if it is known.
@@ -72,7 +95,7 @@ class FewExperts:
         """
         if groups is None:
             groups = self.sort(indices, local)
-        gate, up, down = (layer[name].weight for name in ("gate_proj", "up_proj", "down_proj"))
+        gate, up, down = (matrix_of(layer[name]) for name in PROJECTIONS)
         product = self._multiply(x, gate, up, indices, groups, local.start)
         return self._multiply(product, down, None, indices, groups, local.start)
 
@@ -100,8 +123,8 @@ class FewExperts:
     def _multiply(
         self,
         rows: mx.array,
-        weight: mx.array,
-        up: mx.array | None,
+        matrix: Matrix,
+        up: Matrix | None,
         experts: mx.array,
         groups: mx.array,
         first: int,
@@ -110,8 +133,8 @@ class FewExperts:
 
         Args:
             rows: [tokens, inputs] with `up`, else [tokens, k, inputs].
-            weight: [local experts, outputs, inputs].
-            up: like `weight`: the result is silu(rows * weight^T) * (rows * up^T).
+            matrix: those of the local experts, [experts, outputs, inputs].
+            up: like `matrix`: the result is silu(rows * matrix^T) * (rows * up^T).
             experts: integer [tokens, k], of the whole model.
             groups: the assignments sorted by expert.
             first: the first local expert.
@@ -119,15 +142,17 @@ class FewExperts:
         Returns:
             [tokens, k, outputs].
         """
-        (tokens, per_token), (count, width, _) = experts.shape, weight.shape
+        (tokens, per_token), (count, width, _) = experts.shape, matrix.weight.shape
+        kernel = self._packed_products if isinstance(matrix, PackedMatrix) else self._products
         # The group that writes zeros is needed even where all experts are local: a number that is
         # no expert must not leave memory unset.
         group_count = min(experts.size, count) + (up is None)
         product: mx.array
-        (product,) = self._products(
-            inputs=[rows, weight, weight if up is None else up, experts, groups],
+        (product,) = kernel(
+            inputs=[rows, *matrix.arrays, *(up or matrix).arrays, experts, groups],
             template=[
-                *(("T", weight.dtype), ("R", weight.dtype)),
+                *(("T", rows.dtype), ("R", rows.dtype)),
+                *matrix.constants,
                 ("FIRST", first),
                 ("SHARING", 1 if up is None else per_token),
                 ("ROW_TILES", 1 if tokens <= TILE_ROWS else 2),
@@ -138,6 +163,6 @@ class FewExperts:
             grid=(-(-width // OUTPUTS) * _WARPS * 32, group_count, 1),
             threadgroup=(_WARPS * 32, 1, 1),
             output_shapes=[(tokens, per_token, width)],
-            output_dtypes=[weight.dtype],
+            output_dtypes=[rows.dtype],
         )
         return product

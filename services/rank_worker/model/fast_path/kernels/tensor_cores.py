@@ -16,7 +16,7 @@ from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_sou
 DTYPES: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)
 """Types of the numbers that they multiply."""
 OUTPUTS = 16
-"""Outputs of a matrix that a group of threads computes in `products`."""
+"""Outputs of a matrix that a group of threads computes in `plain_products`."""
 TILE_ROWS = 8
 """Rows of a tile there."""
 CHUNK = 32
@@ -73,16 +73,27 @@ static __device__ __forceinline__ void lockstep_multiply_low(
 
 
 def can_multiply(weight: mx.array) -> bool:
-    """Tell whether `products` multiplies with a matrix, or with one matrix per expert.
+    """Tell whether `plain_products` multiplies with a matrix, or with one matrix per expert.
 
     Args:
         weight: [..., outputs, inputs].
     """
-    return weight.dtype in DTYPES and weight.shape[-1] % CHUNK == 0
+    return multiplies(weight.dtype) and weight.shape[-1] % CHUNK == 0
+
+
+def multiplies(dtype: mx.Dtype) -> bool:
+    """Tell whether tensor cores multiply numbers of a type."""
+    return dtype in DTYPES
 
 
 def cuda_kernel(
-    path: str, inputs: Sequence[str], outputs: Sequence[str], *, start: str = "", suffix: str = ""
+    path: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    header: str = HEADER,
+    start: str = "",
+    suffix: str = "",
 ) -> Any:
     """Return a kernel that only CUDA has, as `mx.fast.cuda_kernel` does; nothing is compiled yet.
 
@@ -90,6 +101,7 @@ def cuda_kernel(
         path: of its text, see `read_source`.
         inputs: names of the arrays that it reads.
         outputs: names of those that it writes.
+        header: definitions before its function.
         start: text before that of the file.
         suffix: of its name, where kernels of different `start` have one file.
     """
@@ -99,5 +111,5 @@ def cuda_kernel(
         input_names=list(inputs),
         output_names=list(outputs),
         source=CUDA.prologue + start + read_source(path),
-        header=HEADER,
+        header=header,
     )

@@ -21,7 +21,13 @@ import numpy as np
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-_KINDS = {mx.float32: "float", mx.int32: "int", mx.uint32: "unsigned", mx.bool_: "bool"}
+_KINDS = {
+    mx.float32: "float",
+    mx.int32: "int",
+    mx.uint32: "unsigned",
+    mx.uint8: "unsigned char",
+    mx.bool_: "bool",
+}
 _NUMPY: dict[mx.Dtype, Any] = {
     mx.float32: np.float32,
     mx.int32: np.int32,
@@ -136,6 +142,6 @@ def _view(array: mx.array, *, may_copy: bool) -> np.ndarray[Any, Any]:
 def _constant(pair: tuple[str, Any]) -> str:
     name, value = pair
     if isinstance(value, mx.Dtype):
-        return f"  using {name} = float;\n"
+        return f"  using {name} = {_KINDS[value]};\n"
     kind = "bool" if isinstance(value, bool) else "int"
     return f"  constexpr {kind} {name} = {str(value).lower()};\n"

@@ -170,3 +170,22 @@ inline void multiply_low(float* totals, Eight low, Eight given) {
   totals[0] = all[0];
   totals[1] = all[1];
 }
+
+// Packed numbers: integers, or floats e2m1 (4 bits) and e4m3 (8 bits).
+#define READ_WORDS(words, pointer) std::memcpy(words, pointer, sizeof(words))
+#define UNPACK(words, scale, bias) unpack(words, scale, bias, BITS, FLOATS)
+inline float small_float(unsigned bits, int mantissa_bits, int bias) {
+  const int exponent = bits >> mantissa_bits, one = 1 << mantissa_bits;
+  const int mantissa = bits % one + (exponent ? one : 0);
+  return std::ldexp(float(mantissa), (exponent ? exponent : 1) - bias - mantissa_bits);
+}
+inline Eight unpack(const unsigned* words, float scale, float bias, int bits, bool floats) {
+  Eight eight;
+  for (int number = 0; number < 8; ++number) {
+    const unsigned packed = words[number * bits / 32] >> number * bits % 32 & ((1 << bits) - 1);
+    const unsigned sign = packed >> (bits - 1), rest = packed & ((1 << (bits - 1)) - 1);
+    const float magnitude = bits == 4 ? small_float(rest, 1, 1) : small_float(rest, 3, 7);
+    eight.numbers[number] = (floats ? (sign ? -magnitude : magnitude) : packed) * scale + bias;
+  }
+  return eight;
+}

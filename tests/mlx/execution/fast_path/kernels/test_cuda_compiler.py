@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
+from services.rank_worker.model.fast_path.kernels.matrices import PACKED_HEADER
 from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 
 NVCC = shutil.which("nvcc")
@@ -71,6 +72,22 @@ _CONSTANTS["heads/write_rows"] = _CONSTANTS["heads/decode_attention"] | _WRITING
 _ARGUMENTS["heads/write_rows"] = (_HEADS_INPUTS, "written")
 _CONSTANTS["experts/expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SHARING": 8}
 _ARGUMENTS["experts/expert_products"] = ("rows weight up experts groups", "product")
+for _bits, _group, _words, _floats, _kind in (
+    (4, 64, 4, 0, "bf16"),
+    (8, 64, 4, 0, "bf16"),
+    (4, 128, 1, 0, "f16"),
+    (8, 32, 2, 0, "f16"),
+    (4, 32, 4, 1, "bf16"),
+    (8, 32, 4, 1, "f16"),
+    (4, 16, 2, 1, "f16"),
+):
+    _name = f"experts/packed_expert_products {_kind} {_bits} {_group} {_floats}"
+    _of_bits = {"BITS": _bits, "GROUP": _group, "WORDS": _words, "FLOATS": _floats}
+    _CONSTANTS[_name] = _CONSTANTS["experts/expert_products"] | _of_bits
+    _ARGUMENTS[_name] = (
+        "rows weight scales biases up up_scales up_biases experts groups",
+        "product",
+    )
 _CONSTANTS["experts/group_experts"] = {
     "FIRST": 0,
     "COUNT": 128,
@@ -138,6 +155,13 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
     body = CUDA.prologue + read_source(name.partition(" ")[0])
     words = {"keys": "unsigned", "values": "unsigned"} if "quantized" in name else {}
     types = _TYPES | words
+    header = HEADER
+    if "packed" in name:
+        scale = "uint8_t" if _CONSTANTS[name]["FLOATS"] else _BFLOAT16
+        types |= dict.fromkeys(("weight", "up"), "unsigned")
+        types |= dict.fromkeys(("scales", "biases", "up_scales", "up_biases"), scale)
+        body = f"using S = {scale};\n{body}"
+        header = PACKED_HEADER
     if name == "experts/count_experts":
         body = f"const unsigned* given[] = {{experts0, experts1}};\n{body}"
     is_of_cuda = name.startswith(
@@ -154,11 +178,15 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
         f"constexpr int {key} = {value};\n" for key, value in _CONSTANTS[name].items()
     )
     source = tmp_path / "kernel.cu"
-    source.write_text(
-        "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cstdint>\n"
-        f"{HEADER if is_of_cuda else CUDA.header}\n"
+    function = (
         f"__global__ void kernel({', '.join(arguments)}) {{\n"
         f"using T = {_BFLOAT16};\nusing R = T;\n{constants}{body}\n}}\n"
+    )
+    if " f16" in name:
+        function = function.replace(_BFLOAT16, "__half")
+    source.write_text(
+        "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cstdint>\n"
+        f"{header if is_of_cuda else CUDA.header}\n{function}"
     )
     command = [NVCC, "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", "/dev/null", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

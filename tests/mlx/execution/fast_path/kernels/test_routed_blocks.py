@@ -103,11 +103,12 @@ def _quantized(family: str, bits: int, mode: str = "affine") -> nn.Module:
 def test_quantized_experts_are_routed_and_added_up_by_kernels(
     family: str, bits: int, mode: str, device: Any
 ) -> None:
-    """mlx-lm's products of quantized experts stay between the kernels, on CUDA as on Metal."""
+    """On Metal mlx-lm's products of quantized experts stay between the kernels."""
     expected = _quantized(family, bits, mode)(TOKENS)
     model = _quantized(family, bits, mode)
     state = open_expert_kernels(model, device, bool)
-    assert state.startswith("routing with kernels, mlx-lm's experts: ")
+    on_metal = "routing with kernels, mlx-lm's experts: this device has no kernels"
+    assert state == ROUTED if device == "cuda" else state.startswith(on_metal)
     assert any(map(find_routed, model.modules()))
     assert mx.allclose(model(TOKENS), expected, rtol=1e-3, atol=1e-4).item()
 
