@@ -12,7 +12,11 @@ from mlx import nn
 from mlx.nn.layers import distributed  # noqa: TID251  (types of divided matrices only)
 
 from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
-from services.rank_worker.model.fast_path.kernels.tensor_cores import can_multiply
+from services.rank_worker.model.fast_path.kernels.matrices import (
+    Matrix,
+    PackedMatrix,
+    PlainMatrix,
+)
 from services.rank_worker.model.fast_path.row_tiles import multiply_in_tiles
 from services.rank_worker.peers.collectives import sum_in_group
 
@@ -60,14 +64,18 @@ class MergedLinear:
         self._quantization = {
             name: getattr(first, name) for name in _QUANTIZATION if hasattr(first, name)
         }
-        self._few_rows: FewRows | None = None
-        if not self._quantization:
-            weight = self._arrays["weight"]
-            if few_rows is not None and can_multiply(weight):
-                self._few_rows = few_rows
+        self._matrix: Matrix
+        if self._quantization:
+            arrays = (self._arrays["weight"], self._arrays["scales"], self._arrays.get("biases"))
+            self._matrix = PackedMatrix(*arrays, **self._quantization)
+        else:
+            self._matrix = PlainMatrix(self._arrays["weight"])
             # A view, once: otherwise each step would have a node for it.
-            self._transposed = weight.T
+            self._transposed = self._matrix.weight.T
             mx.eval(self._transposed)
+        # Of small floats the rows' type, for which a kernel is compiled, is not known.
+        has_kernel = self._matrix.dtype is not None and self._matrix.can_multiply
+        self._few_rows = few_rows if has_kernel else None
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +94,7 @@ class MergedLinear:
         """
         if self._takes(x, apart=apart):
             assert self._few_rows is not None
-            return self._few_rows.multiply(x, self._arrays["weight"], self._arrays.get("bias"))
+            return self._few_rows.multiply(x, self._matrix, self._arrays.get("bias"))
         return multiply_in_tiles(self._multiply, x) if apart else self._multiply(x)
 
     def _multiply(self, x: mx.array) -> mx.array:
@@ -118,8 +126,7 @@ class MergedLinear:
         if not self._takes(x, apart=apart):
             return None
         assert self._few_rows is not None
-        arrays = self._arrays
-        return self._few_rows.multiply(x, arrays["weight"], arrays.get("bias"), gated=True)
+        return self._few_rows.multiply(x, self._matrix, self._arrays.get("bias"), gated=True)
 
     def compile(self, *, gated: bool = False, apart: bool = False) -> None:
         """Have the kernel compiled for all numbers of rows that it takes. Waits for the device.
@@ -130,9 +137,9 @@ class MergedLinear:
         """
         if self._few_rows is None:
             return
-        weight = self._arrays["weight"]
+        matrix = self._matrix
         for rows in (1, ROWS_MAX, *([ROWS_MAX + 1] if apart else [])):
-            x = mx.zeros((rows, weight.shape[1]), dtype=weight.dtype)
+            x = mx.zeros((rows, matrix.inputs), dtype=matrix.dtype)
             mx.eval(self.gate(x, apart=apart) if gated else self(x, apart=apart))
 
     def _takes(self, x: mx.array, *, apart: bool) -> bool:

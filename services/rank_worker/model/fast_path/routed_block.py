@@ -15,6 +15,7 @@ from services.rank_worker.model.fast_path.gated_mlp import (
 )
 from services.rank_worker.model.fast_path.kernels.few_experts import TOKENS_MAX
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
+from services.rank_worker.model.fast_path.kernels.matrices import PlainMatrix
 from services.rank_worker.model.fast_path.kernels.routing import (
     ExpertResults,
     RoutingKernels,
@@ -219,7 +220,7 @@ class RoutedBlock:
         matrix = self._form.matrix
         if self._few_rows is not None and matrix is not None and x.dtype == matrix.dtype:
             # Of 16 bits, many logits would be equal.
-            return self._few_rows.multiply(x, matrix, None, dtype=mx.float32)
+            return self._few_rows.multiply(x, PlainMatrix(matrix), None, dtype=mx.float32)
         return self._form.logits(x) if self._transposed is None else x @ self._transposed
 
 

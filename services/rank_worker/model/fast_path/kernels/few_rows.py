@@ -2,11 +2,18 @@
 
 MLX calls a library for such products, whose kernels it captures from a stream into a graph: that
 takes the host 20 microseconds each, as long as the device needs to read a small matrix. This kernel
-is encoded in 5 and reads matrices as fast. With more rows the library's kernels are faster.
+is encoded in 5 and reads matrices as fast. With more rows the library's kernels are faster. Packed
+numbers have a kernel of the same kind, as MLX compiles its own for half a minute at a first start.
 """
 
 import mlx.core as mx
 
+from services.rank_worker.model.fast_path.kernels.matrices import (
+    PACKED_HEADER,
+    Matrix,
+    PackedMatrix,
+    PlainMatrix,
+)
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
     DTYPES,
@@ -27,6 +34,12 @@ class FewRows:
     def __init__(self) -> None:
         """Prepare; nothing is compiled yet."""
         self._kernel = cuda_kernel("few_rows", ["rows", "weight", "bias"], ["product"])
+        self._packed_kernel = cuda_kernel(
+            "packed_few_rows",
+            ["rows", "weight", "scales", "biases", "bias"],
+            ["product"],
+            header=PACKED_HEADER,
+        )
 
     def find_fault(self, dtype: mx.Dtype) -> str:
         """Compile and run the kernel once; return why it cannot serve, "" if it can.
@@ -38,7 +51,7 @@ class FewRows:
             return f"no product of few rows for {dtype}"
         matrix = mx.zeros((OUTPUTS, CHUNK), dtype=dtype)
         try:
-            mx.eval(self.multiply(matrix[:1], matrix, None))
+            mx.eval(self.multiply(matrix[:1], PlainMatrix(matrix), None))
         except (RuntimeError, ValueError) as error:
             return f"the product of few rows does not run ({str(error).splitlines()[0]})"
         return ""
@@ -46,38 +59,40 @@ class FewRows:
     def multiply(
         self,
         rows: mx.array,
-        weight: mx.array,
+        matrix: Matrix,
         bias: mx.array | None,
         *,
         gated: bool = False,
         dtype: mx.Dtype | None = None,
     ) -> mx.array:
-        """Compute rows * weight^T + bias.
+        """Compute rows * matrix^T + bias.
 
         A row's result does not depend on the other rows, nor on their number.
 
         Args:
-            rows: [any number, inputs] in the dtype of `weight`.
-            weight: [outputs, inputs] for which `can_multiply` holds.
+            rows: [any number, inputs] in the dtype of the matrix.
+            matrix: [outputs, inputs], which `can_multiply`.
             bias: [outputs] in this dtype, or None.
             gated: the outputs are gate, then up; the result is silu(gate) * up.
-            dtype: of the product; None: that of `weight`. Sums are float32.
+            dtype: of the product; None: that of the rows. Sums are float32.
 
         Returns:
             [rows, outputs], or [rows, outputs / 2] if gated.
         """
-        row_count = rows.shape[0]
-        width = weight.shape[0] // 2 if gated else weight.shape[0]
+        row_count, outputs = rows.shape[0], matrix.weight.shape[0]
+        is_packed = isinstance(matrix, PackedMatrix)
+        width = outputs // 2 if gated else outputs
         groups = -(-width // OUTPUTS)
-        warps = _warps(groups, gated=gated)
+        warps = _warps(groups, gated=gated, is_packed=is_packed)
         row_tiles = 1
         while row_tiles * TILE_ROWS < min(row_count, 4 * TILE_ROWS):
             row_tiles *= 2
         product: mx.array
-        (product,) = self._kernel(
-            inputs=[rows, weight, weight if bias is None else bias],
+        (product,) = (self._packed_kernel if is_packed else self._kernel)(
+            inputs=[rows, *matrix.arrays, rows if bias is None else bias],
             template=[
-                *(("T", weight.dtype), ("R", dtype or weight.dtype)),
+                *(("T", rows.dtype), ("R", dtype or rows.dtype)),
+                *matrix.constants,
                 ("ROW_TILES", row_tiles),
                 ("WARPS", warps),
                 ("GATED", gated),
@@ -86,13 +101,14 @@ class FewRows:
             grid=(groups * warps * 32, -(-row_count // (row_tiles * TILE_ROWS)), 1),
             threadgroup=(warps * 32, 1, 1),
             output_shapes=[(row_count, width)],
-            output_dtypes=[dtype or weight.dtype],
+            output_dtypes=[dtype or rows.dtype],
         )
         return product
 
 
-def _warps(groups: int, *, gated: bool) -> int:
+def _warps(groups: int, *, gated: bool, is_packed: bool) -> int:
     """Return the warps of each group: more where groups are few, fewer where each reads twice."""
     if gated:
         return 4
-    return 16 if groups < _GROUPS_ENOUGH else 8
+    # The registers that threads unpack in are not enough for more of them, nor are the chunks.
+    return 16 if groups < _GROUPS_ENOUGH and not is_packed else 8

@@ -61,6 +61,11 @@ class PlainMatrix:
         """Whether kernels multiply with it."""
         return can_multiply(self.weight)
 
+    @property
+    def inputs(self) -> int:
+        """Numbers of a row that it is multiplied with."""
+        return int(self.weight.shape[-1])
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedMatrix:
@@ -105,19 +110,20 @@ class PackedMatrix:
         """Whether kernels multiply with it."""
         return (
             self.group_size in _GROUP_SIZES.get((self.mode, self.bits), ())
-            and self._inputs % CHUNK == 0
+            and self.inputs % CHUNK == 0
             and (self.dtype is None or multiplies(self.dtype))
         )
 
     @property
-    def _inputs(self) -> int:
+    def inputs(self) -> int:
+        """Numbers of a row that it is multiplied with."""
         return int(self.scales.shape[-1]) * self.group_size
 
     @property
     def _words(self) -> int:
         """Words that a thread reads at once: of one group, and all of a warp divide the inputs."""
         words, per_word = _WORDS_MAX, 32 // self.bits
-        while words * per_word > self.group_size or self._inputs % (words * per_word * _PARTS):
+        while words * per_word > self.group_size or self.inputs % (words * per_word * _PARTS):
             words //= 2
         return words
 

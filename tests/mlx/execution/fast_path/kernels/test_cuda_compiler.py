@@ -88,6 +88,14 @@ for _bits, _group, _words, _floats, _kind in (
         "rows weight scales biases up up_scales up_biases experts groups",
         "product",
     )
+for _row_tiles, _warps, _gated in ((1, 8, 0), (4, 8, 0), (4, 4, 1)):
+    _name = f"packed_few_rows {_row_tiles} {_gated}"
+    _CONSTANTS[_name] = (
+        _CONSTANTS["few_rows"]
+        | {"ROW_TILES": _row_tiles, "WARPS": _warps, "GATED": _gated, "HAS_BIAS": 1}
+        | {"BITS": 4, "GROUP": 64, "WORDS": 4, "FLOATS": 0}
+    )
+    _ARGUMENTS[_name] = ("rows weight scales biases bias", "product")
 _CONSTANTS["experts/group_experts"] = {
     "FIRST": 0,
     "COUNT": 128,
@@ -165,7 +173,7 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
     if name == "experts/count_experts":
         body = f"const unsigned* given[] = {{experts0, experts1}};\n{body}"
     is_of_cuda = name.startswith(
-        ("experts/", "few_rows", "heads/tensor", "latent/tensor", "latent/head")
+        ("experts/", "few_rows", "packed", "heads/tensor", "latent/tensor", "latent/head")
     )
     is_of_cuda &= name not in ("experts/route", "experts/add_experts", "experts/add_experts_norm")
     arguments = []

@@ -9,11 +9,17 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
-from services.rank_worker.model.fast_path.kernels import head_attention, row_places
+from services.rank_worker.model.fast_path.kernels import (
+    head_attention,
+    row_places,
+    tensor_cores,
+)
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
+from services.rank_worker.model.fast_path.kernels.matrices import PlainMatrix
+from services.rank_worker.model.fast_path.merged_linear import MergedLinear
 from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
 
 
@@ -284,10 +290,51 @@ def test_product_of_few_rows_is_that_of_mlx_and_does_not_depend_on_other_rows(
     if gated:
         gate, other = mx.split(product, 2, axis=-1)
         product = nn.silu(gate) * other
-    found = FewRows().multiply(rows, weight, bias, gated=gated)
+    found = FewRows().multiply(rows, PlainMatrix(weight), bias, gated=gated)
     assert mx.allclose(found, product, rtol=1e-4, atol=1e-4).item()
-    alone = FewRows().multiply(rows[-1:], weight, bias, gated=gated)
+    alone = FewRows().multiply(rows[-1:], PlainMatrix(weight), bias, gated=gated)
     assert mx.array_equal(alone[0], found[-1]).item()
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.parametrize(
+    ("row_count", "outputs", "inputs", "gated", "has_bias", "bits", "group_size"),
+    [
+        (1, 16, 32, False, False, 4, 32),
+        (9, 72, 384, False, True, 4, 128),
+        (16, 80, 192, True, False, 8, 64),
+        (35, 48, 64, True, True, 4, 64),
+    ],
+)
+def test_packed_product_of_few_rows_is_that_of_mlx_and_does_not_depend_on_other_rows(
+    row_count: int,
+    outputs: int,
+    inputs: int,
+    gated: bool,
+    has_bias: bool,
+    bits: int,
+    group_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A merged matrix multiplies with the kernel up to 16 rows, or any number that stand apart."""
+    monkeypatch.setattr(tensor_cores, "DTYPES", (mx.float32,))
+    mx.random.seed(row_count)
+    linear: Any = nn.Linear(inputs, outputs, bias=has_bias)
+    linear = linear.to_quantized(group_size, bits)
+    rows = mx.random.normal((row_count, inputs))
+    product = linear(rows)
+    if gated:
+        gate, other = mx.split(product, 2, axis=-1)
+        product = nn.silu(gate) * other
+    merged = MergedLinear([linear], FewRows())
+
+    def multiply(rows: mx.array) -> Any:
+        return merged.gate(rows, apart=True) if gated else merged(rows, apart=True)
+
+    monkeypatch.setattr(mx, "quantized_matmul", None)
+    found = multiply(rows)
+    assert mx.allclose(found, product, rtol=1e-4, atol=1e-4).item()
+    assert mx.array_equal(multiply(rows[-1:])[0], found[-1]).item()
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
