@@ -55,7 +55,7 @@ class PlainAttention:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FamilyForm:
-    """What is known of a model of any form."""
+    """How a model of any form attends and multiplies."""
 
     attentions: list[PlainAttention]
     """Of each layer."""
