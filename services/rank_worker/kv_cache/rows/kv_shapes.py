@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
@@ -46,7 +47,15 @@ def read_shape(model: nn.Module) -> ModelShape:
     """
     caches = make_prompt_cache(model)
     logits = model(mx.zeros((1, PROBE_TOKENS), dtype=mx.int32), cache=caches)
+    for cache in leaf_caches(caches):
+        # The forward's own arrays would keep weights in memory that are replaced later.
+        vars(cache).update(tree_map(_without_inputs, vars(cache)))
     return ModelShape(vocab_size=logits.shape[-1], caches=caches)
+
+
+def _without_inputs(value: Any) -> Any:
+    """Return an array of the same shape that depends on no other; anything else as it is."""
+    return mx.zeros(value.shape, value.dtype) if isinstance(value, mx.array) else value
 
 
 def layer_parts(cache: Any) -> list[BlockPart]:

@@ -46,6 +46,12 @@ def can_merge(modules: Sequence[Any]) -> bool:
     )
 
 
+def packed_bits(model: nn.Module) -> set[int]:
+    """Return the bits of the matrices of a model whose numbers are affine and packed."""
+    packed = [one for one in model.modules() if isinstance(one, _KINDS) and "scales" in one]
+    return {int(one.bits) for one in packed if one.mode == "affine"}
+
+
 class MergedLinear:
     """The matrices of several modules as one: `x` -> the modules' outputs beside each other."""
 
@@ -74,8 +80,9 @@ class MergedLinear:
             self._transposed = self._matrix.weight.T
             mx.eval(self._transposed)
         # Of small floats the rows' type, for which a kernel is compiled, is not known.
-        has_kernel = self._matrix.dtype is not None and self._matrix.can_multiply
-        self._few_rows = few_rows if has_kernel else None
+        dtype, bias = self._matrix.dtype, self._arrays.get("bias")
+        has_kernel = dtype is not None and (bias is None or bias.dtype == dtype)
+        self._few_rows = few_rows if has_kernel and self._matrix.can_multiply else None
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +150,8 @@ class MergedLinear:
             mx.eval(self.gate(x, apart=apart) if gated else self(x, apart=apart))
 
     def _takes(self, x: mx.array, *, apart: bool) -> bool:
-        return self._few_rows is not None and x.ndim == 2 and (apart or x.shape[0] <= ROWS_MAX)
+        is_small = x.ndim == 2 and (apart or x.shape[0] <= ROWS_MAX)
+        return self._few_rows is not None and is_small and bool(x.dtype == self._matrix.dtype)
 
 
 def can_sum(module: Any) -> bool:

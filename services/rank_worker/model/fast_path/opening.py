@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 
 import mlx.core as mx
+from mlx import nn
 
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.kv_cache.rows.interface import KVStore
@@ -19,6 +20,7 @@ from services.rank_worker.model.fast_path.known_form.proof import (
     depends_on_other_rows,
     find_difference,
 )
+from services.rank_worker.model.fast_path.merged_linear import packed_bits
 from services.rank_worker.model.fast_path.row_tiles import tile_head
 from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 from services.rank_worker.model.forward import Forward
@@ -134,7 +136,9 @@ def _open_known(
     assert forward.inner is not None
     shapes = {one.attention.shape for one in form.layers}
     weight = form.norm.weight
-    kernels, fault = _open_kernels(shapes, weight.dtype, settings, kv_bits, weight.size)
+    kernels, fault = _open_kernels(
+        forward.inner, shapes, weight.dtype, settings, kv_bits, weight.size
+    )
     invariant = settings.batch_invariant
     on_cpu = settings.device == "cpu"
     stack = LayerStack(
@@ -174,14 +178,33 @@ def _open_any(
     assert forward.inner is not None
     shapes = {one.shape for one in form.attentions}
     dtype = shape.layers()[0][0].dtype
-    kernels, fault = _open_kernels(shapes, dtype, settings, kv_bits)
+    kernels, fault = _open_kernels(forward.inner, shapes, dtype, settings, kv_bits)
     if kernels is None:
         return FastPath(None, f"{none.state}; {fault}" if fault else none.state)
-    layers = FamilyLayers(forward.plain, forward.inner, form, kernels, forward.expert_counter)
+    layers, fault = _open_family(forward, shape, form, kernels, kv_bits)
+    if not settings.all_agree(layers is not None):
+        return FastPath(None, f"{none.state}; {fault or 'another rank has a fault'}")
+    assert layers is not None
     difference = any_form.find_difference(layers, forward.plain, shape.layers(), kv_bits)
     if not settings.all_agree(difference is None):
         return FastPath(None, f"{none.state}; {difference or 'a difference on another rank'}")
     return FastPath(layers, f"mlx-lm's layers, attention with kernels: {obstacle}")
+
+
+def _open_family(
+    forward: Forward, shape: ModelShape, form: FamilyForm, kernels: Kernels, kv_bits: int
+) -> tuple[FamilyLayers | None, str]:
+    """Return a family's layers with kernels; None, and why, if they cannot serve.
+
+    The family's code runs here with other caches than its own, so any error is a reason.
+    """
+    assert forward.inner is not None
+    try:
+        layers = FamilyLayers(forward.plain, forward.inner, form, kernels, forward.expert_counter)
+        fault = any_form.find_fault(layers, shape.layers(), kv_bits)
+    except Exception as error:  # noqa: BLE001 - see above
+        return None, f"a decode cannot be built ({error!r})"
+    return (None, fault) if fault else (layers, "")
 
 
 def _read_any_form(
@@ -217,6 +240,7 @@ def _refusal(obstacle: str) -> ConfigError:
 
 
 def _open_kernels(
+    inner: nn.Module,
     shapes: Collection[Shape],
     dtype: mx.Dtype,
     settings: FastPathSettings,
@@ -226,6 +250,7 @@ def _open_kernels(
     """Return kernels that all ranks can use; None, with the cause, if a rank cannot.
 
     Args:
+        inner: the model without its head.
         shapes: of the attentions, each once.
         dtype: of the model.
         settings: of this rank.
@@ -237,7 +262,7 @@ def _open_kernels(
         fault = f"the model is {dtype}"
     elif settings.device != "cpu":
         kernels = Kernels(settings.device, kv_bits)
-        fault = kernels.find_fault(shapes, dtype, dim)
+        fault = kernels.find_fault(shapes, dtype, dim, packed_bits(inner))
     # A rank on a CPU votes too: beside it no rank has kernels.
     has_kernels = settings.all_agree(kernels is not None and not fault)
     if kernels is None or not has_kernels:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
+from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.merged_linear import MergedLinear, can_merge
 
 
@@ -62,3 +63,25 @@ def test_matrices_of_different_kinds_are_not_merged() -> None:
     for other in (four, biased, Adapter(256, 128, bias=False)):
         assert not can_merge([whole, other])
     assert not can_merge([four, eight])
+
+
+def test_rows_of_another_type_than_the_matrix_are_multiplied_by_mlx() -> None:
+    """MiniMax's router is a matrix of 16 bits, which multiplies numbers of 32 bits."""
+    module = nn.Linear(256, 64, bias=False)
+    module.set_dtype(mx.bfloat16)
+    x = mx.random.normal((5, 256))
+    calls: list[mx.Dtype] = []
+
+    class Noting(FewRows):
+        def __init__(self) -> None:
+            pass
+
+        def multiply(self, rows: mx.array, *_: Any, **__: Any) -> mx.array:
+            calls.append(rows.dtype)
+            return mx.zeros((5, 64))
+
+    merged = MergedLinear([module], Noting())
+    merged(x.astype(mx.bfloat16))
+    assert calls == [mx.bfloat16]
+    assert mx.array_equal(merged(x), module(x)).item()
+    assert calls == [mx.bfloat16]

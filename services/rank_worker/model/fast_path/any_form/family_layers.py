@@ -91,8 +91,8 @@ class FamilyLayers:
         self.form = form
         self._kernels = kernels
         self._weights = {one: _weights(one) for one in set(form.attentions)}
-        self._products = MergedProducts(form.matrices, kernels.few_rows)
-        self._products.compile()
+        self.products = MergedProducts(form.matrices, kernels.few_rows)
+        self.products.compile()
         query_heads = max(one.shape.query_heads for one in form.attentions)
         self._decodes = CompiledDecodes(self._build_decode, query_heads, counter)
         self.observe: Observe | None = None
@@ -144,7 +144,7 @@ class FamilyLayers:
 
         pairs = zip(self.form.attentions, rows, strict=True)
         caches = [_NewTokens(places.lengths, attend_in(*pair)) for pair in pairs]
-        with _attention_asks_caches(self._modules), self._products.used():
+        with _attention_asks_caches(self._modules), self.products.used():
             hidden = self._plain(tokens[:, None], caches)
         return hidden.reshape(tokens.shape[0], -1)
 
@@ -233,24 +233,21 @@ def _attention_asks_caches(modules: Sequence[ModuleType]) -> Iterator[None]:
     """Have mlx-lm's function for attention ask caches of decodes in place."""
     originals = [getattr(one, _ATTENTION) for one in modules]
 
-    def asking(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def attend(
-            queries: mx.array,
-            keys: mx.array,
-            values: mx.array,
-            cache: Any,
-            scale: float,
-            mask: Any,
-            sinks: mx.array | None = None,
-        ) -> mx.array:
-            if isinstance(cache, _NewTokens):
-                return cache.attend(queries, keys, values, scale, mask, sinks)
-            return original(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+    def attend(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        if not isinstance(cache, _NewTokens):
+            raise UnknownForm("a layer attends without a cache of its own")
+        return cache.attend(queries, keys, values, scale, mask, sinks)
 
-        return attend
-
-    for module, original in zip(modules, originals, strict=True):
-        setattr(module, _ATTENTION, asking(original))
+    for module in modules:
+        setattr(module, _ATTENTION, attend)
     try:
         yield
     finally:

@@ -8,8 +8,10 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from services.rank_worker.model.fast_path.compared_rows import relative_difference
 from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
-from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
+from services.rank_worker.model.fast_path.kernels.matrices import matrix_of
 from services.rank_worker.model.fast_path.merged_linear import MergedLinear, can_merge, can_sum
 
 Matrices = list[Any]
@@ -48,6 +50,8 @@ def matrices_noted(inner: nn.Module) -> Iterator[list[Matrices]]:
     # A matrix that is called with several arrays is left as it is.
     once = ([one for one in group if counts[id(one)] == 1] for group in by_input.values())
     found += filter(None, once)
+    # The replaced classes refer to the arrays until Python collects them, and those to weights.
+    calls.clear()
 
 
 class MergedProducts:
@@ -74,8 +78,16 @@ class MergedProducts:
 
     def compile(self) -> None:
         """Have the kernels of the products compiled, so that no step waits for it."""
-        for product in {one.shapes: one for one in self._products.values()}.values():
+        for product in {one.kind: one for one in self._products.values()}.values():
             product.compile()
+
+    def compare(self) -> list[float]:
+        """Return how much products differ from those of the modules; 0 if rounding explains it.
+
+        All ranks call this together, as products of divided matrices are summed.
+        """
+        products = {id(one): one for one in self._products.values()}.values()
+        return [one.compare(rows) for one in products for rows in (1, ROWS_MAX + 1)]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -94,9 +106,13 @@ class _Product:
     def __init__(self, matrices: Matrices, few_rows: FewRows | None) -> None:
         """Merge the weights; arguments as those of `MergedProducts`."""
         self._matrices = matrices
-        self.shapes = tuple(one.weight.shape for one in matrices)
-        """Of the matrices."""
-        ends = list(itertools.accumulate(rows for rows, *_ in self.shapes))
+        self.kind = tuple(
+            (type(one), name, array.shape, array.dtype)
+            for one in matrices
+            for name, array in one.parameters().items()
+        )
+        """Equal for products that are computed by one kernel."""
+        ends = list(itertools.accumulate(len(one.weight) for one in matrices))
         self._borders = ends[:-1]
         self._multiply: Any = (
             single_product(matrices[0], few_rows)
@@ -109,6 +125,14 @@ class _Product:
     def compile(self) -> None:
         """Have the kernel of the product compiled."""
         compile_product(self._multiply, apart=False)
+
+    def compare(self, rows: int) -> float:
+        """Return how much the product of random rows differs; 0 if rounding explains it."""
+        matrix = matrix_of(self._matrices[0])
+        x = mx.random.normal((rows, matrix.inputs), key=mx.random.key(rows))
+        x = x.astype(matrix.dtype or mx.bfloat16)
+        pairs = [(one(x), self(one, x)) for one in self._matrices]
+        return max(relative_difference(expected, found, x) for expected, found in pairs)
 
     def __call__(self, module: Any, x: mx.array) -> mx.array:
         """Return the product of [..., inputs] with one of the matrices, [..., its outputs]."""

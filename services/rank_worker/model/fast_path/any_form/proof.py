@@ -1,7 +1,7 @@
 """Compares decodes by kernels with mlx-lm's own, on this device, before they serve.
 
-Nothing but attention is computed in another way, so each kind of attention is compared by itself
-and, since MLX orders the operations of a graph, the whole decode.
+Attention and merged products are computed in another way, so each kind of attention and each
+product are compared by themselves, and, since MLX orders the operations of a graph, whole decodes.
 """
 
 from collections.abc import Sequence
@@ -51,18 +51,37 @@ def find_difference(
         What differs, as a clause; None: nothing.
     """
     rows = [ComparedRows(one, kv_bits) for one in parts]
-    found: list[str | None] = []
-    attentions = layers.form.attentions
     # All ranks run the same collectives, so everything is compared also after a difference.
-    ways = ((LENGTHS, 1), (LENGTHS_OF_KERNELS, 1), (LENGTHS_OF_DRAFTS, TOKENS_OF_ROW))
-    for number in {one: place for place, one in enumerate(attentions)}.values():
-        for lengths, count in ways:
-            differs = _compare_attention(layers, attentions[number], rows[number], lengths, count)
-            found.append(f"attention {number} differs by {differs:.1%}" if differs else None)
+    differs = max(layers.products.compare(), default=0.0)
+    found = [f"a merged product differs by {differs:.1%}" if differs else None]
     for lengths, count in ((LENGTHS_OF_KERNELS, 1), (SHORT_LENGTHS, TOKENS_OF_ROW)):
         differs = _compare_decode(layers, plain, rows, lengths, count)
         found.append(f"the compiled decode differs by {differs:.1%}" if differs else None)
     return next(filter(None, found), None)
+
+
+def find_fault(layers: FamilyLayers, parts: list[list[BlockPart]], kv_bits: int) -> str:
+    """Compare attention with MLX's, and build decodes without computing them. No collectives.
+
+    Args:
+        layers: the decodes.
+        parts: shapes of each layer's keys and values.
+        kv_bits: bits per number of stored KV; 0: the model's own dtype.
+
+    Returns:
+        Why they cannot serve, as a clause; "" if they can.
+    """
+    rows = [ComparedRows(one, kv_bits) for one in parts]
+    attentions = layers.form.attentions
+    ways = ((LENGTHS, 1), (LENGTHS_OF_KERNELS, 1), (LENGTHS_OF_DRAFTS, TOKENS_OF_ROW))
+    for number in {one: place for place, one in enumerate(attentions)}.values():
+        for lengths, count in ways:
+            differs = _compare_attention(layers, attentions[number], rows[number], lengths, count)
+            if differs:
+                return f"attention {number} differs by {differs:.1%}"
+    for count in (1, TOKENS_OF_ROW):
+        _decode(layers, rows, SHORT_LENGTHS, count)
+    return ""
 
 
 def _compare_attention(
@@ -130,15 +149,30 @@ def _compare_decode(
     count: int,
 ) -> float:
     """Return how much a compiled decode of `count` tokens per row differs; 0 if little."""
+    found = _decode(layers, rows, lengths, count)
+    others = [one.empty(len(lengths), max(lengths) + count) for one in rows]
+    for other in others:
+        set_view(other, ragged_view(lengths, count))
+    of_rows, slots, columns = _tokens(len(lengths), count)
+    expected = plain(of_rows, others)[slots, columns][:, None]
+    mx.eval(found, expected, [one.arrays for one in others])
+    return graphs_differ(expected, found)
+
+
+def _decode(
+    layers: FamilyLayers, rows: Sequence[ComparedRows], lengths: Sequence[int], count: int
+) -> mx.array:
+    """Build a decode of `count` tokens per row: [tokens, 1, dim]."""
+    caches = [one.empty(len(lengths), max(lengths) + count) for one in rows]
+    for cache in caches:
+        set_view(cache, in_place_view(order_of_kernels(count), lengths))
+    of_rows, slots, columns = _tokens(len(lengths), count)
+    return layers(of_rows[slots, columns][:, None], caches)
+
+
+def _tokens(rows: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Return token ids, [rows, count], and the slots and columns of kernels' tokens in order."""
     places = order_of_kernels(count)
-    of_rows = mx.arange(1, len(lengths) * count + 1, dtype=mx.int32).reshape(len(lengths), count)
     slots = mx.array([slot for slot, _ in places], dtype=mx.int32)
     columns = mx.array([place for _, place in places], dtype=mx.int32)
-    caches = [[one.empty(len(lengths), max(lengths) + count) for one in rows] for _ in range(2)]
-    for own, other in zip(*caches, strict=True):
-        set_view(own, in_place_view(places, lengths))
-        set_view(other, ragged_view(lengths, count))
-    found = layers(of_rows[slots, columns][:, None], caches[0])
-    expected = plain(of_rows, caches[1])[slots, columns][:, None]
-    mx.eval(found, expected, [one.arrays for both in caches for one in both])
-    return graphs_differ(expected, found)
+    return mx.arange(1, rows * count + 1, dtype=mx.int32).reshape(rows, count), slots, columns

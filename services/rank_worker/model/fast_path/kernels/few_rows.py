@@ -3,8 +3,10 @@
 MLX calls a library for such products, whose kernels it captures from a stream into a graph: that
 takes the host 20 microseconds each, as long as the device needs to read a small matrix. This kernel
 is encoded in 5 and reads matrices as fast. With more rows the library's kernels are faster. Packed
-numbers have a kernel of the same kind, as MLX compiles its own for half a minute at a first start.
+numbers have a kernel of the same kind.
 """
+
+from collections.abc import Collection
 
 import mlx.core as mx
 
@@ -16,10 +18,10 @@ from services.rank_worker.model.fast_path.kernels.matrices import (
 )
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
-    DTYPES,
     OUTPUTS,
     TILE_ROWS,
     cuda_kernel,
+    multiplies,
 )
 
 ROWS_MAX = 16
@@ -41,17 +43,24 @@ class FewRows:
             header=PACKED_HEADER,
         )
 
-    def find_fault(self, dtype: mx.Dtype) -> str:
-        """Compile and run the kernel once; return why it cannot serve, "" if it can.
+    def find_fault(self, dtype: mx.Dtype, bits: Collection[int] = ()) -> str:
+        """Compile and run the kernels once; return why they cannot serve, "" if they can.
 
         Args:
             dtype: of the model.
+            bits: of its affine packed matrices.
         """
-        if dtype not in DTYPES:
+        if not multiplies(dtype):
             return f"no product of few rows for {dtype}"
-        matrix = mx.zeros((OUTPUTS, CHUNK), dtype=dtype)
+        numbers = mx.zeros((OUTPUTS, 4 * CHUNK), dtype=dtype)
+        matrices: list[Matrix] = [PlainMatrix(numbers)]
+        for one in bits:
+            weight, scales, biases = mx.quantize(numbers, CHUNK, one)
+            matrices.append(PackedMatrix(weight, scales, biases, CHUNK, one, "affine"))
         try:
-            mx.eval(self.multiply(matrix[:1], PlainMatrix(matrix), None))
+            for matrix in matrices:
+                if matrix.can_multiply:
+                    mx.eval(self.multiply(numbers[:1], matrix, None))
         except (RuntimeError, ValueError) as error:
             return f"the product of few rows does not run ({str(error).splitlines()[0]})"
         return ""

@@ -53,7 +53,13 @@ class Kernels:
         self.few_rows = FewRows() if device == "cuda" else None
         """Products of few rows; None: MLX's are used."""
 
-    def find_fault(self, shapes: Collection[Shape], dtype: mx.Dtype, dim: int = 0) -> str:
+    def find_fault(
+        self,
+        shapes: Collection[Shape],
+        dtype: mx.Dtype,
+        dim: int = 0,
+        bits: Collection[int] = (),
+    ) -> str:
         """Compile and run all kernels once; return why they cannot serve, "" if they can.
 
         Without a kernel for products of few rows the others still serve, and MLX multiplies.
@@ -62,6 +68,7 @@ class Kernels:
             shapes: of the attentions, each once.
             dtype: of the model.
             dim: width of hidden states; 0: kernels compute no norms and no activations.
+            bits: of the model's affine packed matrices.
         """
         of_heads = [one for one in shapes if isinstance(one, AttentionShape)]
         of_latents = [one for one in shapes if isinstance(one, LatentShape)]
@@ -70,7 +77,7 @@ class Kernels:
             return fault
         if fault := self._find_fault_of_norms(dtype, dim) if dim else "":
             return fault
-        if self.few_rows is not None and (fault := self.few_rows.find_fault(dtype)):
+        if self.few_rows is not None and (fault := self.few_rows.find_fault(dtype, bits)):
             _log.info("mlx_products", detail=fault)
             self.few_rows = None
         return ""

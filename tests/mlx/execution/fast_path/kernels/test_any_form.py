@@ -1,16 +1,23 @@
 """Models of any form whose decodes attend by kernels, beside mlx-lm's own code."""
 
+import gc
 import sys
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx import nn
 
+from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
+from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.expert_counter import ExpertCounter
+from services.rank_worker.model.fast_path import opening
+from services.rank_worker.model.fast_path.any_form import proof as any_form_proof
+from services.rank_worker.model.fast_path.any_form.merged_products import MergedProducts
 from services.rank_worker.model.fast_path.kernels import head_attention, tensor_cores
-from services.rank_worker.model.fast_path.opening import FastPathSettings
+from services.rank_worker.model.fast_path.merged_linear import MergedLinear
+from services.rank_worker.model.fast_path.opening import FastPathSettings, open_fast_path
+from services.rank_worker.model.forward import Forward
 from services.rank_worker.model.sharding.local_experts import keep_all
 from tests.mlx.execution.fast_path.attention_models import make, open_of
 from tests.mlx.executor_driver import make_prompt
@@ -130,17 +137,34 @@ def test_function_and_classes_of_mlx_lm_are_as_before_outside_of_a_decode() -> N
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
-def test_merged_matrices_are_not_held_twice() -> None:
-    """The modules have views of the merged matrix of queries, keys and values."""
-    model: Any = _model("mixtral")
-    assert open_of(model, device="metal").state.startswith(KERNELS)
-    attention = model.model.layers[0].self_attn
-    projections = [attention[name].weight for name in ("q_proj", "k_proj", "v_proj")]
-    mx.eval(projections)
-    places = [np.asarray(memoryview(one)) for one in projections]
-    starts = [int(one.__array_interface__["data"][0]) for one in places]
-    assert starts[1] == starts[0] + places[0].nbytes
-    assert starts[2] == starts[1] + places[1].nbytes
+@pytest.mark.parametrize("keeps_layers", [True, False])
+def test_merged_matrices_are_held_once_as_soon_as_they_are_merged(
+    keeps_layers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only when Python has collected what refers to itself, which could be too late."""
+    model = make("qwen3", 8, 8, 64)
+    shape = read_shape(model)
+    store, forward = open_store(model, shape, 0), Forward(model)
+    gc.collect()
+    mx.clear_cache()
+    loaded = mx.get_active_memory()
+    found: list[int] = []
+
+    def noting(*_: Any) -> str:
+        mx.clear_cache()
+        found.append(mx.get_active_memory())
+        return "the rest is not tested"
+
+    monkeypatch.setattr(any_form_proof, "find_fault", noting)
+    monkeypatch.setattr(opening, "find_difference", noting)
+    gc.disable()
+    try:
+        settings = FastPathSettings("metal", keeps_layers=keeps_layers)
+        open_fast_path(forward, store, shape, settings, 0)
+    finally:
+        gc.enable()
+    assert found
+    assert found[0] < 1.05 * loaded
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
@@ -164,6 +188,37 @@ def test_attention_that_computes_something_else_keeps_mlx_lms_code(
     opened = open_of(make("qwen3", 4, 2, 16), device="metal")
     assert opened.layers is None
     assert opened.state.startswith("mlx-lm's layers: ")
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+def test_merged_product_that_is_something_else_keeps_mlx_lms_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A missing bias changes little in hidden states, so each product is compared by itself."""
+    monkeypatch.setattr(MergedLinear, "_multiply", lambda merged, x: x @ merged._transposed)
+    opened = open_of(make("qwen2", 4, 2, 16), device="metal", keeps_layers=True)
+    assert opened.layers is None
+    assert "; a merged product differs by " in opened.state
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+def test_decode_that_cannot_be_built_keeps_mlx_lms_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any error of the family's code is a reason, so that all ranks vote as often."""
+    votes: list[bool] = []
+
+    def fails(*_: Any) -> None:
+        raise KeyError("a name")
+
+    monkeypatch.setattr(MergedProducts, "compile", fails)
+
+    def vote(agrees: bool) -> bool:
+        votes.append(agrees)
+        return agrees
+
+    opened = open_of(_model("olmo2"), device="metal", all_agree=vote)
+    assert opened.layers is None
+    assert opened.state.endswith("; a decode cannot be built (KeyError('a name'))")
+    assert not votes[-1]
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")

@@ -8,10 +8,12 @@ from mlx import nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
-from services.rank_worker.model.fast_path.kernels import tensor_cores
+from services.rank_worker.model.fast_path.kernels import head_attention, tensor_cores
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
-from services.rank_worker.model.fast_path.kernels.matrices import PackedMatrix
+from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
+from services.rank_worker.model.fast_path.kernels.matrices import Matrix, PackedMatrix
 from services.rank_worker.model.sharding.local_experts import keep_all
+from tests.mlx.execution.fast_path.attention_models import make, open_of
 
 Kind = tuple[str, int, int]
 """Mode, bits, and size of a group."""
@@ -141,3 +143,24 @@ def test_tokens_of_another_type_are_left_to_mlx_lm() -> None:
         layer = _layer(64, 64, kind, kind, experts=4)
         found = [FewExperts().takes(layer, one, 2) for one in (x, x.astype(mx.float16))]
         assert found == takes
+
+
+@pytest.mark.parametrize("keeps_layers", [False, True])
+def test_packed_matrices_of_a_dense_model_are_multiplied_by_the_kernel(
+    keeps_layers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers pass the proof, in which all products are compared."""
+    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
+    used: list[int] = []
+    multiply = FewRows.multiply
+
+    def noting(few_rows: FewRows, rows: mx.array, matrix: Matrix, *args: Any, **named: Any) -> Any:
+        used.append(matrix.bits if isinstance(matrix, PackedMatrix) else 16)
+        return multiply(few_rows, rows, matrix, *args, **named)
+
+    monkeypatch.setattr(FewRows, "multiply", noting)
+    model = make("qwen2", 4, 2, 16)
+    nn.quantize(model, 32, 8, class_predicate=lambda path, one: "gate_proj" in path or "up" in path)
+    opened = open_of(model, device="cuda", keeps_layers=keeps_layers)
+    assert opened.layers is not None
+    assert {8, 16} <= set(used)
