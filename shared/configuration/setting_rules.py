@@ -93,7 +93,7 @@ def check_pipeline(backend: str, sharding: str) -> None:
     if sharding == "pipeline" and (obstacle := pipeline_obstacle(backend)):
         raise ConfigError(
             f"world.sharding is pipeline, but world.backend is {backend}: {obstacle}, which "
-            "pipelines need. Set world.sharding to tensor or expert "
+            "pipelines need. Set world.sharding to tensor, expert or tensor+expert "
             "(--distributed-sharding), or world.backend to ring."
         )
 

@@ -170,6 +170,7 @@ def make_plan(inputs: Inputs) -> MemoryPlan:
         weight_copies=config.rank_worker.weight_copies,
         backend=inputs.backend,
         vocabulary=config.world.split_vocabulary,
+        expert_shares=inputs.expert_shares,
     )
     if asked.context_tokens > context:
         raise UsageError(
@@ -214,7 +215,7 @@ def _propose_experts(
     wanted = inputs.sharding if inputs.sharding in DIVIDES_EXPERTS else chosen
     sharding: Sharding = "tensor+expert" if wanted == "tensor+expert" else "expert"
     memory = choice.memory if choice is not None and chosen == sharding else inputs.memory
-    return propose(model, inputs.expert_stats, sharding, memory, asked, inputs.expert_shares)
+    return propose(model, inputs.expert_stats, sharding, memory, asked)
 
 
 def _inputs(options: PlanOptions) -> Inputs:

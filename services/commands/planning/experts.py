@@ -24,7 +24,6 @@ def propose(
     sharding: Sharding,
     memory: Sequence[RankMemory],
     asked: MemoryDemand,
-    configured: Sequence[int],
 ) -> ExpertProposal:
     """Propose numbers of experts by rank that balance the measured loads, as far as memory allows.
 
@@ -33,15 +32,15 @@ def propose(
         report: measured loads, of the same model.
         sharding: how ranks divide the model; one by experts.
         memory: memory of each rank.
-        asked: the sequences that must fit.
-        configured: `world.expert_shares`, which the present shares follow if there is one for each
-            rank; else they follow memory.
+        asked: the sequences that must fit. Present shares follow its `expert_shares` if there is
+            one for each rank; else they follow memory.
 
     Raises:
         UsageError: when the loads are of another model, or its experts cannot be divided.
     """
     count, ranks = _check(model, report, sharding, len(memory))
     weights = shares.rank_weights([one.usable_bytes for one in memory], ranks)
+    configured = asked.expert_shares
     present = shares.divide(count, configured if len(configured) == ranks else weights)
     loads = [one.counts for one in report.layers]
     proposed = balance(loads, present, _most(model, sharding, memory, asked, present))

@@ -46,6 +46,8 @@ class MemoryDemand:
     """Backend of the ranks' collectives; "": not decided."""
     vocabulary: VocabularySplit = "auto"
     """`world.split_vocabulary`."""
+    expert_shares: Sequence[int] = ()
+    """`world.expert_shares`; with another number of ranks, experts follow memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,19 +157,16 @@ def rank_parts(
         model: the model.
         sharding: how the model is divided; it must be possible.
         memory: memory of each rank, in order of ranks.
-        asked: its `kv_bits` and `kv_bytes_max` are used, number and length of sequences are not.
+        asked: number and length of its sequences are not used.
 
     Returns:
         One element per rank.
     """
-    usable = [place.usable_bytes for place in memory]
+    usable, size = [place.usable_bytes for place in memory], len(memory)
+    experts = asked.expert_shares if len(asked.expert_shares) == size else ()
     held = [
-        _held(
-            model,
-            Split(sharding, rank, len(memory), usable, vocabulary=asked.vocabulary),
-            asked.kv_bits,
-        )
-        for rank in range(len(memory))
+        _held(model, Split(sharding, rank, size, usable, experts, asked.vocabulary), asked.kv_bits)
+        for rank in range(size)
     ]
     # All ranks have rows of one shape, and the scheduler counts them by the rank that stores most.
     counted = KVBytes(max(kv.per_token for *_, kv in held), max(kv.per_row for *_, kv in held))

@@ -2,7 +2,7 @@
 
 These checks run before any weight is read and before any peer connects. They may accept a model
 that is refused when it is built (`apply_split` in the rank worker), but never refuse one that
-works.
+works, unless its config has the width of a matrix that it does not have.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,14 @@ EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "mo
 
 HEAD_COUNT_KEYS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 KV_HEAD_COUNT_KEY = "num_key_value_heads"
-WIDTH_KEYS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+SHARED_WIDTH_KEYS = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "share_expert_dim",
+)
+SHARED_COUNT_KEYS = ("n_shared_experts", "num_shared_experts")
+"""Config keys that hold the number of shared experts, which form one of that many times a routed
+expert's width where no key of SHARED_WIDTH_KEYS holds theirs."""
 
 
 def check_sharding(config: dict[str, Any], sharding: Sharding, world_size: int) -> None:
@@ -67,7 +74,8 @@ def sharding_obstacle(config: dict[str, Any], sharding: Sharding, world_size: in
     """Return why the model cannot be split this way; None when no reason is known.
 
     "tensor": mlx-lm must shard the model's type, and heads and widths must be divisible. "expert":
-    at least one routed expert per rank. "tensor+expert": both, but any width of routed experts.
+    at least one routed expert per rank. "tensor+expert": both, but any width of routed experts;
+    that of shared experts must be divisible.
     "pipeline": mlx-lm must pipeline the type, and there must be at least one layer per rank.
 
     Args:
@@ -82,15 +90,11 @@ def sharding_obstacle(config: dict[str, Any], sharding: Sharding, world_size: in
         return None
     match sharding:
         case "tensor":
-            return _tensor_obstacle(config, world_size, WIDTH_KEYS)
+            return _tensor_obstacle(config, sharding, world_size)
         case "expert":
             return _expert_obstacle(config, world_size)
         case "tensor+expert":
-            # Without a width of their own, experts have that of the model's MLPs.
-            has_own = "moe_intermediate_size" in text_config(config)
-            whole = "moe_intermediate_size" if has_own else "intermediate_size"
-            widths = [one for one in WIDTH_KEYS if one != whole]
-            tensors = _tensor_obstacle(config, world_size, widths)
+            tensors = _tensor_obstacle(config, sharding, world_size)
             return _expert_obstacle(config, world_size) or tensors
         case "pipeline":
             return _pipeline_obstacle(config, world_size)
@@ -114,15 +118,10 @@ def _pipeline_obstacle(config: dict[str, Any], world_size: int) -> str | None:
     return f"it has {layers} layers" if has_too_few else None
 
 
-def _tensor_obstacle(config: dict[str, Any], world_size: int, widths: Sequence[str]) -> str | None:
+def _tensor_obstacle(config: dict[str, Any], sharding: Sharding, world_size: int) -> str | None:
     """Return which head count or width cannot be divided by `world_size`; None when all can.
 
     A rank's part of a quantized width must also be a multiple of the quantization's group size.
-
-    Args:
-        config: the model's config.json.
-        world_size: number of ranks.
-        widths: keys of the divided widths, from WIDTH_KEYS.
     """
     family, text = model_family(config), text_config(config)
     if family is not None and not family.shards:
@@ -131,16 +130,32 @@ def _tensor_obstacle(config: dict[str, Any], world_size: int, widths: Sequence[s
     # With compressed KV (MLA) every rank holds the whole KV, so its head count does not matter.
     if not text.get("kv_lora_rank"):
         keys.append(KV_HEAD_COUNT_KEY)
-    for key in (*keys, *widths):
-        value = text.get(key)
-        if isinstance(value, int) and value % world_size:
-            return f"its {key} is {value}"
+    widths = _divided_widths(text, sharding)
+    for name, number in (*_numbers(text, keys).items(), *widths.items()):
+        if number % world_size:
+            return f"its {name} is {number}"
     group = quantization(config).get("group_size")
-    for key in widths:
-        value = text.get(key)
-        if isinstance(value, int) and isinstance(group, int) and value // world_size % group:
-            return f"its {key} is {value}, quantized in groups of {group}"
+    for name, width in widths.items():
+        if isinstance(group, int) and width // world_size % group:
+            return f"its {name} is {width}, quantized in groups of {group}"
     return None
+
+
+def _divided_widths(text: dict[str, Any], sharding: Sharding) -> dict[str, int]:
+    """Return the widths of which each rank gets a part, by name."""
+    widths = _numbers(text, ("intermediate_size", "moe_intermediate_size"))
+    routed = widths.get("moe_intermediate_size", 0)
+    count = max(_numbers(text, SHARED_COUNT_KEYS).values(), default=0)
+    shared = _numbers(text, SHARED_WIDTH_KEYS) or {"shared experts' width": count * routed}
+    if sharding == "tensor+expert":
+        # Without a width of their own, routed experts have that of the model's MLPs.
+        widths.pop("moe_intermediate_size" if routed else "intermediate_size", None)
+    return widths | shared
+
+
+def _numbers(text: dict[str, Any], keys: Sequence[str]) -> dict[str, int]:
+    """Return the values of those keys that have an integer."""
+    return {key: text[key] for key in keys if isinstance(text.get(key), int)}
 
 
 def expert_count(config: dict[str, Any]) -> int:

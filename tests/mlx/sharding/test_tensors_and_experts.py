@@ -11,7 +11,12 @@ from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.sharding.apply import apply_split, describe_share
 from services.rank_worker.model.sharding.local_experts import is_switch
+from services.rank_worker.model.sharding.tensor_split import (
+    split_tensors,
+    split_tensors_and_experts,
+)
 from shared.errors import ConfigError
+from shared.messages.base import Sharding
 from shared.model.sharding.feasibility import check_sharding
 from shared.model.sharding.shares import DIVIDES_MATRICES, Split
 from tests.mlx.sharding.in_process_world import InProcessWorld, unlinked_collectives
@@ -121,6 +126,21 @@ def test_experts_of_a_width_that_ranks_cannot_divide_are_divided_by_number(
     assert float(mx.abs(logits[1] - quantized()(PROMPT)).max()) < 1e-4
 
 
+def test_shared_experts_of_a_width_that_ranks_cannot_divide_are_refused_before_the_build() -> None:
+    """mlx-lm divides them, also where routed experts stay whole; the alternative works."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 96, "vocab_size": VOCAB + 1}
+    quantization = {"quantization": {"group_size": 32, "bits": 4}}
+    config = {**moe_config("glm4_moe", **sizes), **quantization}
+    shardings: tuple[Sharding, ...] = ("tensor", "tensor+expert")
+    for sharding in shardings:
+        with pytest.raises(ConfigError, match=r'size to 1, or world\.sharding to "expert" or'):
+            check_sharding(config, sharding, 2)
+    model = make_moe_model("glm4_moe", **sizes)
+    nn.quantize(model, 32, 4, class_predicate=lambda _, one: hasattr(one, "to_quantized"))
+    description = apply_split(model, config, Split("expert", 0, 2), unlinked_collectives(0, 2))
+    assert description.startswith("expert 3+3")
+
+
 def test_description_of_share_names_part_of_layers_and_experts() -> None:
     """Operators see both divisions of a rank."""
     model = make_moe_model("qwen3_moe")
@@ -139,3 +159,32 @@ def test_model_whose_block_does_not_sum_over_ranks_is_refused() -> None:
     ):
         _split(model, "qwen3_moe", 0, "tensor+expert")
     assert _experts(model), "its experts are as before"
+
+
+@pytest.mark.parametrize("sharding", sorted(DIVIDES_MATRICES))
+@pytest.mark.parametrize(
+    ("experts", "remedy"), [(EXPERTS, ', or world.sharding to "expert"'), (0, "")]
+)
+def test_model_that_the_build_cannot_shard_names_experts_where_it_may_have_them(
+    sharding: Any, experts: int, remedy: str
+) -> None:
+    """A model's own code may have no `shard`, or one that fails."""
+    config = {"model_type": "own", "model_file": "model.py", "num_experts": experts}
+    collectives = unlinked_collectives(0, 2)
+    model: Any = nn.Sequential(make_moe_model("qwen3_moe").model)
+
+    def split() -> None:
+        if sharding == "tensor":
+            split_tensors(model, config, collectives)
+        else:
+            split_tensors_and_experts(model, config, [1, 1], collectives)
+
+    with pytest.raises(ConfigError, match=f"by tensors: set world.size to 1{remedy}.$"):
+        split()
+
+    def shard(_group: object) -> None:
+        raise ValueError("This width is odd.")
+
+    model.shard = shard
+    with pytest.raises(ConfigError, match=f'says "This width is odd": set .* to 1{remedy}.$'):
+        split()

@@ -1,8 +1,9 @@
-"""Divides matrices between ranks with mlx-lm's `shard`, those of routed experts too or apart.
+"""Divides matrices with mlx-lm's `shard`.
 
-Apart, each rank keeps whole matrices of some experts. No sum needs another place then: mlx-lm's
-blocks add up what the ranks' parts of the experts return, and a rank's experts are such a part,
-because they return zeros for those of other ranks (`local_experts`).
+Routed experts are divided in the same way, or by number: then each rank keeps whole matrices of
+some. No sum needs another place then: mlx-lm's blocks add up what the ranks' parts of the experts
+return, and a rank's experts are such a part, because they return zeros for those of other ranks
+(`local_experts`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from services.rank_worker.model.sharding.expert_split import find_expert_layers,
 from services.rank_worker.model.sharding.local_experts import is_switch
 from services.rank_worker.peers.collectives import Collectives
 from shared.errors import ConfigError
+from shared.model.sharding.feasibility import sharding_obstacle
 
 
 def split_tensors(model: nn.Module, config: dict[str, Any], collectives: Collectives) -> None:
@@ -32,12 +34,22 @@ def split_tensors(model: nn.Module, config: dict[str, Any], collectives: Collect
     name, size = config["model_type"], collectives.world_size
     if not hasattr(model, "shard"):
         raise ConfigError(
-            f'Models of type "{name}" cannot be split over {size} ranks: set world.size to 1.'
+            f'Models of type "{name}" cannot be split over {size} ranks by tensors: '
+            f"set world.size to 1{_or_experts(config, size)}."
         )
     try:
         model.shard(collectives.group)
     except (ValueError, TypeError, AttributeError, AssertionError) as error:
-        raise ConfigError(f"This model cannot be split over {size} ranks: {error}") from error
+        raise ConfigError(
+            f"This model cannot be split over {size} ranks by tensors, because mlx-lm says "
+            f'"{str(error).rstrip(".")}": set world.size to 1{_or_experts(config, size)}.'
+        ) from error
+
+
+def _or_experts(config: dict[str, Any], world_size: int) -> str:
+    """Return an end of the remedy that names the split by experts, if it may work; else ""."""
+    may_work = sharding_obstacle(config, "expert", world_size) is None
+    return ', or world.sharding to "expert"' if may_work else ""
 
 
 def split_tensors_and_experts(
@@ -76,7 +88,7 @@ def split_tensors_and_experts(
 
 @contextmanager
 def _left_whole(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the arrays of layers of experts by empty ones meanwhile, which any number divides."""
+    """While the block runs, layers of experts have empty arrays, which `shard` leaves alone."""
     switches = [one for layer in layers for one in layer.children().values() if is_switch(one)]
     before = [
         {name: value for name, value in one.items() if isinstance(value, mx.array)}

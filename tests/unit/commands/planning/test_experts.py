@@ -82,6 +82,25 @@ def test_plan_of_skewed_loads_goes_no_further_than_memory(
     assert few + many == EXPERTS
 
 
+@pytest.mark.parametrize("sharding", ["expert", "tensor+expert"])
+def test_plan_proposes_equal_shares_of_even_loads_in_place_of_configured_ones(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sharding: str
+) -> None:
+    """How many experts fit follows from those that the configured shares give to each host."""
+    file = _write(tmp_path / "even.json", [1] * EXPERTS)
+    config = tmp_path / "lockstep.toml"
+    config.write_text(f'[world]\nsize = 2\nsharding = "{sharding}"\nexpert_shares = [96, 32]\n')
+    words = ("--config", str(config), "--memory", "52GB,52GB", "--json")
+    _, out, _ = _plan(capsys, folder, file, *words)
+    found = json.loads(out)
+    assert (found["experts"]["present"], found["experts"]["proposed"]) == ([96, 32], [64, 64])
+    (option,) = (
+        one for one in found["options"] if (one["ranks"], one["sharding"]) == (2, sharding)
+    )
+    many, few = (one["divided_bytes"] for one in option["shares"])
+    assert many > few
+
+
 def test_plan_proposes_shares_for_the_configured_split_of_tensors_and_experts(
     folder: Path,
     tmp_path: Path,

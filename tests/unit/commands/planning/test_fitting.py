@@ -19,6 +19,7 @@ from services.commands.planning.splits import (
     plan_split,
     rank_parts,
 )
+from shared.messages.base import Sharding
 from shared.messages.rank_link import VocabularySplit
 from tests.unit.commands.planning import sparse_checkpoints
 
@@ -151,6 +152,19 @@ def test_split_of_tensors_and_experts_has_kv_of_tensors_and_experts_by_memory(
         assert one.whole_bytes == other.whole_bytes
         assert one.kv_bytes_per_token == other.kv_bytes_per_token
         assert one.kv_bytes_per_token == mixture.kv.bytes().per_token // 2
+
+
+@pytest.mark.parametrize("sharding", ["expert", "tensor+expert"])
+def test_plan_divides_experts_by_configured_shares_of_as_many_ranks(
+    mixture: PlannedModel, sharding: Sharding
+) -> None:
+    """`world.expert_shares` is for one number of ranks; others divide experts by memory."""
+    asked = dataclasses.replace(DEMAND, expert_shares=(96, 32))
+    for ranks, most, fewest in ((2, 96, 32), (4, 32, 32)):
+        memory = memory_of_sizes([64 * GIB] * ranks, "metal")
+        found = [one.divided_bytes for one in plan_split(mixture, sharding, memory, asked).shares]
+        one_expert = 48 * 3 * 768 * 2_048 * 2
+        assert found[0] - found[1] == (most - fewest) * one_expert
 
 
 def test_plan_is_equal_for_separate_and_stacked_expert_tensors(

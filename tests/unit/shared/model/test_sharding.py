@@ -123,6 +123,15 @@ GIB = 1 << 30
                 '"tensor" or "pipeline".'
             ),
         ),
+        (
+            {**MOE, "model_type": "glm4_moe", "moe_intermediate_size": 33, "n_shared_experts": 1},
+            "tensor",
+            2,
+            (
+                "because its moe_intermediate_size is 33: set world.size to 1, or "
+                'world.sharding to "expert" or "pipeline".'
+            ),
+        ),
         (MOE, "none", 2, "because one rank would have to hold it all: set world.size to 1, or"),
     ],
 )
@@ -165,6 +174,32 @@ def test_width_of_whole_experts_is_no_obstacle(
     assert (found or "").startswith(obstacle or "")
     assert (found is None) == (obstacle is None)
     assert sharding_obstacle({**config, **widths}, "tensor", 4)
+
+
+@pytest.mark.parametrize(
+    ("widths", "obstacle"),
+    [
+        ({"n_shared_experts": 1}, "its shared experts' width is 96, quantized in groups of 32"),
+        ({"num_shared_experts": 3}, "its shared experts' width is 288, quantized in groups of 32"),
+        ({"n_shared_experts": 2}, None),
+        ({"n_shared_experts": 0}, None),
+        ({"n_shared_experts": None}, None),
+        ({"share_expert_dim": 96}, "its share_expert_dim is 96, quantized in groups of 32"),
+        ({"shared_intermediate_size": 33}, "its shared_intermediate_size is 33"),
+        ({"n_shared_experts": 1, "shared_expert_intermediate_size": 64}, None),
+        # Experts of no width of their own have that of dense layers.
+        ({"moe_intermediate_size": None, "intermediate_size": 96}, None),
+    ],
+)
+def test_width_of_shared_experts_must_be_divisible_if_routed_ones_stay_whole(
+    widths: dict[str, int | None], obstacle: str | None
+) -> None:
+    """mlx-lm divides shared experts, whose width has another name or is a multiple."""
+    quantized = {"quantization": {"group_size": 32, "bits": 4}}
+    config = {**MOE, "moe_intermediate_size": 96, **quantized, **widths}
+    assert sharding_obstacle(config, "tensor+expert", 2) == obstacle
+    assert sharding_obstacle(config, "tensor", 2)
+    assert sharding_obstacle(config, "expert", 2) is None
 
 
 def test_split_of_unknown_model_family_is_refused_only_for_numbers_in_config() -> None:
