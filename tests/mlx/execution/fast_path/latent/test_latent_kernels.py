@@ -10,7 +10,7 @@ from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path import opening
-from services.rank_worker.model.fast_path.kernels import few_rows, latent_attention, tensor_cores
+from services.rank_worker.model.fast_path.kernels import latent_attention, tensor_cores
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 from services.rank_worker.model.fast_path.kernels.head_products import HeadProducts
 from services.rank_worker.model.fast_path.kernels.latent_attention import (
@@ -161,7 +161,7 @@ def test_tensor_cores_compute_latent_attention_like_mlx_lm(
     kind: str, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They pass the same proof. Here their products are of numbers of 4 bytes."""
-    for module in (latent_attention, few_rows, tensor_cores):
+    for module in (latent_attention, tensor_cores):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
     monkeypatch.setattr(latent_attention, "_TENSOR_SHARED_MAX", 2**20)
     model = make_latent(kind, first_k_dense_replace=2, qk_nope_head_dim=32)
@@ -256,7 +256,7 @@ def test_layer_of_a_decode_with_kernels_has_no_more_operations_than_today(
 
     Rows of several tiles need one more; MLX's products for several rows need two that copy nothing.
     """
-    for module in (latent_attention, few_rows, tensor_cores):
+    for module in (latent_attention, tensor_cores):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
     for name in ("metal_kernel", "cuda_kernel"):
         monkeypatch.setattr(mx.fast, name, _OneOperation)
