@@ -94,7 +94,7 @@ def _quantized(family: str, bits: int, mode: str = "affine") -> nn.Module:
     ("family", "bits", "mode"),
     [
         ("qwen3_moe", 4, "affine"),
-        ("deepseek_v3", 8, "affine"),
+        pytest.param("deepseek_v3", 8, "affine", marks=pytest.mark.proof),
         pytest.param("qwen2_moe", 8, "affine", marks=pytest.mark.proof),
         pytest.param("kimi_k25", 4, "affine", marks=pytest.mark.proof),
         pytest.param("glm4_moe", 4, "mxfp4", marks=pytest.mark.proof),

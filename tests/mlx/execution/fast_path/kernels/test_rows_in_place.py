@@ -171,7 +171,7 @@ def test_drafts_over_the_border_of_a_tile_and_at_the_end_of_a_row_change_no_toke
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
-@pytest.mark.parametrize("kind", ["heads", "latent"])
+@pytest.mark.parametrize("kind", ["heads", pytest.param("latent", marks=pytest.mark.proof)])
 def test_attention_to_tokens_of_one_row_is_computed_from_the_result_of_writing_them(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +203,7 @@ def test_attention_to_tokens_of_one_row_is_computed_from_the_result_of_writing_t
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
-@pytest.mark.parametrize("device", ["metal", "cuda"])
+@pytest.mark.parametrize("device", ["metal", pytest.param("cuda", marks=pytest.mark.proof)])
 def test_experts_of_drafts_are_counted_without_those_of_padding(device: DeviceKind) -> None:
     """Repeated tokens are computed and not counted."""
     counter = ExpertCounter(model := make_moe_model("qwen3_moe"), 0, "none", 1)

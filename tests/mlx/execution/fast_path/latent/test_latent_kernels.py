@@ -156,7 +156,7 @@ def test_first_numbers_of_rows_are_normalized(
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "whole_queries"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("whole_queries", marks=pytest.mark.proof)])
 def test_tensor_cores_compute_latent_attention_like_mlx_lm(
     kind: str, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +194,13 @@ def test_kernels_compute_latent_attention_of_every_family_like_mlx_lm(kind: str)
     assert open_of(make_latent(kind), device="metal").state == "fast path with kernels"
 
 
-@pytest.mark.parametrize("text", ["total = WARP_SUM(total) + new_weight", "WARP_SUM(squares)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "total = WARP_SUM(total) + new_weight",
+        pytest.param("WARP_SUM(squares)", marks=pytest.mark.proof),
+    ],
+)
 def test_wrong_kernel_of_latent_attention_keeps_mlx_lms_code(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
