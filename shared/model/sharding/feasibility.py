@@ -26,6 +26,8 @@ EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "mo
 
 HEAD_COUNT_KEYS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
 KV_HEAD_COUNT_KEY = "num_key_value_heads"
+WIDTH_KEYS = ("intermediate_size", "dense_intermediate_size", "moe_intermediate_size")
+"""Config keys that hold the widths of MLPs and of routed experts."""
 SHARED_WIDTH_KEYS = (
     "shared_expert_intermediate_size",
     "shared_intermediate_size",
@@ -143,10 +145,11 @@ def _tensor_obstacle(config: dict[str, Any], sharding: Sharding, world_size: int
 
 def _divided_widths(text: dict[str, Any], sharding: Sharding) -> dict[str, int]:
     """Return the widths of which each rank gets a part, by name."""
-    widths = _numbers(text, ("intermediate_size", "moe_intermediate_size"))
+    widths = _numbers(text, WIDTH_KEYS)
     routed = widths.get("moe_intermediate_size", 0)
     count = max(_numbers(text, SHARED_COUNT_KEYS).values(), default=0)
-    shared = _numbers(text, SHARED_WIDTH_KEYS) or {"shared experts' width": count * routed}
+    own = {name: width for name, width in _numbers(text, SHARED_WIDTH_KEYS).items() if width}
+    shared = own or {"shared experts' width": count * routed}
     if sharding == "tensor+expert":
         # Without a width of their own, routed experts have that of the model's MLPs.
         widths.pop("moe_intermediate_size" if routed else "intermediate_size", None)

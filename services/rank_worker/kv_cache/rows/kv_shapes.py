@@ -21,7 +21,7 @@ class ModelShape:
     vocab_size: int
     """Logits of a token: of this rank's part where the head is divided."""
     caches: list[Any]
-    """The model's own caches after the forward; their arrays are not computed."""
+    """The model's own caches after the forward; their arrays are zeros that are not computed."""
 
     @property
     def is_plain(self) -> bool:

@@ -48,7 +48,8 @@ def can_merge(modules: Sequence[Any]) -> bool:
 
 def packed_bits(model: nn.Module) -> set[int]:
     """Return the bits of the matrices of a model whose numbers are affine and packed."""
-    packed = [one for one in model.modules() if isinstance(one, _KINDS) and "scales" in one]
+    kinds = (*_KINDS, *_SUMMED_KINDS)
+    packed = [one for one in model.modules() if isinstance(one, kinds) and "scales" in one]
     return {int(one.bits) for one in packed if one.mode == "affine"}
 
 

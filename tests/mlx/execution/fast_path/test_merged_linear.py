@@ -5,9 +5,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx import nn
+from mlx.nn.layers import distributed
 
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
-from services.rank_worker.model.fast_path.merged_linear import MergedLinear, can_merge
+from services.rank_worker.model.fast_path.merged_linear import MergedLinear, can_merge, packed_bits
 
 
 def _modules(quantization: dict[str, Any] | None, *, bias: bool) -> list[Any]:
@@ -85,3 +86,16 @@ def test_rows_of_another_type_than_the_matrix_are_multiplied_by_mlx() -> None:
     assert calls == [mx.bfloat16]
     assert mx.array_equal(merged(x), module(x)).item()
     assert calls == [mx.bfloat16]
+
+
+def test_bits_of_packed_matrices_are_found_in_those_divided_by_inputs_too() -> None:
+    """Their kernels are tried before ranks vote; other modes than affine have none."""
+    group = mx.distributed.init()
+    divided = nn.Linear(64, 64).to_quantized(32, 8)
+    model = nn.Sequential(
+        nn.Linear(64, 64).to_quantized(32, 4),
+        distributed.QuantizedShardedToAllLinear.from_quantized_linear(divided, group=group),
+        nn.Linear(64, 64, bias=False).to_quantized(32, 4, mode="mxfp4"),
+        nn.Linear(64, 64),
+    )
+    assert packed_bits(model) == {4, 8}

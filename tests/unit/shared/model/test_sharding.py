@@ -186,6 +186,11 @@ def test_width_of_whole_experts_is_no_obstacle(
         ({"n_shared_experts": None}, None),
         ({"share_expert_dim": 96}, "its share_expert_dim is 96, quantized in groups of 32"),
         ({"shared_intermediate_size": 33}, "its shared_intermediate_size is 33"),
+        (
+            {"shared_intermediate_size": 0, "n_shared_experts": 1},
+            "its shared experts' width is 96, quantized in groups of 32",
+        ),
+        ({"dense_intermediate_size": 33}, "its dense_intermediate_size is 33"),
         ({"n_shared_experts": 1, "shared_expert_intermediate_size": 64}, None),
         # Experts of no width of their own have that of dense layers.
         ({"moe_intermediate_size": None, "intermediate_size": 96}, None),

@@ -1,5 +1,6 @@
 """Products that a family's code computes with one input, as one product while a decode is built."""
 
+import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -41,17 +42,23 @@ def matrices_noted(inner: nn.Module) -> Iterator[list[Matrices]]:
         return call
 
     matrices = [one for one in inner.modules() if can_sum(one) or can_merge([one])]
-    with _called_by(matrices, noting):
-        yield found
+    try:
+        with _called_by(matrices, noting):
+            yield found
+        found += _with_one_input(calls)
+    finally:
+        # The replaced classes refer to the arrays until Python collects them, and those to weights.
+        calls.clear()
+
+
+def _with_one_input(calls: list[tuple[Any, mx.array]]) -> list[Matrices]:
+    """Return the matrices of each array, without those that are called with several."""
     by_input: dict[int, Matrices] = {}
     for module, x in calls:
         by_input.setdefault(id(x), []).append(module)
-    counts = {id(module): sum(one is module for one, _ in calls) for module, _ in calls}
-    # A matrix that is called with several arrays is left as it is.
+    counts = collections.Counter(id(module) for module, _ in calls)
     once = ([one for one in group if counts[id(one)] == 1] for group in by_input.values())
-    found += filter(None, once)
-    # The replaced classes refer to the arrays until Python collects them, and those to weights.
-    calls.clear()
+    return [group for group in once if group]
 
 
 class MergedProducts:
@@ -87,7 +94,7 @@ class MergedProducts:
         All ranks call this together, as products of divided matrices are summed.
         """
         products = {id(one): one for one in self._products.values()}.values()
-        return [one.compare(rows) for one in products for rows in (1, ROWS_MAX + 1)]
+        return [one.compare(rows) for one in products for rows in (1, ROWS_MAX, ROWS_MAX + 1)]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
