@@ -28,7 +28,7 @@ _SLOTS = (2, 0, 1)
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
 """Largest relative difference, as a root mean square, of numbers that one layer computes."""
 
-GRAPH_TOLERANCE = 0.5
+_GRAPH_TOLERANCE = 0.5
 """The same for hidden states after all layers, over which rounding adds up; unrelated ones differ
 by 1.4."""
 
@@ -133,4 +133,4 @@ def graphs_differ(expected: mx.array, found: mx.array) -> float:
     one, other = expected.astype(mx.float32), found.astype(mx.float32)
     sizes = [mx.square(numbers).mean() for numbers in (one - other, one)]
     differs: float = mx.sqrt(sizes[0] / sizes[1]).item()  # type: ignore[assignment]
-    return 0.0 if differs <= GRAPH_TOLERANCE else differs
+    return 0.0 if differs <= _GRAPH_TOLERANCE else differs

@@ -9,9 +9,12 @@ from mlx import nn
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
-from services.rank_worker.model.fast_path.any_form import family_layers
-from services.rank_worker.model.fast_path.any_form import proof as any_form
-from services.rank_worker.model.fast_path.any_form.family_layers import FamilyForm, FamilyLayers
+from services.rank_worker.model.fast_path.any_form import proof as family_proof
+from services.rank_worker.model.fast_path.any_form.family_layers import (
+    FamilyForm,
+    FamilyLayers,
+    read_family_form,
+)
 from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.known_form.forms import StackForm, read_form
@@ -84,7 +87,7 @@ def open_fast_path(
     settings: FastPathSettings | None,
     kv_bits: int,
 ) -> FastPath:
-    """Give a model's forward the fast path, if its form is known and the proof finds it equal.
+    """Give a model's forward the highest level of the fast path that the proof finds equal.
 
     All ranks call this at the same point, and get the same result. Waits for the device.
 
@@ -170,24 +173,28 @@ def _open_any(
         kv_bits: bits per number of stored KV; 0: the model's own dtype.
         obstacle: why the layers are not of a known form.
     """
-    none = FastPath(None, f"mlx-lm's layers: {obstacle}")
-    form, reason = _read_any_form(forward, shape, settings)
+
+    def kept(reason: str) -> FastPath:
+        state = f"mlx-lm's layers: {obstacle}"
+        return FastPath(None, f"{state}; {reason}" if reason else state)
+
+    form, reason = _read_family_form(forward, shape, settings)
     if not settings.all_agree(form is not None):
-        return FastPath(None, f"{none.state}; {reason}" if reason else none.state)
+        return kept(reason)
     assert form is not None
     assert forward.inner is not None
     shapes = {one.shape for one in form.attentions}
     dtype = shape.layers()[0][0].dtype
     kernels, fault = _open_kernels(forward.inner, shapes, dtype, settings, kv_bits)
     if kernels is None:
-        return FastPath(None, f"{none.state}; {fault}" if fault else none.state)
+        return kept(fault)
     layers, fault = _open_family(forward, shape, form, kernels, kv_bits)
     if not settings.all_agree(layers is not None):
-        return FastPath(None, f"{none.state}; {fault or 'another rank has a fault'}")
+        return kept(fault or "another rank has a fault")
     assert layers is not None
-    difference = any_form.find_difference(layers, forward.plain, shape.layers(), kv_bits)
+    difference = family_proof.find_difference(layers, forward.plain, shape.layers(), kv_bits)
     if not settings.all_agree(difference is None):
-        return FastPath(None, f"{none.state}; {difference or 'a difference on another rank'}")
+        return kept(difference or "a difference on another rank")
     return FastPath(layers, f"mlx-lm's layers, attention with kernels: {obstacle}")
 
 
@@ -201,20 +208,20 @@ def _open_family(
     assert forward.inner is not None
     try:
         layers = FamilyLayers(forward.plain, forward.inner, form, kernels, forward.expert_counter)
-        fault = any_form.find_fault(layers, shape.layers(), kv_bits)
+        fault = family_proof.find_fault(layers, shape.layers(), kv_bits)
     except Exception as error:  # noqa: BLE001 - see above
         return None, f"a decode cannot be built ({error!r})"
     return (None, fault) if fault else (layers, "")
 
 
-def _read_any_form(
+def _read_family_form(
     forward: Forward, shape: ModelShape, settings: FastPathSettings
 ) -> tuple[FamilyForm | None, str]:
     """Return what kernels need to know of mlx-lm's layers; None, and why, if they cannot serve."""
     if settings.device == "cpu" or forward.inner is None or not shape.is_plain:
         return None, ""
     try:
-        return family_layers.read_form(forward.plain, forward.inner, shape.layers()), ""
+        return read_family_form(forward.plain, forward.inner, shape.layers()), ""
     except UnknownForm as unknown:
         return None, str(unknown)
 

@@ -82,7 +82,7 @@ class FamilyLayers:
         Args:
             plain: mlx-lm's forward.
             inner: mlx-lm's model without its head, with its weights in memory.
-            form: the result of `read_form`.
+            form: the result of `read_family_form`.
             kernels: of the device.
             counter: notes the calls of layers of experts; None: they are not counted.
         """
@@ -149,7 +149,9 @@ class FamilyLayers:
         return hidden.reshape(tokens.shape[0], -1)
 
 
-def read_form(plain: PlainForward, inner: nn.Module, parts: list[list[BlockPart]]) -> FamilyForm:
+def read_family_form(
+    plain: PlainForward, inner: nn.Module, parts: list[list[BlockPart]]
+) -> FamilyForm:
     """Find out how a model attends and multiplies, by a decode that is built and never computed.
 
     Args:

@@ -93,7 +93,7 @@ class MergedProducts:
 
         All ranks call this together, as products of divided matrices are summed.
         """
-        products = {id(one): one for one in self._products.values()}.values()
+        products = dict.fromkeys(self._products.values())
         return [one.compare(rows) for one in products for rows in (1, ROWS_MAX, ROWS_MAX + 1)]
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ from services.rank_worker.model.fast_path.compared_rows import (
     relative_difference,
     set_view,
 )
-from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces, tile_count
+from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
 
 
 def find_difference(
@@ -108,13 +108,7 @@ def _compare_attention(
     tokens = order_of_kernels(count)
     slots = mx.array([slot for slot, _ in tokens], dtype=mx.int32)
     columns = mx.array([place for _, place in tokens], dtype=mx.int32)
-    in_place = in_place_view(tokens, lengths)
-    places = RowPlaces(
-        in_place.lengths,
-        in_place.slots,
-        tile_count(in_place.longest),
-        tokens_share_rows=in_place.tokens_share_rows,
-    )
+    places = RowPlaces.of(in_place_view(tokens, lengths))
     queries, keys, values = (one[slots, :, columns][:, :, None] for one in new)
     found = layers.attend(attention, [queries, keys, values], own.arrays, places)
     expected = expected[slots, :, columns][:, :, None]

@@ -6,10 +6,11 @@ other are written first.
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 
+from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path.kernels.dialects import Dialect, read_source
 
 TILE_TOKENS = 256
@@ -39,6 +40,12 @@ class RowPlaces:
     first."""
     are_written: bool = False
     """Those that share rows are in the arrays already."""
+
+    @classmethod
+    def of(cls, view: InPlaceView) -> Self:
+        """Return the places of a forward with one attention, given where its tokens are."""
+        tiles = tile_count(view.longest)
+        return cls(view.lengths, view.slots, tiles, tokens_share_rows=view.tokens_share_rows)
 
     @property
     def must_be_written(self) -> bool:

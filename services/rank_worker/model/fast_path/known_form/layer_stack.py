@@ -13,7 +13,7 @@ from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.compiled_decodes import CompiledDecodes, RowArrays
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
-from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces, tile_count
+from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
 from services.rank_worker.model.fast_path.known_form.attention.interface import NewTokens
 from services.rank_worker.model.fast_path.known_form.decoder_layer import DecoderLayer
 from services.rank_worker.model.fast_path.known_form.forms import StackForm
@@ -236,10 +236,7 @@ class LayerStack:
         view, (rows, count, _) = cache.view, x.shape
         mask = places = None
         if isinstance(view, InPlaceView):
-            tiles = tile_count(view.longest)
-            places = RowPlaces(
-                view.lengths, view.slots, tiles, tokens_share_rows=view.tokens_share_rows
-            )
+            places = RowPlaces.of(view)
         else:
             mask = cache.make_mask(count, return_array=self._wants_mask_array)
         tables, apart = self._tables(cache.offset, rows, count), self._batch_invariant
