@@ -3,8 +3,7 @@
 A step's tokens leave only when the receipts of all ranks agree (invariant I6).
 """
 
-from collections import defaultdict
-from collections.abc import Iterator
+from typing import Literal
 
 from services.scheduler.batch.in_flight_steps import InFlightStep, InFlightSteps, find_disagreement
 from services.scheduler.batch.plan_builder import PlannedStep
@@ -17,10 +16,10 @@ from services.scheduler.telemetry.telemetry import Telemetry
 from services.scheduler.telemetry.token_rates import TokenRates
 from services.scheduler.world.world import World, WorldState
 from shared.identifiers import PeerId, Slot
-from shared.messages import StepFinished, TokenLogprobs, TokensGenerated
+from shared.messages import StepFinished, TokensGenerated
 
-_NewTokens = tuple[Sequence, int, list[int], list[TokenLogprobs]]
-"""A sequence, the position of its first new token, its new tokens, and their logprobs or []."""
+_EndReason = Literal["stop", "length"]
+"""Why a completion ends: with a stop token, or at its longest length."""
 
 
 class StepPipeline:
@@ -141,24 +140,18 @@ class StepPipeline:
         # Idle time of the device is a cost only while requests are open.
         idle_ms = receipt.idle_ms if self._had_open_requests else 0.0
         self._batch.record_step(planned, receipt.busy_ms, idle_ms)
-        by_gateway: dict[PeerId, list[_NewTokens]] = defaultdict(list)
-        ended: list[tuple[Sequence, str]] = []
+        messages, ended = self._take(planned, receipt, now_s)
         generated = 0
-        for entry, reason in self._take(planned, receipt, now_s):
-            sequence, _, taken, _ = entry
-            by_gateway[sequence.gateway].append(entry)
-            generated += len(taken)
-            if reason is not None:
-                ended.append((sequence, reason))
+        for gateway, message in messages.items():
+            generated += sum(map(len, message.tokens))
+            self._actions.append(SendToGateway(gateway, message))
         self._counters["generation_tokens_total"] += generated
-        if by_gateway:
+        if messages:
             self._has_produced_tokens = True
             self._world.recovery.note_progress()
-        for gateway, entries in by_gateway.items():
-            self._actions.append(SendToGateway(gateway, tokens_message(entries, receipt)))
         for sequence, reason in ended:
             self._batch.remove(sequence)
-            self._requests.finish(sequence, "stop" if reason == "stop" else "length")
+            self._requests.finish(sequence, reason)
             self.burst.record_end(now_s)
             self._requests.record_duration(now_s - sequence.admitted_at_s)
             self._telemetry.durations.observe("decode", now_s - sequence.first_token_at_s)
@@ -167,16 +160,20 @@ class StepPipeline:
 
     def _take(
         self, planned: PlannedStep, receipt: StepFinished, now_s: float
-    ) -> Iterator[tuple[_NewTokens, str | None]]:
+    ) -> tuple[dict[PeerId, TokensGenerated], list[tuple[Sequence, _EndReason]]]:
         """Append a step's tokens to its sequences.
 
-        Yields:
-            A sequence's new tokens, and why they are its last, as `take_tokens`. A sequence that
-            has ended meanwhile gets none, nor does one whose grammar they do not match.
+        A sequence that has ended meanwhile gets none, nor does one whose grammar they do not match.
+
+        Returns:
+            The message with the new tokens for each gateway, and the sequences that end with them,
+            each with the reason.
         """
         failures = {one.sequence_id: one.detail for one in receipt.grammar_failures}
         has_drafts, is_shared = planned.has_drafts, len(self._turns) > 1
         has_ended = SequenceState.ENDED  # Python finds a member of an enumeration in 0.2 us.
+        messages: dict[PeerId, TokensGenerated] = {}
+        ended: list[tuple[Sequence, _EndReason]] = []
         for index, sequence in enumerate(planned.samples):
             tokens = receipt.tokens[index]
             sequence.samples_in_flight -= 1
@@ -190,19 +187,31 @@ class StepPipeline:
                 self._batch.remove(sequence)
                 self._requests.fail(sequence, "grammar", failures[sequence.sequence_id])
                 continue
-            position = sequence.completion_tokens
+            if (message := messages.get(sequence.gateway)) is None:
+                message = messages[sequence.gateway] = new_message(receipt)
+            message.request_ids.append(sequence.request.request_id)
+            known = len(sequence.tokens)
+            message.positions.append(known - sequence.prompt_tokens)
+            taken = tokens
+            if (reason := take_tokens(sequence, tokens)) is not None:
+                taken = tokens[: len(sequence.tokens) - known]
+                ended.append((sequence, reason))
+            message.tokens.append(taken)
             sequence.epochs_without_token = 0
-            taken, reason = take_tokens(sequence, tokens)
             if has_drafts and (drafts := planned.drafts_of(index)):
                 emitted = len(tokens)
                 self._batch.speculation.record_verification(sequence, drafts, emitted, len(taken))
-            logprobs = receipt.logprobs[index][: len(taken)] if receipt.logprobs else []
+            if receipt.logprobs:
+                message.logprobs.append(receipt.logprobs[index][: len(taken)])
             if is_shared:
                 self._turns.charge(sequence.tenant, len(taken))
             if not sequence.first_token_at_s:
                 sequence.first_token_at_s = now_s
                 self._telemetry.durations.observe("prefill", now_s - sequence.admitted_at_s)
-            yield (sequence, position, taken, logprobs), reason
+        for message in messages.values():
+            if not any(message.logprobs):
+                message.logprobs.clear()
+        return messages, ended
 
     def _count(self, step: InFlightStep, receipt: StepFinished) -> None:
         self._counters["steps_total"] += 1
@@ -213,44 +222,26 @@ class StepPipeline:
         self._counters["decode_rows_total"] += step.planned.work.decodes
 
 
-def take_tokens(sequence: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
+def take_tokens(sequence: Sequence, tokens: list[int]) -> _EndReason | None:
     """Append sampled tokens to a sequence up to its end: a stop token, or its longest length.
 
     Returns:
-        The tokens that were appended, and "stop", "length" or, before the end, None.
+        Why the last appended token ends the completion; None: it goes on, with all these tokens.
     """
-    if len(tokens) == 1:
-        sequence.tokens.append(tokens[0])
-        if tokens[0] in sequence.stop_ids:
-            return tokens, "stop"
-        return tokens, "length" if len(sequence.tokens) >= sequence.tokens_max else None
-    taken: list[int] = []
+    known = sequence.tokens
     for token in tokens:
-        sequence.tokens.append(token)
-        taken.append(token)
+        known.append(token)
         if token in sequence.stop_ids:
-            return taken, "stop"
-        if len(sequence.tokens) >= sequence.tokens_max:
-            return taken, "length"
-    return taken, None
+            return "stop"
+        if len(known) >= sequence.tokens_max:
+            return "length"
+    return None
 
 
-def tokens_message(entries: list[_NewTokens], receipt: StepFinished) -> TokensGenerated:
-    """Return the message that brings one gateway its tokens of a step.
-
-    Args:
-        entries: per sequence of the gateway itself, the position of its first new token in the
-            completion, its new tokens, and their logprobs or [].
-        receipt: the step's receipt.
-    """
-    has_logprobs = any(logprobs for _, _, _, logprobs in entries)
+def new_message(receipt: StepFinished) -> TokensGenerated:
+    """Return the message that brings one gateway its tokens of a step, without any yet."""
     return TokensGenerated(
-        request_ids=[sequence.request.request_id for sequence, _, _, _ in entries],
-        positions=[position for _, position, _, _ in entries],
-        tokens=[tokens for _, _, tokens, _ in entries],
-        logprobs=[logprobs for _, _, _, logprobs in entries] if has_logprobs else [],
-        epoch=receipt.epoch,
-        step_id=receipt.step_id,
+        request_ids=[], positions=[], tokens=[], epoch=receipt.epoch, step_id=receipt.step_id
     )
 
 

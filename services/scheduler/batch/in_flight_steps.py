@@ -178,9 +178,9 @@ def find_disagreement(step: InFlightStep, vocabulary_size: int) -> str | None:
     Returns:
         A sentence about the first difference or impossible value; None: the receipts are good.
     """
-    digests = {rank: receipt.digest for rank, receipt in step.receipts.items()}
-    if len(digests) > 1 and len(set(digests.values())) > 1:
-        named = ", ".join(f"rank {rank} {digests[rank].hex()[:8]}" for rank in sorted(digests))
+    if len({receipt.digest for receipt in step.receipts.values()}) > 1:
+        receipts = sorted(step.receipts.items())
+        named = ", ".join(f"rank {rank} {one.digest.hex()[:8]}" for rank, one in receipts)
         return f"The receipts of step {step.step_id} differ: {named}."
     primary = step.receipts[0]
     counts_max = _tokens_max(step.planned)

@@ -86,8 +86,7 @@ class ChosenDrafts:
     @property
     def longest(self) -> int:
         """The most drafts of one sequence."""
-        own = max(map(len, self.by_sequence.values()), default=0)
-        return max(0, own, *self.counts.values())
+        return max([*map(len, self.by_sequence.values()), *self.counts.values()], default=0)
 
     def of(self, decodes: list[Sequence]) -> PlannedDrafts:
         """Return the drafts of a plan's decodes, in their order.

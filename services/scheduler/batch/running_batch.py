@@ -236,7 +236,7 @@ class RunningBatch:
             checkpoints=plan_builder.checkpoints,
         )
         samples = plan_builder.samples + plan_builder.decodes
-        was_held = self.speculation.record_plan(drafts, plan_builder.read_tokens)
+        was_held = self.speculation.record_plan(drafts, work.read_tokens)
         return PlannedStep(plan, samples, plan_builder.first_admitted, work, decode_work, was_held)
 
     def check_invariants(self) -> None:
@@ -267,7 +267,7 @@ class RunningBatch:
             return NO_DRAFTS
         if any(one.is_verifying for one in self._running):
             return None
-        return self.speculation.choose([one for one in self._running if one.can_decode])
+        return self.speculation.choose(self._running.decodable())
 
     def _plan_decodes(self, plan_builder: PlanBuilder) -> None:
         self._running.draft_room_tokens = longest = plan_builder.chosen.longest
@@ -278,7 +278,7 @@ class RunningBatch:
         rows_needed = self.rows.rows_needed()
         if rows_needed >= _SPARSE_ROWS_MIN and 2 * self.rows.slots_used <= rows_needed:
             self._running.compact(plan_builder)
-        plan_builder.decodes = [sequence for sequence in self._running if sequence.can_decode]
+        plan_builder.decodes = self._running.decodable()
         self.speculation.add_decodes(plan_builder)
         form = self.cache.block_format
         if form is not None and form.needs_checkpoints:

@@ -80,19 +80,30 @@ class RunningSequences:
 
     def row_tokens_needed(self) -> int:
         """Return the row length in tokens that the longest running sequence needs next."""
-        longest, room = 0, self.draft_room_tokens
+        needed, room = [0], self.draft_room_tokens
         for one in self._by_id.values():
-            tokens, known = one.planned_tokens, len(one.tokens)
-            if one.is_decoding:
-                if not one.is_verifying:
-                    # One more if it can decode.
-                    tokens += room + (known + one.samples_in_flight < one.tokens_max)
-                elif one.drafts_in_flight < room:
-                    # Its own drafts are planned already; its row is padded to the longest drafts.
-                    tokens += room - one.drafts_in_flight
-            tokens = max(tokens, known)
-            longest = max(longest, tokens)
-        return longest
+            tokens = one.planned_tokens
+            if not one.is_decoding:
+                tokens = len(one.tokens)
+            elif not one.is_verifying:
+                # One more if it can decode.
+                tokens += room + (tokens + 1 < one.tokens_max)
+            elif one.drafts_in_flight < room:
+                # Its own drafts are planned already; its row is padded to the longest drafts.
+                tokens += room - one.drafts_in_flight
+            needed.append(tokens)
+        return max(needed)
+
+    def decodable(self) -> list[Sequence]:
+        """Return the sequences of which the next plan may decode a token.
+
+        A decoding sequence has one token more than its row holds, known or in flight.
+        """
+        return [
+            one
+            for one in self._by_id.values()
+            if one.is_decoding and not one.is_verifying and one.planned_tokens + 1 < one.tokens_max
+        ]
 
     def take_departed(self) -> list[tuple[Sequence, int]]:
         """Return and clear the sequences that have left since the last plan.
@@ -111,5 +122,9 @@ class RunningSequences:
                 raise InvariantBroken(f"sequence {sequence.sequence_id} runs without a slot")
             if sequence.planned_tokens > self._rows.row_tokens:
                 raise InvariantBroken(f"sequence {sequence.sequence_id} outgrew its row")
+            sampled = len(sequence.tokens) + sequence.samples_in_flight
+            is_counted = sequence.is_decoding and not sequence.is_verifying
+            if is_counted and sampled != sequence.planned_tokens + 1:
+                raise InvariantBroken(f"sequence {sequence.sequence_id} lost count of its tokens")
             held[sequence.slot] = sequence.sequence_id
         self._rows.check_invariants(held)

@@ -105,15 +105,6 @@ class Sequence:
         """Tokens of `tokens` that its KV row holds once all plans in flight are computed."""
         return min(self.planned_tokens, len(self.tokens))
 
-    @property
-    def can_decode(self) -> bool:
-        """Whether the next plan may decode a token of this sequence."""
-        return (
-            self.is_decoding
-            and not self.is_verifying
-            and len(self.tokens) + self.samples_in_flight < self.tokens_max
-        )
-
     def own_tokens(self) -> None:
         """Copy the tokens, which may be shared, once, so that they can grow."""
         if not self.owns_tokens:

@@ -57,9 +57,11 @@ class WaitingQueue:
 
         The first of all tenants come before the second ones.
         """
+        if not self._by_tenant:
+            return []
         queues = [queue[:count] for queue in self._by_tenant.values()]
-        if len(queues) <= 1:
-            return queues[0] if queues else []
+        if len(queues) == 1:
+            return queues[0]
         return [one for row in itertools.zip_longest(*queues) for one in row if one is not None]
 
 

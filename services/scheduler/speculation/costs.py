@@ -94,8 +94,7 @@ class DecodeWork(Struct, frozen=True):
     """Method that proposed the drafts."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _PendingStep:
+class _PendingStep(Struct, frozen=True):
     """A finished step whose period is known once the idle time after it is known."""
 
     work: DecodeWork

@@ -232,13 +232,18 @@ def differing_receipts_are_ignored(stack: ExitStack) -> None:
 @planted_bug
 def tokens_are_sent_twice(stack: ExitStack) -> None:
     """Every tenth position is sent twice."""
-    real = step_pipeline.tokens_message
+    real = StepPipeline._take
 
-    def message(entries: list[Any], receipt: Any) -> Any:
-        again = [entry for entry in entries if entry[1] == 9]
-        return real(entries + again, receipt)
+    def take(self: StepPipeline, planned: Any, receipt: Any, now_s: float) -> Any:
+        messages, ended = real(self, planned, receipt, now_s)
+        for message in messages.values():
+            for place in [at for at, position in enumerate(message.positions) if position == 9]:
+                message.request_ids.append(message.request_ids[place])
+                message.positions.append(message.positions[place])
+                message.tokens.append(message.tokens[place])
+        return messages, ended
 
-    replace(stack, step_pipeline, "tokens_message", message)
+    replace(stack, StepPipeline, "_take", take)
 
 
 @planted_bug
