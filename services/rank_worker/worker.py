@@ -294,7 +294,7 @@ class Worker:
             traits=loaded.traits,
             grammars=grammars,
             expert_counter=self.expert_counter,
-            fast_path=fast_path_settings(config.rank_worker, self.device.kind, world.all_agree),
+            fast_path=fast_path_settings(config.rank_worker, self.device.kind, world),
             vocabulary=loaded.vocabulary,
         )
 

@@ -78,6 +78,9 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     those of mlx-lm's own code. "auto": decoder layers of a known form as a whole, others as with
     "attention". "attention": on a GPU mlx-lm's layers, in whose decodes kernels attend and matrices
     with one input are one. "off": mlx-lm's code alone."""
+    peer_memory: bool = True
+    """Have kernels of the fast path add up over ranks in each other's GPU memory, where all ranks
+    are NVIDIA GPUs of one host, instead of NCCL. The rank tries it at its start."""
     batch_invariant: bool = False
     """Give a request the same numbers, to the last bit, beside any other requests and with any
     content of the cache, unless it is preempted or goes on after a fault. Steps are slower. The

@@ -1,10 +1,5 @@
 """Models with each kind of split on a real ring."""
 
-import json
-import os
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +7,8 @@ import pytest
 
 from tests.multirank.worlds.cached_prompts import BLOCK, SETTINGS, generate
 from tests.multirank.worlds.cluster import cluster
+from tests.multirank.worlds.ring import run_ring
 from tests.multirank.worlds.saved_model import save_model
-from tests.support.ports import free_port
-
-ROOT = Path(__file__).resolve().parents[3]
 
 DENSE, MOE, MLA, HYBRID = "qwen2", "qwen3_moe", "deepseek_v3", "qwen3_5_moe"
 CASES = [
@@ -31,41 +24,9 @@ DEADLINE_S = 280.0
 EXPERT_LAYERS = {MOE: LAYERS, MLA: LAYERS - 1, HYBRID: LAYERS}
 
 
-def _write_hostfile(size: int, folder: Path) -> Path:
-    """Write a hostfile."""
-    path = folder / f"hosts-{size}.json"
-    path.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(size)]))
-    return path
-
-
 def _run_ring(size: int, cases: list[str], folder: Path) -> list[dict[str, Any]]:
     """Run all cases on a ring of this size; return the results of each rank."""
-    command = [sys.executable, "-m", "tests.multirank.worlds.split_rank", *cases]
-    hostfile = _write_hostfile(size, folder)
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(size):
-            ring = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)} if size > 1 else {}
-            log = stack.enter_context((folder / f"log-{size}-{rank}").open("wb"))
-            ranks.append(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**os.environ, **ring},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                )
-            )
-        try:
-            answers = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
-        finally:
-            for one in ranks:
-                one.kill()
-                one.wait()
-    logs = [(folder / f"log-{size}-{rank}").read_text()[-2_000:] for rank in range(size)]
-    assert [one.returncode for one in ranks] == [0] * size, logs
-    return [json.loads(answer) for answer in answers]
+    return run_ring("tests.multirank.worlds.split_rank", cases, size, folder, DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

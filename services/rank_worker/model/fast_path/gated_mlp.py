@@ -37,12 +37,13 @@ class GatedMlp:
         self._gate_up = MergedLinear([mlp.gate_proj, mlp.up_proj], few_rows)
         self._down = single_product(mlp.down_proj, few_rows)
 
-    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
+    def __call__(self, x: mx.array, *, apart: bool = False, leaves_part: bool = False) -> mx.array:
         """Build the MLP.
 
         Args:
             x: [tokens, dim].
             apart: a token's result must not depend on the others.
+            leaves_part: the result stays this rank's part, where the MLP is divided.
 
         Returns:
             [tokens, dim], summed over ranks where the MLP is divided.
@@ -54,8 +55,16 @@ class GatedMlp:
                 product = self._kernels.silu_product(gate_up)
             else:
                 product = swiglu(*mx.split(gate_up, 2, axis=-1))
-        found: mx.array = self._down(product, apart=True) if apart else self._down(product)
+        down = self._down
+        if leaves_part and isinstance(down, SummedLinear):
+            down = down.part
+        found: mx.array = down(product, apart=True) if apart else down(product)
         return found
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the result is a sum over ranks."""
+        return isinstance(self._down, SummedLinear)
 
     def compile(self, *, apart: bool) -> None:
         """Have the kernels of the products compiled; `apart` as for a call."""

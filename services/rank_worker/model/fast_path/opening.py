@@ -1,6 +1,7 @@
 """Opens the fast path of a loaded model, or says why the model has none."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from services.rank_worker.model.fast_path.any_form.family_layers import (
 )
 from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
+from services.rank_worker.model.fast_path.kernels.peer_sums import PeerSums, open_peer_sums
 from services.rank_worker.model.fast_path.known_form.forms import StackForm, read_form
 from services.rank_worker.model.fast_path.known_form.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.known_form.proof import (
@@ -28,6 +30,8 @@ from services.rank_worker.model.fast_path.row_tiles import tile_head
 from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 from services.rank_worker.model.forward import Forward
 from services.rank_worker.model.sharding.head_split import find_head
+from services.rank_worker.peers.collectives import Collectives
+from services.rank_worker.peers.peer_memory import OpenPeerMemory, open_peer_memory
 from shared.configuration.rank_settings import RankWorkerConfig
 from shared.errors import ConfigError
 from shared.log import Log
@@ -44,6 +48,10 @@ class FastPathSettings:
     device: DeviceKind = "cpu"
     all_agree: Callable[[bool], bool] = bool
     """Tells whether a statement holds on all ranks; a collective, as all ranks compute alike."""
+    ranks: int = 1
+    """Number of ranks."""
+    open_memory: OpenPeerMemory | None = None
+    """Opens memory in which kernels add up over ranks; None: collectives add up."""
     keeps_layers: bool = False
     """mlx-lm's code computes the layers, and kernels only attend and multiply."""
     batch_invariant: bool = False
@@ -51,20 +59,23 @@ class FastPathSettings:
 
 
 def fast_path_settings(
-    config: RankWorkerConfig, device: DeviceKind, all_agree: Callable[[bool], bool] = bool
+    config: RankWorkerConfig, device: DeviceKind, world: Collectives
 ) -> FastPathSettings | None:
     """Return how a rank opens the fast path; None if it is switched off.
 
     Args:
         config: the rank's settings.
         device: kind of its device.
-        all_agree: see `FastPathSettings`.
+        world: all ranks.
     """
     if config.fast_path == "off":
         return None
+    shares_memory = config.peer_memory and device == "cuda" and world.group is not None
     return FastPathSettings(
         device,
-        all_agree,
+        world.all_agree,
+        world.world_size,
+        functools.partial(open_peer_memory, world) if shares_memory else None,
         keeps_layers=config.fast_path == "attention",
         batch_invariant=config.batch_invariant,
     )
@@ -144,8 +155,9 @@ def _open_known(
     )
     invariant = settings.batch_invariant
     on_cpu = settings.device == "cpu"
+    sums, obstacle = _open_sums(kernels, settings, weight.size, weight.dtype)
     stack = LayerStack(
-        form, kernels, forward.expert_counter, on_cpu=on_cpu, batch_invariant=invariant
+        form, kernels, forward.expert_counter, sums, on_cpu=on_cpu, batch_invariant=invariant
     )
     if invariant and not stack.has_plain_matrices:
         raise _refusal("this model's layers have experts, adapters or divided biases")
@@ -153,8 +165,20 @@ def _open_known(
     if not settings.all_agree(difference is None):
         return FastPath(None, difference or "a difference on another rank")
     if kernels is not None:
-        return FastPath(stack, "fast path with kernels")
+        return FastPath(stack, f"fast path with kernels{obstacle}")
     return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
+
+
+def _open_sums(
+    kernels: Kernels | None, settings: FastPathSettings, dim: int, dtype: mx.Dtype
+) -> tuple[PeerSums | None, str]:
+    """Return what adds up over ranks in kernels, if anything does, and words about it."""
+    if kernels is None or settings.open_memory is None:
+        return None, ""
+    sums, fault = open_peer_sums(
+        settings.open_memory, settings.all_agree, settings.ranks, dim, dtype
+    )
+    return sums, f", collectives add up: {fault}" if fault else " that add up over ranks"
 
 
 def _open_any(

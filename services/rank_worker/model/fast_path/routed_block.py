@@ -16,6 +16,7 @@ from services.rank_worker.model.fast_path.gated_mlp import (
 from services.rank_worker.model.fast_path.kernels.few_experts import TOKENS_MAX
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.kernels.matrices import PlainMatrix
+from services.rank_worker.model.fast_path.kernels.peer_sums import PeerSums
 from services.rank_worker.model.fast_path.kernels.routing import (
     ExpertResults,
     RoutingKernels,
@@ -191,20 +192,27 @@ class RoutedBlock:
         return self._form.sum_over_ranks is None
 
     def add_norm(
-        self, hidden: mx.array, x: mx.array, weight: mx.array, epsilon: mx.array
+        self,
+        hidden: mx.array,
+        x: mx.array,
+        weight: mx.array,
+        epsilon: mx.array,
+        sums: PeerSums | None,
     ) -> tuple[mx.array, mx.array]:
-        """Build a whole block, and add and normalize its result in the same operation.
+        """Build a block, and add and normalize its result in the same operation.
 
         Args:
             hidden: what the result is added to, [tokens, dim].
             x: tokens that it takes, [tokens, dim].
             weight: of the norm; see `RoutingKernels.add_experts_norm`.
             epsilon: of the norm.
+            sums: add up the results of all ranks; None: the block is whole.
 
         Returns:
             (sum, normalized sum), [tokens, dim].
         """
-        return self._routing.add_experts_norm(hidden, self._compute(x), weight, epsilon)
+        add = self._routing if self.is_whole or sums is None else sums
+        return add.add_experts_norm(hidden, self._compute(x), weight, epsilon)
 
     def _compute(self, x: mx.array) -> ExpertResults:
         form = self._form

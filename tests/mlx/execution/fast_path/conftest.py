@@ -5,7 +5,7 @@ import pytest
 
 from tests.mlx.execution.fast_path.kernels.metal_kernels import COMPILER, KernelOnCpu
 
-collect_ignore = [] if COMPILER else ["kernels", "latent/test_latent_kernels.py"]
+collect_ignore = [] if COMPILER else ["kernels", "peers", "latent/test_latent_kernels.py"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

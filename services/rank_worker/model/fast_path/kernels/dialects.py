@@ -158,6 +158,33 @@ def norm_threads(dim: int, dtype: mx.Dtype) -> int:
     return min(-(-dim // (vector_size(dim, dtype) * 32)) * 32, _ROW_THREADS_MAX)
 
 
+def start_norm(
+    kernel: Any, inputs: Sequence[mx.array], template: Sequence[tuple[str, Any]], hidden: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Start a kernel that adds something to rows and normalizes the sum.
+
+    Args:
+        kernel: one whose text includes `norms/normalized_sum`.
+        inputs: of the kernel.
+        template: of the kernel, without the number of threads.
+        hidden: the rows, [..., dim].
+
+    Returns:
+        (sum, normalized sum), both like `hidden`.
+    """
+    dim = hidden.shape[-1]
+    threads = norm_threads(dim, hidden.dtype)
+    added, normalized = kernel(
+        inputs=list(inputs),
+        template=[*template, ("THREADS", threads)],
+        grid=(threads, hidden.size // dim, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[hidden.shape, hidden.shape],
+        output_dtypes=[hidden.dtype, hidden.dtype],
+    )
+    return added, normalized
+
+
 def largest_divisor(heads: int, most: int) -> int:
     """Return how many of some heads share a group of threads: a divisor of them.
 

@@ -10,7 +10,7 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     METAL,
     Gpu,
     make_kernel,
-    norm_threads,
+    start_norm,
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
@@ -121,19 +121,10 @@ class Kernels:
             (sum, normalized sum), both like `hidden`.
         """
         dim = hidden.shape[-1]
-        threads = norm_threads(dim, hidden.dtype)
-        added, normalized = self._add_norm(
-            inputs=[hidden, change, weight, epsilon],
-            template=[
-                *(("T", hidden.dtype), ("DIM", dim)),
-                *(("VECTOR_SIZE", vector_size(dim, hidden.dtype)), ("THREADS", threads)),
-            ],
-            grid=(threads, hidden.size // dim, 1),
-            threadgroup=(threads, 1, 1),
-            output_shapes=[hidden.shape, hidden.shape],
-            output_dtypes=[hidden.dtype, hidden.dtype],
-        )
-        return added, normalized
+        vector = vector_size(dim, hidden.dtype)
+        template = [("T", hidden.dtype), ("DIM", dim), ("VECTOR_SIZE", vector)]
+        inputs = [hidden, change, weight, epsilon]
+        return start_norm(self._add_norm, inputs, template, hidden)
 
     def silu_product(self, gate_up: mx.array) -> mx.array:
         """Compute silu(gate) * up.

@@ -8,7 +8,7 @@ import mlx.core as mx
 from services.rank_worker.model.fast_path.kernels.dialects import (
     Gpu,
     make_kernel,
-    norm_threads,
+    start_norm,
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.few_experts import sorting_constants
@@ -130,11 +130,11 @@ class RoutingKernels:
     def add_experts(self, results: ExpertResults) -> mx.array:
         """Add up the results of each token's experts, times their weights: [tokens, dim]."""
         tokens, _, dim = results.product.shape
-        template = _sum_template(results)
+        template = sum_template(results)
         groups = -(-dim // (dict(template)["VECTOR_SIZE"] * _ADD_THREADS))
         added: mx.array
         (added,) = self._add_experts(
-            inputs=_sum_inputs(results),
+            inputs=sum_inputs(results),
             template=[*template, ("THREADS", _ADD_THREADS)],
             grid=(groups * _ADD_THREADS, tokens, 1),
             threadgroup=(_ADD_THREADS, 1, 1),
@@ -157,26 +157,19 @@ class RoutingKernels:
         Returns:
             (sum with `hidden`, normalized sum), as `Kernels.add_norm` of `add_experts`.
         """
-        tokens, dim = hidden.shape
-        threads = norm_threads(dim, hidden.dtype)
-        added, normalized = self._add_experts_norm(
-            inputs=[*_sum_inputs(results), hidden, weight, epsilon],
-            template=[*_sum_template(results), ("THREADS", threads)],
-            grid=(threads, tokens, 1),
-            threadgroup=(threads, 1, 1),
-            output_shapes=[hidden.shape, hidden.shape],
-            output_dtypes=[hidden.dtype, hidden.dtype],
-        )
-        return added, normalized
+        inputs = [*sum_inputs(results), hidden, weight, epsilon]
+        return start_norm(self._add_experts_norm, inputs, sum_template(results), hidden)
 
 
-def _sum_inputs(results: ExpertResults) -> list[mx.array]:
+def sum_inputs(results: ExpertResults) -> list[mx.array]:
+    """Return the first inputs of a kernel that adds up the results of experts."""
     product = results.product
     others = (product if one is None else one for one in (results.shared, results.gate))
     return [product, results.weights, *others]
 
 
-def _sum_template(results: ExpertResults) -> list[tuple[str, Any]]:
+def sum_template(results: ExpertResults) -> list[tuple[str, Any]]:
+    """Return the first constants of such a kernel's template."""
     product = results.product
     _, top, dim = product.shape
     return [

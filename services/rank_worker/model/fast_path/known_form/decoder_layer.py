@@ -48,4 +48,14 @@ class DecoderLayer:
     def transform(self, normalized: mx.array, tokens: NewTokens) -> mx.array:
         """Compute the layer's MLP: [tokens, dim] -> [tokens, dim]."""
         assert self._mlp is not None
-        return self._mlp(normalized, apart=tokens.apart)
+        return self._mlp(normalized, apart=tokens.apart, leaves_part=tokens.leaves_parts)
+
+    @property
+    def divides_attention(self) -> bool:
+        """Whether the result of `attend` is a sum over ranks."""
+        return self._attention.is_divided
+
+    @property
+    def divides_mlp(self) -> bool:
+        """Whether the result of `transform` is a sum over ranks."""
+        return self._mlp is not None and self._mlp.is_divided

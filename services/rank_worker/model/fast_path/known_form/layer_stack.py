@@ -13,6 +13,7 @@ from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.compiled_decodes import CompiledDecodes, RowArrays
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
+from services.rank_worker.model.fast_path.kernels.peer_sums import PeerSums
 from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
 from services.rank_worker.model.fast_path.known_form.attention.interface import NewTokens
 from services.rank_worker.model.fast_path.known_form.decoder_layer import DecoderLayer
@@ -33,6 +34,7 @@ class LayerStack:
         form: StackForm,
         kernels: Kernels | None,
         counter: ExpertCounter | None = None,
+        sums: PeerSums | None = None,
         *,
         on_cpu: bool,
         batch_invariant: bool,
@@ -43,12 +45,14 @@ class LayerStack:
             form: the model's modules, with their weights in memory.
             kernels: of the device; None: MLX's operations are used.
             counter: notes the calls of layers of experts; None: they are not counted.
+            sums: add up over ranks what decodes compute; None: collectives do.
             on_cpu: whether the model runs on the CPU.
             batch_invariant: what a decode computes for a row must not depend on the other rows.
         """
         self._form = form
         self._batch_invariant = batch_invariant
         self._kernels = kernels
+        self._sums = sums
         self._layers: list[DecoderLayer] = []
         for one in form.layers:
             self._layers.append(DecoderLayer(one, kernels, on_cpu=on_cpu))
@@ -121,8 +125,16 @@ class LayerStack:
         self, tokens: mx.array, places: RowPlaces, rows: Sequence[RowArrays]
     ) -> mx.array:
         """Build a decode whose kernels write the rows; see `BuildDecode`."""
-        tables, apart = self._tables(places.lengths, tokens.shape[0], 1), self._batch_invariant
-        new = NewTokens(tokens.shape[0], 1, places.lengths, tables, places=places, apart=apart)
+        count = tokens.shape[0]
+        new = NewTokens(
+            count,
+            1,
+            places.lengths,
+            self._tables(places.lengths, count, 1),
+            places=places,
+            apart=self._batch_invariant,
+            leaves_parts=self._sums_by_kernels(count),
+        )
         return self._run(tokens, rows, new)
 
     def _run(
@@ -144,33 +156,39 @@ class LayerStack:
         normalized: mx.array,
         norm: Any,
     ) -> Pair:
-        module = layer.form.attention.module
+        module, mlp_norm = layer.form.attention.module, layer.form.mlp_norm
         change = self._part(module, layer.attend, normalized, cache, new)
-        return self._run_rest(layer, new, hidden, change, norm)
+        is_part = new.leaves_parts and layer.divides_attention
+        hidden, normalized = self._add_norm(hidden, change, mlp_norm, is_part=is_part)
+        return self._run_rest(layer, new, hidden, normalized, norm)
 
     def _run_rest(
-        self, layer: DecoderLayer, new: NewTokens, hidden: mx.array, change: mx.array, norm: Any
+        self, layer: DecoderLayer, new: NewTokens, hidden: mx.array, normalized: mx.array, norm: Any
     ) -> Pair:
-        """Build a layer behind its attention, whose result is `change`, and the following norm."""
-        form = layer.form
-        hidden, normalized = self._add_norm(hidden, change, form.mlp_norm)
+        """Build a layer behind its attention and the norm there, and the following norm."""
+        form, is_part = layer.form, False
         routed = find_routed(form.mlp)
         if form.has_gated_mlp:
             change = self._part(form.mlp, layer.transform, normalized, new)
-        elif routed is not None and self._adds_experts(routed, normalized):
+            is_part = new.leaves_parts and layer.divides_mlp
+        elif routed is not None and self._adds_experts(routed, normalized, new):
             epsilon = self._epsilons[id(norm)]
-            return routed.add_norm(hidden, normalized, norm.weight, epsilon)
+            return routed.add_norm(hidden, normalized, norm.weight, epsilon, self._sums)
         elif routed is not None:
             change = form.mlp(normalized)
         else:
             shaped = normalized.reshape(new.rows, new.count, -1)
             change = form.mlp(shaped).reshape(normalized.shape)
-        return self._add_norm(hidden, change, norm)
+        return self._add_norm(hidden, change, norm, is_part=is_part)
 
-    def _adds_experts(self, routed: RoutedBlock, x: mx.array) -> bool:
+    def _adds_experts(self, routed: RoutedBlock, x: mx.array, new: NewTokens) -> bool:
         """Tell whether a block's result is added and normalized in the same operation."""
-        is_measured = self.observe is not None
-        return routed.is_whole and routed.takes(x) and self.has_kernels and not is_measured
+        is_whole = routed.is_whole or new.leaves_parts
+        return is_whole and routed.takes(x) and self.has_kernels and self.observe is None
+
+    def _sums_by_kernels(self, tokens: int) -> bool:
+        """Tell whether norms of a decode add up what the ranks have computed."""
+        return self._sums is not None and self._sums.takes(tokens) and self.observe is None
 
     def without_layers(self, tokens: mx.array) -> mx.array:
         """Return what the forward would be if no layer changed its input, for the proof."""
@@ -211,8 +229,8 @@ class LayerStack:
         """
         layer, rows = self._layers[number], hidden.shape[0]
         flat, change = hidden.reshape(rows, -1), attended.reshape(rows, -1)
-        new = NewTokens(rows, 1, 0, {}, apart=self._batch_invariant)
-        output, _ = self._run_rest(layer, new, flat, change, layer.form.mlp_norm)
+        new, norm = NewTokens(rows, 1, 0, {}, apart=self._batch_invariant), layer.form.mlp_norm
+        output, _ = self._run_rest(layer, new, *self._add_norm(flat, change, norm), norm)
         normalized: mx.array = layer.form.input_norm(hidden)
         return normalized, output.reshape(hidden.shape)
 
@@ -251,8 +269,11 @@ class LayerStack:
         """Return the table of each rotation, by `id`."""
         return {key: one.table(offset, count, rows) for key, one in self._rotations.items()}
 
-    def _add_norm(self, hidden: mx.array, change: mx.array, norm: Any) -> Pair:
-        if self._kernels is not None:
-            return self._kernels.add_norm(hidden, change, norm.weight, self._epsilons[id(norm)])
+    def _add_norm(
+        self, hidden: mx.array, change: mx.array, norm: Any, *, is_part: bool = False
+    ) -> Pair:
+        add = self._sums if is_part else self._kernels
+        if add is not None:
+            return add.add_norm(hidden, change, norm.weight, self._epsilons[id(norm)])
         hidden = hidden + change
         return hidden, norm(hidden)

@@ -26,6 +26,7 @@ _KINDS = {
     mx.int32: "int",
     mx.uint32: "unsigned",
     mx.uint8: "unsigned char",
+    mx.uint64: "uint64_t",
     mx.bool_: "bool",
 }
 _NUMPY: dict[mx.Dtype, Any] = {

@@ -1,6 +1,7 @@
 // What Metal kernels need, on a CPU: the threads of one group run in turn in one thread of the system.
 // At a barrier, and where the threads of a warp exchange numbers, a thread gives up its turn until all
 // others have come there too.
+#include <sched.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -133,6 +134,13 @@ To as_type(From from) {
   return to;
 }
 #define FENCE
+// Between processes that share memory.
+#define TELL(address, number) __atomic_store_n(address, number, __ATOMIC_RELEASE)
+inline unsigned heard(const unsigned* address) {
+  sched_yield();
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+#define HEARD(address) heard(address)
 #define READ_WRITTEN(pointer) *(pointer)
 inline int simd_max(int number) {
   return group::best_of_warp(number, [](int one, int other) { return one > other; });

@@ -8,6 +8,7 @@ import pytest
 
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
 from services.rank_worker.model.fast_path.kernels.matrices import PACKED_HEADER
+from services.rank_worker.model.fast_path.kernels.peer_sums import HEADER as SUMS_HEADER
 from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 
 NVCC = shutil.which("nvcc")
@@ -22,6 +23,7 @@ _TYPES |= {
     "counts": "unsigned",
     "counted": "unsigned",
     "written": "int",
+    "memories": "uint64_t",
 }
 _TYPES |= {"places": "int", "real": "bool", "experts0": "unsigned", "experts1": "unsigned"}
 _CONSTANTS = {
@@ -122,6 +124,14 @@ _ARGUMENTS["experts/add_experts_norm"] = (
     "product weights shared gate input weight constants",
     "added normalized",
 )
+_OF_RANKS = {"RANK": 1, "RANKS": 4, "ROWS_MAX": 256}
+_CONSTANTS["peers/sum_norm"] = _CONSTANTS["add_norm"] | _OF_RANKS
+_ARGUMENTS["peers/sum_norm"] = ("change input weight constants memories", "added normalized")
+_CONSTANTS["peers/sum_experts_norm"] = _CONSTANTS["experts/add_experts_norm"] | _OF_RANKS
+_ARGUMENTS["peers/sum_experts_norm"] = (
+    f"{_ARGUMENTS['experts/add_experts_norm'][0]} memories",
+    "added normalized",
+)
 _CONSTANTS["experts/count_experts"] = {"WIDTH": 128, "TOP": 8, "HAS_REAL": 1, "THREADS": 128}
 _ARGUMENTS["experts/count_experts"] = ("counts places real experts0 experts1", "counted")
 _CONSTANTS["latent/latent_attention"] = (
@@ -170,11 +180,12 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
         types |= dict.fromkeys(("scales", "biases", "up_scales", "up_biases"), scale)
         body = f"using S = {scale};\n{body}"
         header = PACKED_HEADER
+    if name.startswith("peers/"):
+        header = SUMS_HEADER
     if name == "experts/count_experts":
         body = f"const unsigned* given[] = {{experts0, experts1}};\n{body}"
-    is_of_cuda = name.startswith(
-        ("experts/", "few_rows", "packed", "heads/tensor", "latent/tensor", "latent/head")
-    )
+    of_cuda = ("experts/", "few_rows", "packed", "peers/", "heads/tensor", "latent/tensor")
+    is_of_cuda = name.startswith((*of_cuda, "latent/head"))
     is_of_cuda &= name not in ("experts/route", "experts/add_experts", "experts/add_experts_norm")
     arguments = []
     for one in inputs.split():

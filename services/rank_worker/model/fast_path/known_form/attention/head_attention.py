@@ -24,6 +24,7 @@ from services.rank_worker.model.fast_path.known_form.attention.interface import 
     as_rms_norm,
     attend_apart,
     is_linear_like,
+    multiply_last,
     share_rotation,
 )
 from services.rank_worker.model.fast_path.known_form.rotation import Rotation
@@ -139,6 +140,11 @@ class HeadAttention:
         """See `LayerStack`."""
         return isinstance(self._output, MergedLinear | SummedLinear)
 
+    @property
+    def is_divided(self) -> bool:
+        """See `Attention`."""
+        return isinstance(self._output, SummedLinear)
+
     def _merge_head_norms(self) -> mx.array:
         """Return the norms' weights of all heads of queries and keys, [heads, 1, head_dim]."""
         shape, weights = self._form.shape, self._weights
@@ -162,9 +168,7 @@ class HeadAttention:
         else:
             assert isinstance(cache, RowLayer)
             attended = self._attend_plainly(qkv, cache, tokens, table)
-        output = self._output
-        product: mx.array = output(attended, apart=True) if tokens.apart else output(attended)
-        return product
+        return multiply_last(self._output, attended, tokens)
 
     def _attend_plainly(
         self, qkv: mx.array, cache: RowLayer, tokens: NewTokens, table: mx.array | None

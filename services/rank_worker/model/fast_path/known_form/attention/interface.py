@@ -17,6 +17,7 @@ from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
 from services.rank_worker.model.fast_path.known_form.rotation import Rotation, read_rotation
+from services.rank_worker.model.fast_path.merged_linear import SummedLinear
 from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 from services.rank_worker.model.sharding.mlp_split import is_linear
 
@@ -38,6 +39,9 @@ class NewTokens:
     """Where a kernel writes them; None: the rows' caches write them."""
     apart: bool = False
     """A row's results must not depend on the other rows."""
+    leaves_parts: bool = False
+    """Products of matrices that are divided by their inputs stay this rank's part of the sum over
+    ranks."""
 
 
 class Attention(Protocol):
@@ -54,8 +58,12 @@ class Attention(Protocol):
             tokens: of this forward.
 
         Returns:
-            [B * L, dim].
+            [B * L, dim]; this rank's part, if `is_divided` and the parts are left.
         """
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the result is a sum over ranks."""
 
     def compile_products(self, *, apart: bool) -> None:
         """Have the kernels of all products compiled; `apart` as for `MergedLinear`."""
@@ -89,6 +97,31 @@ class AttentionForm(Protocol):
 
     def open(self, kernels: Kernels | None, *, on_cpu: bool) -> Attention:
         """Merge the weights; arguments as those of `LayerStack`. Waits for the device."""
+
+
+def multiply(product: Any, x: mx.array, tokens: NewTokens) -> mx.array:
+    """Multiply the new tokens with a matrix.
+
+    Args:
+        product: a result of `single_product`.
+        x: [B * L, inputs].
+        tokens: of this forward.
+
+    Returns:
+        [B * L, outputs].
+    """
+    result: mx.array = product(x, apart=True) if tokens.apart else product(x)
+    return result
+
+
+def multiply_last(product: Any, x: mx.array, tokens: NewTokens) -> mx.array:
+    """Multiply what a layer has attended to with its last matrix; arguments as of `multiply`.
+
+    Returns:
+        [B * L, dim]; this rank's part, if the matrix is divided and the parts are left.
+    """
+    is_part = tokens.leaves_parts and isinstance(product, SummedLinear)
+    return multiply(product.part if is_part else product, x, tokens)
 
 
 def attend_apart(

@@ -34,6 +34,8 @@ from services.rank_worker.model.fast_path.known_form.attention.interface import 
     as_rms_norm,
     attend_apart,
     is_linear_like,
+    multiply,
+    multiply_last,
     share_rotation,
 )
 from services.rank_worker.model.fast_path.known_form.rotation import Rotation
@@ -167,19 +169,24 @@ class LatentAttention:
         """See `LayerStack`."""
         return all(isinstance(one, MergedLinear | SummedLinear) for one in self._products)
 
+    @property
+    def is_divided(self) -> bool:
+        """See `Attention`."""
+        return isinstance(self._output, SummedLinear)
+
     def attend(
         self, normalized: mx.array, cache: RowLayer | RowArrays, tokens: NewTokens
     ) -> mx.array:
         """See `Attention`."""
         table = tokens.tables[id(self._form.rotation)]
-        projected = [_multiply(one, normalized, tokens) for one in self._projections]
+        projected = [multiply(one, normalized, tokens) for one in self._projections]
         if tokens.places is not None:
             pair = cache.arrays if isinstance(cache, RowLayer) else cache
             attended = self._attend_in_place(projected, pair, tokens, table)
         else:
             assert isinstance(cache, RowLayer)
             attended = self._attend_plainly(projected, cache, tokens, table)
-        return _multiply(self._output, attended, tokens)
+        return multiply_last(self._output, attended, tokens)
 
     def _attend_in_place(
         self,
@@ -206,7 +213,7 @@ class LatentAttention:
         if self._wide_query is not None:
             norm = self._form.module.q_a_layernorm
             narrow = kernels.normalize_part(queries, norm.weight, self._query_epsilon)
-            queries = _multiply(self._wide_query, narrow, tokens)
+            queries = multiply(self._wide_query, narrow, tokens)
         absorbed = self._absorb.multiply_rows(queries, shape.head)
         new = NewLatents(queries, absorbed, projected[-1])
         attended = kernels.attend(shape, self._weights, new, pair[0], pair[1], tokens.places, table)
@@ -228,7 +235,7 @@ class LatentAttention:
         else:
             first, new = mx.split(parts, [parts.shape[1] - shape.latent - shape.rotated], axis=-1)
         if self._wide_query is not None:
-            first = _multiply(self._wide_query, module.q_a_layernorm(first), tokens)
+            first = multiply(self._wide_query, module.q_a_layernorm(first), tokens)
         heads = first.reshape(rows, count, shape.query_heads, shape.head).swapaxes(1, 2)
         plain, rotated = mx.split(heads, [shape.plain], axis=-1)
         new = new.reshape(rows, 1, count, shape.latent + shape.rotated)
@@ -296,8 +303,3 @@ class LatentAttention:
             queries, keys, values, cache=cache, scale=self._form.scale, mask=scores
         )
         return attended
-
-
-def _multiply(product: Any, x: mx.array, tokens: NewTokens) -> mx.array:
-    result: mx.array = product(x, apart=True) if tokens.apart else product(x)
-    return result
