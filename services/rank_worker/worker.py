@@ -252,6 +252,7 @@ class Worker:
             "speculation.draft_model": drafter.fingerprint if drafter is not None else "none",
             "rank_worker.kv_bits": str(self.config.rank_worker.kv_bits),
             "rank_worker.fast_path": self.config.rank_worker.fast_path,
+            "rank_worker.peer_memory": str(self.config.rank_worker.peer_memory),
             "rank_worker.batch_invariant": str(self.config.rank_worker.batch_invariant),
             "grammars (version of llguidance, tokenizer.json)": grammars.fingerprint,
         }
@@ -294,7 +295,9 @@ class Worker:
             traits=loaded.traits,
             grammars=grammars,
             expert_counter=self.expert_counter,
-            fast_path=fast_path_settings(config.rank_worker, self.device.kind, world),
+            fast_path=fast_path_settings(
+                config.rank_worker, self.device.kind, order.backend, world
+            ),
             vocabulary=loaded.vocabulary,
         )
 

@@ -1,7 +1,7 @@
 """Memory of GPUs that all ranks of one host read and write. CUDA only, through its driver.
 
-Each rank allocates as much, and opens that of the others. It is not an array of MLX: kernels get
-its addresses as numbers. It is freed when the process ends.
+Each rank allocates the same amount, and opens that of the others. It is not an array of MLX:
+kernels get its addresses as numbers. It is freed when the process ends.
 """
 
 import ctypes
@@ -98,7 +98,9 @@ class CudaDriver:
         except AttributeError as error:
             raise OSError(f"the driver has no {name}") from error
         if code:
-            raise OSError(f"{name} failed with {code}")
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(text))
+            raise OSError(f"{name} failed ({(text.value or b'').decode() or code})")
 
 
 def open_peer_memory(
@@ -120,7 +122,7 @@ def open_peer_memory(
     driver, own, handle, fault = _allocate(nbytes, library)
     rows = world.gather([not fault, *_words(_host_id()), *_words(handle)])
     if not all(has_memory for has_memory, *_ in rows):
-        return None, fault or "another rank has none"
+        return None, fault or "another rank has no memory to share"
     if len({tuple(row[1 : 1 + _HOST_WORDS]) for row in rows}) > 1:
         return None, "the ranks run on several hosts"
     assert driver is not None
@@ -129,10 +131,14 @@ def open_peer_memory(
         if rank != world.rank and not fault:
             addresses[rank], fault = _open(driver, _bytes(row[1 + _HOST_WORDS :]))
     if not world.all_agree(not fault):
-        return None, fault or "another rank cannot open it"
-    driver.clear(own, nbytes)
+        return None, fault or "another rank cannot open the others' memory"
+    try:
+        driver.clear(own, nbytes)
+    except OSError as error:
+        fault = str(error)
     # No rank uses the memory before all have cleared theirs.
-    world.all_agree(True)
+    if not world.all_agree(not fault):
+        return None, fault or "another rank cannot clear its memory"
     return PeerMemory(world.rank, tuple(addresses)), ""
 
 

@@ -127,7 +127,7 @@ def _build_executor(
         ),
         traits=loaded.traits,
         expert_counter=counter if counter is not None and counter.has_layers else None,
-        fast_path=fast_path_settings(config.rank_worker, device.kind, world),
+        fast_path=fast_path_settings(config.rank_worker, device.kind, backend, world),
         vocabulary=loaded.vocabulary,
     )
 

@@ -18,7 +18,7 @@ from services.rank_worker.model.fast_path.any_form.family_layers import (
 )
 from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
-from services.rank_worker.model.fast_path.kernels.peer_sums import PeerSums, open_peer_sums
+from services.rank_worker.model.fast_path.kernels.peer_sums import open_peer_sums
 from services.rank_worker.model.fast_path.known_form.forms import StackForm, read_form
 from services.rank_worker.model.fast_path.known_form.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.known_form.proof import (
@@ -35,6 +35,7 @@ from services.rank_worker.peers.peer_memory import OpenPeerMemory, open_peer_mem
 from shared.configuration.rank_settings import RankWorkerConfig
 from shared.errors import ConfigError
 from shared.log import Log
+from shared.messages.rank_link import Backend
 
 _log = Log("rank_worker.fast_path")
 
@@ -59,18 +60,20 @@ class FastPathSettings:
 
 
 def fast_path_settings(
-    config: RankWorkerConfig, device: DeviceKind, world: Collectives
+    config: RankWorkerConfig, device: DeviceKind, backend: Backend, world: Collectives
 ) -> FastPathSettings | None:
     """Return how a rank opens the fast path; None if it is switched off.
 
     Args:
         config: the rank's settings.
         device: kind of its device.
+        backend: of the collectives.
         world: all ranks.
     """
     if config.fast_path == "off":
         return None
-    shares_memory = config.peer_memory and device == "cuda" and world.group is not None
+    # With this backend all ranks are CUDA, and each has a GPU of its own.
+    shares_memory = config.peer_memory and backend == "nccl"
     return FastPathSettings(
         device,
         world.all_agree,
@@ -155,30 +158,32 @@ def _open_known(
     )
     invariant = settings.batch_invariant
     on_cpu = settings.device == "cpu"
-    sums, obstacle = _open_sums(kernels, settings, weight.size, weight.dtype)
     stack = LayerStack(
-        form, kernels, forward.expert_counter, sums, on_cpu=on_cpu, batch_invariant=invariant
+        form, kernels, forward.expert_counter, on_cpu=on_cpu, batch_invariant=invariant
     )
     if invariant and not stack.has_plain_matrices:
         raise _refusal("this model's layers have experts, adapters or divided biases")
+    how_sums = _open_sums(stack, settings, weight.size, weight.dtype)
     difference = find_difference(stack, forward.inner, forward.plain, shape.layers(), kv_bits)
     if not settings.all_agree(difference is None):
         return FastPath(None, difference or "a difference on another rank")
     if kernels is not None:
-        return FastPath(stack, f"fast path with kernels{obstacle}")
+        return FastPath(stack, f"fast path with kernels{how_sums}")
     return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
 
 
-def _open_sums(
-    kernels: Kernels | None, settings: FastPathSettings, dim: int, dtype: mx.Dtype
-) -> tuple[PeerSums | None, str]:
-    """Return what adds up over ranks in kernels, if anything does, and words about it."""
-    if kernels is None or settings.open_memory is None:
-        return None, ""
-    sums, fault = open_peer_sums(
+def _open_sums(stack: LayerStack, settings: FastPathSettings, dim: int, dtype: mx.Dtype) -> str:
+    """Have kernels add up over ranks, if they can and there is something to add.
+
+    Returns:
+        Words about it for operators, or "".
+    """
+    if settings.open_memory is None or not (stack.has_kernels and stack.is_divided):
+        return ""
+    stack.sums, fault = open_peer_sums(
         settings.open_memory, settings.all_agree, settings.ranks, dim, dtype
     )
-    return sums, f", collectives add up: {fault}" if fault else " that add up over ranks"
+    return f", collectives add up: {fault}" if fault else " that add up over ranks"
 
 
 def _open_any(

@@ -211,8 +211,11 @@ class RoutedBlock:
         Returns:
             (sum, normalized sum), [tokens, dim].
         """
-        add = self._routing if self.is_whole or sums is None else sums
-        return add.add_experts_norm(hidden, self._compute(x), weight, epsilon)
+        results = self._compute(x)
+        if self.is_whole:
+            return self._routing.add_experts_norm(hidden, results, weight, epsilon)
+        assert sums is not None
+        return sums.add_experts_norm(hidden, results, weight, epsilon)
 
     def _compute(self, x: mx.array) -> ExpertResults:
         form = self._form

@@ -30,6 +30,10 @@ RANKS_MAX = 32
 """Most ranks: a group tells each of them by a thread of its own."""
 _WORD_BYTES = 4
 _TRIED_ROWS = (1, 3, ROWS_MAX, 1)
+_POLLS_MAX = 1 << 62
+"""While the model serves, a rank waits like in a collective: the watchdog ends it."""
+TRIED_POLLS = 10_000_000
+"""Some seconds; a poll takes about a microsecond."""
 _TOLERANCE = 0.02
 """Of a sum of numbers near 1 with 16 bits."""
 
@@ -75,12 +79,12 @@ def open_peer_sums(
     memory, fault = open_memory(2 * ROWS_MAX * dim * dtype.size + words * _WORD_BYTES)
     if memory is None:
         return None, fault
-    sums = PeerSums(memory)
-    fault = sums.find_compiler_fault(dim, dtype)
-    # A rank without kernels would be waited for.
+    sums = PeerSums(memory, dim, dtype)
+    fault = sums.find_compiler_fault()
+    # A rank without the kernel would be waited for.
     if not all_agree(not fault):
-        return None, fault or "another rank has no kernels"
-    fault = sums.find_difference(dim, dtype)
+        return None, fault or "another rank cannot run the kernel"
+    fault = sums.find_difference(all_agree)
     if not all_agree(not fault):
         return None, fault or "a difference on another rank"
     return sums, ""
@@ -89,11 +93,12 @@ def open_peer_sums(
 class PeerSums:
     """Starts the kernels. All ranks start the same ones in the same order."""
 
-    def __init__(self, memory: PeerMemory) -> None:
-        """Use memory that is as large as `open_peer_sums` makes it."""
+    def __init__(self, memory: PeerMemory, dim: int, dtype: mx.Dtype) -> None:
+        """Use memory that is as large as `open_peer_sums` makes it; arguments as there."""
         self._rank, self._ranks = memory.rank, len(memory.addresses)
-        self._memories = mx.array(np.array(memory.addresses, dtype=np.uint64))
-        mx.eval(self._memories)
+        self._dim, self._dtype = dim, dtype
+        self._addresses = memory.addresses
+        self._memories = self._table(_POLLS_MAX)
         outputs = ["added", "normalized"]
         names = ["change", "input", "weight", "constants", "memories"]
         self._sum_norm = cuda_kernel("peers/sum_norm", names, outputs, header=HEADER)
@@ -102,9 +107,10 @@ class PeerSums:
             "peers/sum_experts_norm", [*results, *names[1:]], outputs, header=HEADER
         )
 
-    def takes(self, rows: int) -> bool:
-        """Tell whether a sum may have this many rows."""
-        return rows <= ROWS_MAX
+    def takes(self, hidden: mx.array) -> bool:
+        """Tell whether rows, [rows, dim], fit the memory."""
+        rows, dim = hidden.shape
+        return bool(rows <= ROWS_MAX and dim == self._dim and hidden.dtype == self._dtype)
 
     def add_norm(
         self, hidden: mx.array, change: mx.array, weight: mx.array, epsilon: mx.array
@@ -138,10 +144,10 @@ class PeerSums:
         template = [*sum_template(results), *self._of_ranks()]
         return start_norm(self._sum_experts_norm, inputs, template, hidden)
 
-    def find_compiler_fault(self, dim: int, dtype: mx.Dtype) -> str:
+    def find_compiler_fault(self) -> str:
         """Have `add_norm` compiled without an exchange; return why it cannot be, or ""."""
         memories, self._memories = self._memories, mx.zeros_like(self._memories)
-        hidden, epsilon = mx.ones((1, dim), dtype=dtype), mx.zeros((1,), dtype=mx.float32)
+        hidden, epsilon = mx.ones((1, self._dim), dtype=self._dtype), mx.zeros((1,))
         try:
             mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon))
         except (RuntimeError, ValueError) as error:
@@ -150,19 +156,39 @@ class PeerSums:
             self._memories = memories
         return ""
 
-    def find_difference(self, dim: int, dtype: mx.Dtype) -> str:
-        """Sum numbers that all ranks know; return the fault, or "". A collective."""
-        weight, epsilon = mx.ones((dim,), dtype=dtype), mx.zeros((1,), dtype=mx.float32)
+    def find_difference(self, all_agree: Callable[[bool], bool]) -> str:
+        """Sum numbers that all ranks know; return the fault, or "". A collective.
+
+        Where a GPU can read another one's memory but not write it, a rank would wait forever.
+        """
+        weight, epsilon = mx.ones((self._dim,), dtype=self._dtype), mx.zeros((1,))
+        tries = [self._parts(number, rows) for number, rows in enumerate(_TRIED_ROWS)]
+        totals = [mx.stack(parts).astype(mx.float32).sum(axis=0) for parts in tries]
+        mx.eval(tries, totals)
+        # The polls of a rank are few seconds, in which all others must have begun.
+        all_agree(True)
+        memories, self._memories = self._memories, self._table(TRIED_POLLS)
         fault = ""
         # To the end, also after a difference: the other ranks wait for this one's parts.
-        for number, rows in enumerate(_TRIED_ROWS):
-            keys = [mx.random.key(number * self._ranks + rank) for rank in range(self._ranks)]
-            parts = [mx.random.normal((rows, dim), key=key).astype(dtype) for key in keys]
-            expected = mx.stack(parts).astype(mx.float32).sum(axis=0)
-            added, _ = self.add_norm(mx.zeros_like(parts[0]), parts[self._rank], weight, epsilon)
-            if not mx.allclose(added.astype(mx.float32), expected, _TOLERANCE, _TOLERANCE).item():
-                fault = f"a sum of {rows} rows differs"
+        for parts, total in zip(tries, totals, strict=True):
+            own, nothing = parts[self._rank], mx.zeros_like(parts[0])
+            added = self.add_norm(nothing, own, weight, epsilon)[0].astype(mx.float32)
+            if not mx.allclose(added, total, _TOLERANCE, _TOLERANCE).item():
+                fault = f"a sum of {len(own)} rows differs"
+        self._memories = memories
         return fault
+
+    def _parts(self, number: int, rows: int) -> list[mx.array]:
+        """Return what each rank adds in a trial, [rows, dim]."""
+        keys = [mx.random.key(number * self._ranks + rank) for rank in range(self._ranks)]
+        shape = rows, self._dim
+        return [mx.random.normal(shape, key=key).astype(self._dtype) for key in keys]
+
+    def _table(self, polls: int) -> mx.array:
+        """Return the kernels' table: the memories, and how often a part is polled for at most."""
+        table = mx.array(np.array([*self._addresses, polls], dtype=np.uint64))
+        mx.eval(table)
+        return table
 
     def _template(self, hidden: mx.array) -> list[tuple[str, Any]]:
         dim = hidden.shape[-1]

@@ -3,6 +3,7 @@
 B is the number of rows, L the tokens per row.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,6 @@ class LayerStack:
         form: StackForm,
         kernels: Kernels | None,
         counter: ExpertCounter | None = None,
-        sums: PeerSums | None = None,
         *,
         on_cpu: bool,
         batch_invariant: bool,
@@ -45,14 +45,12 @@ class LayerStack:
             form: the model's modules, with their weights in memory.
             kernels: of the device; None: MLX's operations are used.
             counter: notes the calls of layers of experts; None: they are not counted.
-            sums: add up over ranks what decodes compute; None: collectives do.
             on_cpu: whether the model runs on the CPU.
             batch_invariant: what a decode computes for a row must not depend on the other rows.
         """
         self._form = form
         self._batch_invariant = batch_invariant
         self._kernels = kernels
-        self._sums = sums
         self._layers: list[DecoderLayer] = []
         for one in form.layers:
             self._layers.append(DecoderLayer(one, kernels, on_cpu=on_cpu))
@@ -71,6 +69,8 @@ class LayerStack:
         self._wants_mask_array = any(one.is_expanded for one in attentions)
         query_heads = max(one.shape.query_heads for one in attentions)
         self._decodes = CompiledDecodes(self._build_decode, query_heads, counter)
+        self.sums: PeerSums | None = None
+        """Adds up over ranks what decodes compute; None: collectives do."""
         self.observe: Observe | None = None
         """Calls the parts of the layers while a step is measured; None: nothing is measured."""
 
@@ -78,6 +78,14 @@ class LayerStack:
     def has_kernels(self) -> bool:
         """Whether decodes write rows in place, see `InPlaceView`."""
         return self._kernels is not None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there is a layer whose kernels can leave a part of a sum over ranks."""
+        blocks = [find_routed(one.form.mlp) for one in self._layers]
+        return any(one is not None and not one.is_whole for one in blocks) or any(
+            one.divides_attention or one.divides_mlp for one in self._layers
+        )
 
     @property
     def shapes(self) -> list[Shape]:
@@ -125,16 +133,8 @@ class LayerStack:
         self, tokens: mx.array, places: RowPlaces, rows: Sequence[RowArrays]
     ) -> mx.array:
         """Build a decode whose kernels write the rows; see `BuildDecode`."""
-        count = tokens.shape[0]
-        new = NewTokens(
-            count,
-            1,
-            places.lengths,
-            self._tables(places.lengths, count, 1),
-            places=places,
-            apart=self._batch_invariant,
-            leaves_parts=self._sums_by_kernels(count),
-        )
+        tables, apart = self._tables(places.lengths, tokens.shape[0], 1), self._batch_invariant
+        new = NewTokens(tokens.shape[0], 1, places.lengths, tables, places=places, apart=apart)
         return self._run(tokens, rows, new)
 
     def _run(
@@ -142,6 +142,8 @@ class LayerStack:
     ) -> mx.array:
         hidden: mx.array = self._form.embedding(tokens)
         normalized: mx.array = self._form.layers[0].input_norm(hidden)
+        if new.places is not None and self._adds_parts(hidden):
+            new = dataclasses.replace(new, leaves_parts=True)
         for place, (layer, norm) in enumerate(zip(self._layers, self._following, strict=True)):
             cache = caches[place]
             hidden, normalized = self._run_layer(layer, cache, new, hidden, normalized, norm)
@@ -173,7 +175,7 @@ class LayerStack:
             is_part = new.leaves_parts and layer.divides_mlp
         elif routed is not None and self._adds_experts(routed, normalized, new):
             epsilon = self._epsilons[id(norm)]
-            return routed.add_norm(hidden, normalized, norm.weight, epsilon, self._sums)
+            return routed.add_norm(hidden, normalized, norm.weight, epsilon, self.sums)
         elif routed is not None:
             change = form.mlp(normalized)
         else:
@@ -186,9 +188,9 @@ class LayerStack:
         is_whole = routed.is_whole or new.leaves_parts
         return is_whole and routed.takes(x) and self.has_kernels and self.observe is None
 
-    def _sums_by_kernels(self, tokens: int) -> bool:
-        """Tell whether norms of a decode add up what the ranks have computed."""
-        return self._sums is not None and self._sums.takes(tokens) and self.observe is None
+    def _adds_parts(self, hidden: mx.array) -> bool:
+        """Tell whether the norms of a decode add up what the ranks have computed."""
+        return self.sums is not None and self.sums.takes(hidden) and self.observe is None
 
     def without_layers(self, tokens: mx.array) -> mx.array:
         """Return what the forward would be if no layer changed its input, for the proof."""
@@ -272,7 +274,7 @@ class LayerStack:
     def _add_norm(
         self, hidden: mx.array, change: mx.array, norm: Any, *, is_part: bool = False
     ) -> Pair:
-        add = self._sums if is_part else self._kernels
+        add = self.sums if is_part else self._kernels
         if add is not None:
             return add.add_norm(hidden, change, norm.weight, self._epsilons[id(norm)])
         hidden = hidden + change

@@ -1,5 +1,6 @@
 // The calls of CUDA's driver that share memory, with files in place of a GPU: a process opens the file of another.
-// FAULT names a call that fails, or "other_memory", with which another process gets memory of its own.
+// FAULT names a call that fails, or is "other_memory": another one than that of the handle is opened; or
+// "no_stores": what is opened is a copy, so that stores do not arrive.
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,6 +16,7 @@ typedef struct {
 
 static Address allocated;
 static char own[64];
+static size_t size_of_own;
 
 static int fails(const char* call) {
   const char* fault = getenv("FAULT");
@@ -31,6 +33,10 @@ static void* map(const char* name, size_t size) {
   fstat(file, &found);
   return mmap(0, found.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
 }
+int cuGetErrorName(int code, const char** name) {
+  *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : 0;
+  return 0;
+}
 int cuInit(unsigned flags) { return fails("cuInit"); }
 int cuDeviceGet(int* device, int number) { return *device = number; }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -41,6 +47,7 @@ int cuCtxSetCurrent(void* context) { return context != &allocated; }
 int cuCtxSynchronize(void) { return 0; }
 int cuMemAlloc_v2(Address* address, size_t size) {
   snprintf(own, sizeof(own), "memory-%d", getpid());
+  size_of_own = size;
   allocated = *address = (Address)map(own, size);
   memset((void*)allocated, 7, size);
   return 0;
@@ -52,6 +59,9 @@ int cuIpcGetMemHandle(Handle* handle, Address address) {
 }
 int cuIpcOpenMemHandle_v2(Address* address, Handle handle, unsigned flags) {
   *address = fails("other_memory") ? allocated : (Address)map(handle.name, 0);
+  if (fails("no_stores")) {
+    *address = (Address)memcpy(malloc(size_of_own), (void*)*address, size_of_own);
+  }
   return flags != 1 ? 3 : fails("cuIpcOpenMemHandle_v2");
 }
 int cuMemcpyHtoD_v2(Address address, const void* data, size_t size) {
@@ -64,5 +74,5 @@ int cuMemcpyDtoH_v2(void* data, Address address, size_t size) {
 }
 int cuMemsetD8_v2(Address address, unsigned char value, size_t size) {
   memset((void*)address, value, size);
-  return 0;
+  return fails("cuMemsetD8_v2");
 }

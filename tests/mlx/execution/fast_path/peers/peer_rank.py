@@ -2,8 +2,9 @@
 
     python -m tests.mlx.execution.fast_path.peers.peer_rank FOLDER DRIVER CASE
 
-`MLX_RANK` and `MLX_HOSTFILE` define the ring. DRIVER is `driver_on_cpu.c` compiled. CASE is "sums",
-"faults", or a kind of split and a model family, such as "tensor:qwen2". Prints one JSON object.
+`MLX_RANK` and `MLX_HOSTFILE` define the ring. FOLDER keeps compiled kernels, DRIVER is
+`driver_on_cpu.c` compiled. CASE is "sums", "faults", or a kind of split and a model family, such as
+"tensor:qwen2". Prints one JSON object.
 """
 
 import functools
@@ -19,7 +20,7 @@ import numpy as np
 
 from services.rank_worker.device import ring_sockets
 from services.rank_worker.device.execution_profile import ExecutionProfile
-from services.rank_worker.model.fast_path.kernels import head_attention, tensor_cores
+from services.rank_worker.model.fast_path.kernels import head_attention, peer_sums, tensor_cores
 from services.rank_worker.model.fast_path.kernels.peer_sums import ROWS_MAX, open_peer_sums
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.sharding.apply import apply_split
@@ -34,7 +35,7 @@ from tests.mlx.executor_driver import ExecutorDriver, make_executor, make_prompt
 from tests.mlx.sharding.moe_models import make_moe_model, moe_config
 from tests.multirank.worlds.split_rank import CollectiveCounter
 
-FAULTS = ("cuInit", "cuIpcOpenMemHandle_v2", "other_memory")
+FAULTS = ("cuInit", "cuIpcOpenMemHandle_v2", "other_memory", "cuMemsetD8_v2", "no_stores")
 """Of `driver_on_cpu.c`."""
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8}
 
@@ -44,7 +45,7 @@ def main(folder: str, driver: str, case: str) -> None:
     rank, hosts = int(os.environ["MLX_RANK"]), Path(os.environ["MLX_HOSTFILE"]).read_text()
     size = len(json.loads(hosts))
     KernelOnCpu.folder = Path(folder) / str(rank)
-    KernelOnCpu.folder.mkdir()
+    KernelOnCpu.folder.mkdir(exist_ok=True)
     mx.fast.cuda_kernel = KernelOnCpu  # type: ignore[assignment]
     mx.compile = lambda function, **_named: function
     for module in (head_attention, tensor_cores):
@@ -65,6 +66,8 @@ def main(folder: str, driver: str, case: str) -> None:
 def _fail(world: Collectives, open_memory: OpenPeerMemory, fault: str) -> str:
     """Return why there are no sums if a call of the driver of rank 1 has a fault."""
     os.environ["FAULT"] = fault if world.rank == 1 else ""
+    # A poll gives up a turn of the CPU here.
+    peer_sums.TRIED_POLLS = 20_000
     sums, why = open_peer_sums(open_memory, world.all_agree, world.world_size, 36, mx.float32)
     assert sums is None
     return why
