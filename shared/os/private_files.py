@@ -22,6 +22,8 @@ SECRET_FOLDERS = (Path("/run/secrets"), Path("/var/run/secrets"))
 """Where container runtimes mount secrets, often readable for all users of the container."""
 
 _ROOT = 0
+_NAME_KEPT = 100
+"""Letters of a file's name in that of a temporary one, which may not be longer than 255."""
 
 Signature = tuple[int, ...]
 """Facts that change when a file is written, replaced or given other permissions; () without a
@@ -139,15 +141,15 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, content: str | bytes) -> None:
     """Replace a file atomically, with mode 0600, and flush it to disk. Raises OSError."""
     # Of a symbolic link the target is replaced.
     path = path.resolve()
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    temporary = path.with_name(f".{path.name[:_NAME_KEPT]}-{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             if sys.platform == "darwin":
                 # On macOS fsync leaves data in the drive's cache.

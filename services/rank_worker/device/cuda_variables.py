@@ -22,7 +22,8 @@ VARIABLES = {
 }
 """MLX's own defaults are 1, 400 and 256."""
 
-_KERNELS_VARIABLE = "MLX_PTX_CACHE_DIR"
+KERNELS_VARIABLE = "MLX_PTX_CACHE_DIR"
+"""Names the folder in which MLX keeps compiled kernels, and looks for them."""
 _GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -54,9 +55,9 @@ def keep_compiled_kernels(
     if len(models) != 1:
         return
     with contextlib.suppress(ConfigError):
-        folder = user_folders.cache_folder(_KERNELS_VARIABLE) / "kernels"
+        folder = user_folders.cache_folder(KERNELS_VARIABLE) / "kernels"
         own = folder / importlib.metadata.version("mlx") / models.pop()
-        environment.setdefault(_KERNELS_VARIABLE, str(own))
+        environment.setdefault(KERNELS_VARIABLE, str(own))
 
 
 def _gpu_models(folder: Path) -> set[str]:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from services.rank_worker.device.kept_kernels.kept_kernel import cuda_kernel
+
 Gpu = Literal["cuda", "metal"]
 
 _FOLDER = Path(__file__).parent / "sources"
@@ -104,8 +106,7 @@ def make_kernel(device: Gpu, path: str, inputs: Sequence[str], outputs: Sequence
         inputs: names of the arrays that it reads.
         outputs: names of those that it writes.
     """
-    make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
-    dialect = CUDA if device == "cuda" else METAL
+    make, dialect = dialect_of(device)
     return make(
         name=f"lockstep_{path.rpartition('/')[2]}",
         input_names=list(inputs),
@@ -113,6 +114,14 @@ def make_kernel(device: Gpu, path: str, inputs: Sequence[str], outputs: Sequence
         source=dialect.prologue + read_source(path),
         header=dialect.header,
     )
+
+
+def dialect_of(device: Gpu) -> tuple[Any, Dialect]:
+    """Return what makes kernels for a kind of GPU, as MLX's functions do, and their dialect."""
+    if device == "cuda":
+        return cuda_kernel, CUDA
+    make: Any = mx.fast.metal_kernel
+    return make, METAL
 
 
 def read_source(name: str) -> str:

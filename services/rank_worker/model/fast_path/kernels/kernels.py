@@ -1,14 +1,12 @@
 """Kernels for layers of a known form: norms and activations, and those of other modules."""
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import mlx.core as mx
 
 from services.rank_worker.model.fast_path.kernels.dialects import (
-    CUDA,
-    METAL,
     Gpu,
+    dialect_of,
     make_kernel,
     start_norm,
     vector_size,
@@ -43,8 +41,7 @@ class Kernels:
             device: the kind.
             kv_bits: as for `HeadAttentionKernels`.
         """
-        make: Any = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
-        dialect = CUDA if device == "cuda" else METAL
+        make, dialect = dialect_of(device)
         self.head_attention = HeadAttentionKernels(make, dialect, kv_bits)
         self.latent_attention = LatentAttentionKernels(make, dialect)
         names = ["input", "change", "weight", "constants"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.rank_worker.device.kept_kernels import kept_kernel
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
 
 DTYPES: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)
@@ -105,8 +106,7 @@ def cuda_kernel(
         start: text before that of the file.
         suffix: of its name, where kernels of different `start` have one file.
     """
-    make: Any = mx.fast.cuda_kernel
-    return make(
+    return kept_kernel.cuda_kernel(
         name=f"lockstep_{path.rpartition('/')[2]}{suffix}",
         input_names=list(inputs),
         output_names=list(outputs),

@@ -1,0 +1,118 @@
+"""NVIDIA's compiler of kernels (NVRTC), in the library that MLX has loaded for its own use."""
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = {"libnvrtc.so.13": "cu13", "libnvrtc.so.12": "cuda_runtime"}
+"""Files of the library, and the folder of its version's headers in the packages named nvidia."""
+_CUDA_FOLDER = "/usr/local/cuda"
+_FIRST_WITH_EXTENSIONS = 9
+"""Major version of the first GPUs for which code may use what later ones do not have."""
+
+
+class DoesNotCompileError(Exception):
+    """Raised when the compiler refuses a text; says why."""
+
+
+class Compiler:
+    """Compiles texts for one kind of GPU."""
+
+    def __init__(
+        self, library: ctypes.CDLL, version: tuple[int, int], headers: Sequence[Path]
+    ) -> None:
+        """Prepare.
+
+        Args:
+            library: NVRTC.
+            version: major and minor compute capability of the GPU.
+            headers: folders with CUDA's headers.
+        """
+        self._library = library
+        (major, minor), extended = version, "a" if version[0] >= _FIRST_WITH_EXTENSIONS else ""
+        self._options = [
+            "--device-as-default-execution-space",
+            f"--gpu-architecture=sm_{major}{minor}{extended}",
+            *(f"--include-path={folder}" for folder in headers),
+        ]
+        """Those of MLX."""
+
+    def compile(self, text: str, function: str) -> tuple[bytes, str]:
+        """Compile a text; other threads run meanwhile.
+
+        Args:
+            text: in CUDA's language.
+            function: name of a kernel in it, with its namespace.
+
+        Returns:
+            The machine code, and what the kernel is called in it.
+
+        Raises:
+            DoesNotCompileError: the compiler refuses the text.
+            OSError: a call of the library fails.
+        """
+        program = ctypes.c_void_p()
+        self._call(
+            *("nvrtcCreateProgram", ctypes.byref(program), text.encode(), b"kernel.cu"),
+            *(0, None, None),
+        )
+        try:
+            self._call("nvrtcAddNameExpression", program, function.encode())
+            self._compile(program)
+            symbol = ctypes.c_char_p()
+            named = (function.encode(), ctypes.byref(symbol))
+            self._call("nvrtcGetLoweredName", program, *named)
+            # The name ends with the program.
+            return self._read("nvrtcGetCUBIN", program), (symbol.value or b"").decode()
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _compile(self, program: ctypes.c_void_p) -> None:
+        options = (ctypes.c_char_p * len(self._options))(*(one.encode() for one in self._options))
+        if self._library.nvrtcCompileProgram(program, len(options), options):
+            log = self._read("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
+            raise DoesNotCompileError(next((one for one in log.splitlines() if one), "no reason"))
+
+    def _read(self, name: str, program: ctypes.c_void_p) -> bytes:
+        """Return bytes that the library hands out by a call for their number and one for them."""
+        size = ctypes.c_size_t()
+        self._call(f"{name}Size", program, ctypes.byref(size))
+        data = ctypes.create_string_buffer(size.value)
+        self._call(name, program, data)
+        return data.raw
+
+    def _call(self, name: str, *args: Any) -> None:
+        try:
+            code = getattr(self._library, name)(*args)
+        except AttributeError as error:
+            raise OSError(f"the compiler has no {name}") from error
+        if code:
+            raise OSError(f"{name} failed with {code}")
+
+
+def open_compiler(
+    version: tuple[int, int], mlx_folder: Path, environment: Mapping[str, str]
+) -> Compiler:
+    """Return the compiler that MLX uses, with the headers that MLX gives it.
+
+    Args:
+        version: major and minor compute capability of the GPU.
+        mlx_folder: MLX's package.
+        environment: variables of this process.
+
+    Raises:
+        OSError: MLX has loaded none, or none that is known here.
+    """
+    for name, folder in _LIBRARIES.items():
+        try:
+            library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        except OSError:
+            continue
+        headers = mlx_folder.parent / "nvidia" / folder / "include"
+        if not headers.exists():
+            home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or _CUDA_FOLDER
+            headers = Path(home) / "include"
+        return Compiler(library, version, [mlx_folder / "include" / "cccl", headers])
+    raise OSError("MLX has loaded no compiler that is known")
