@@ -1,9 +1,9 @@
 """Kernels of ours that are compiled once per machine. Owns the files in which MLX finds them.
 
 MLX compiles such a kernel anew in each process, in seconds, and does not keep the result. But
-before it compiles it looks into the folder where it keeps the kernels of its own. So a rank
-compiles a kernel before MLX starts it for the first time, which takes a tenth of the time, and
-puts it there. Whatever goes wrong, MLX finds nothing and compiles the kernel itself.
+before it compiles one it looks into the folder where it keeps the kernels of its own. So a rank
+compiles a kernel before MLX starts it for the first time, in a fraction of the time, and puts it
+there. If this fails, MLX finds nothing and compiles the kernel itself.
 """
 
 import functools
@@ -105,7 +105,7 @@ class KeptKernel:
 
         Args:
             kernel: the result of `mx.fast.cuda_kernel`.
-            definition: what it was made of.
+            definition: of the kernel.
             folder: where MLX will look.
         """
         self._kernel = kernel
@@ -160,7 +160,7 @@ def open_folder(environment: Mapping[str, str], facts: Mapping[str, Any]) -> Ker
         facts: what MLX tells of its device.
 
     Raises:
-        OSError: there is none that outlives the process, or no compiler.
+        OSError: no folder is set, or MLX has loaded no compiler.
     """
     path = environment.get(KERNELS_VARIABLE)
     if not path:

@@ -1,8 +1,8 @@
 """What MLX makes of a kernel of ours: the text that it compiles, and the name of the result.
 
 MLX finds a compiled kernel by a name that ends with a hash of its text. So the text here is to the
-letter the one that MLX writes (`build_kernel` in its `custom_kernel.cpp`). A version of MLX that
-writes another one does not find what was compiled under this name.
+letter the one that MLX writes (`build_kernel` in its `custom_kernel.cpp`). A version of MLX with
+another text looks for another name, and compiles the kernel itself.
 """
 
 import ctypes
