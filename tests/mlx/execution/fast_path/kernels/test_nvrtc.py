@@ -115,7 +115,7 @@ def test_kernels_of_experts_and_over_ranks_compile(folder: Path | None, bits: in
     routing.add_experts_norm(x, results, x[0], epsilon)
     counts = mx.zeros((2 * EXPERTS,), dtype=mx.uint32)
     ExpertCounts().add(counts, EXPERTS, [(0, routed.experts), (1, routed.experts)], None)
-    sums = PeerSums(PeerMemory(1, (8, 16)))
+    sums = PeerSums(PeerMemory(1, (8, 16)), DIM, dtype)
     sums.add_norm(x, x, x[0], epsilon)
     sums.add_experts_norm(x, results, x[0], epsilon)
     names = ["source", "about"]
