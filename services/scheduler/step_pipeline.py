@@ -3,8 +3,6 @@
 A step's tokens leave only when the receipts of all ranks agree (invariant I6).
 """
 
-from typing import Literal
-
 from services.scheduler.batch.in_flight_steps import InFlightStep, InFlightSteps, find_disagreement
 from services.scheduler.batch.plan_builder import PlannedStep
 from services.scheduler.batch.running_batch import RunningBatch
@@ -17,9 +15,7 @@ from services.scheduler.telemetry.token_rates import TokenRates
 from services.scheduler.world.world import World, WorldState
 from shared.identifiers import PeerId, Slot
 from shared.messages import StepFinished, TokensGenerated
-
-_EndReason = Literal["stop", "length"]
-"""Why a completion ends: with a stop token, or at its longest length."""
+from shared.messages.gateway_link import FinishReason
 
 
 class StepPipeline:
@@ -160,7 +156,7 @@ class StepPipeline:
 
     def _take(
         self, planned: PlannedStep, receipt: StepFinished, now_s: float
-    ) -> tuple[dict[PeerId, TokensGenerated], list[tuple[Sequence, _EndReason]]]:
+    ) -> tuple[dict[PeerId, TokensGenerated], list[tuple[Sequence, FinishReason]]]:
         """Append a step's tokens to its sequences.
 
         A sequence that has ended meanwhile gets none, nor does one whose grammar they do not match.
@@ -173,7 +169,7 @@ class StepPipeline:
         has_drafts, is_shared = planned.has_drafts, len(self._turns) > 1
         has_ended = SequenceState.ENDED  # Python finds a member of an enumeration in 0.2 us.
         messages: dict[PeerId, TokensGenerated] = {}
-        ended: list[tuple[Sequence, _EndReason]] = []
+        ended: list[tuple[Sequence, FinishReason]] = []
         for index, sequence in enumerate(planned.samples):
             tokens = receipt.tokens[index]
             sequence.samples_in_flight -= 1
@@ -188,7 +184,7 @@ class StepPipeline:
                 self._requests.fail(sequence, "grammar", failures[sequence.sequence_id])
                 continue
             if (message := messages.get(sequence.gateway)) is None:
-                message = messages[sequence.gateway] = new_message(receipt)
+                message = messages[sequence.gateway] = empty_tokens_message(receipt)
             message.request_ids.append(sequence.request.request_id)
             known = len(sequence.tokens)
             message.positions.append(known - sequence.prompt_tokens)
@@ -222,24 +218,24 @@ class StepPipeline:
         self._counters["decode_rows_total"] += step.planned.work.decodes
 
 
-def take_tokens(sequence: Sequence, tokens: list[int]) -> _EndReason | None:
+def take_tokens(sequence: Sequence, tokens: list[int]) -> FinishReason | None:
     """Append sampled tokens to a sequence up to its end: a stop token, or its longest length.
 
     Returns:
         Why the last appended token ends the completion; None: it goes on, with all these tokens.
     """
-    known = sequence.tokens
+    own = sequence.tokens
     for token in tokens:
-        known.append(token)
+        own.append(token)
         if token in sequence.stop_ids:
             return "stop"
-        if len(known) >= sequence.tokens_max:
+        if len(own) >= sequence.tokens_max:
             return "length"
     return None
 
 
-def new_message(receipt: StepFinished) -> TokensGenerated:
-    """Return the message that brings one gateway its tokens of a step, without any yet."""
+def empty_tokens_message(receipt: StepFinished) -> TokensGenerated:
+    """Return a message for one gateway to which the tokens of a step are added."""
     return TokensGenerated(
         request_ids=[], positions=[], tokens=[], epoch=receipt.epoch, step_id=receipt.step_id
     )

@@ -79,8 +79,9 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     "attention". "attention": on a GPU mlx-lm's layers, in whose decodes kernels attend and matrices
     with one input are one. "off": mlx-lm's code alone."""
     peer_memory: bool = True
-    """Have kernels of the fast path add up over ranks in each other's GPU memory, where all ranks
-    are NVIDIA GPUs of one host, instead of NCCL. The rank tries it at its start."""
+    """Have kernels of the fast path sum over ranks in decodes, through GPU memory that the ranks
+    share, instead of NCCL. Used where all ranks are NVIDIA GPUs of one host, and a trial at the
+    start succeeds. Must be equal on all ranks."""
     batch_invariant: bool = False
     """Give a request the same numbers, to the last bit, beside any other requests and with any
     content of the cache, unless it is preempted or goes on after a fault. Steps are slower. The

@@ -23,7 +23,7 @@ SECRET_FOLDERS = (Path("/run/secrets"), Path("/var/run/secrets"))
 
 _ROOT = 0
 _NAME_KEPT = 100
-"""Letters of a file's name in that of a temporary one, which may not be longer than 255."""
+"""Characters of a file's name that its temporary file's name repeats: a name has at most 255."""
 
 Signature = tuple[int, ...]
 """Facts that change when a file is written, replaced or given other permissions; () without a

@@ -2,8 +2,8 @@
 
 All hosts are used if possible. Whole experts come before matrices (one collective a layer less; on
 H200s as fast for up to 32 sequences and slower for 128, as measured), both at once after them (as
-fast as matrices), layers only if nothing else fits, fewer bits for KV only if full KV does not fit,
-and a shorter context last.
+fast as matrices; 7 % slower on four ranks with 128 sequences), layers only if nothing else fits,
+fewer bits for KV only if full KV does not fit, and a shorter context last.
 """
 
 import dataclasses

@@ -258,7 +258,8 @@ def time_sums(
 ) -> list[CanaryFinding]:
     """Time the sums of a decode step, one after the other as layers run them, without other work.
 
-    That is the least time that a decode step spends in collectives on these links.
+    That is the least time that a decode step spends in collectives on these links, unless kernels
+    sum in shared GPU memory instead.
 
     Args:
         world: all ranks call this at the same point, with equal arguments.

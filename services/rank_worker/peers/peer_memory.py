@@ -28,20 +28,20 @@ class PeerMemory(NamedTuple):
 
 
 OpenPeerMemory = Callable[[int], tuple[PeerMemory | None, str]]
-"""Opens zeroed memory of this many bytes per rank; None, and why, if a rank cannot. A collective.
-"""
+"""Takes a number of bytes; returns zeroed memory of this size on each rank, and ""; or None and the
+reason. A collective."""
 
 
 class _Handle(ctypes.Structure):
     """What another process needs to open memory (CUipcMemHandle)."""
 
-    _fields_ = [("words", ctypes.c_ubyte * _HANDLE_BYTES)]
+    _fields_ = [("data", ctypes.c_ubyte * _HANDLE_BYTES)]
 
 
 class CudaDriver:
     """The calls of CUDA's driver that share memory, on this process's first visible GPU."""
 
-    def __init__(self, library: str = _DRIVER) -> None:
+    def __init__(self, library: str) -> None:
         """Use the context that MLX uses too.
 
         Args:
@@ -67,7 +67,7 @@ class CudaDriver:
         """Return the 64 bytes with which another process opens memory."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
-        return bytes(handle.words)
+        return bytes(handle.data)
 
     def open(self, handle: bytes) -> int:
         """Return the address here of another process's memory, given its handle."""
@@ -94,13 +94,13 @@ class CudaDriver:
 
     def _call(self, name: str, *args: Any) -> None:
         try:
-            code = getattr(self._library, name)(*args)
+            status = getattr(self._library, name)(*args)
         except AttributeError as error:
             raise OSError(f"the driver has no {name}") from error
-        if code:
+        if status:
             text = ctypes.c_char_p()
-            self._library.cuGetErrorName(code, ctypes.byref(text))
-            raise OSError(f"{name} failed ({(text.value or b'').decode() or code})")
+            self._library.cuGetErrorName(status, ctypes.byref(text))
+            raise OSError(f"{name} failed ({(text.value or b'').decode() or status})")
 
 
 def open_peer_memory(
@@ -120,16 +120,16 @@ def open_peer_memory(
         The memory, zeroed on all ranks; or None, and why it cannot be used.
     """
     driver, own, handle, fault = _allocate(nbytes, library)
-    rows = world.gather([not fault, *_words(_host_id()), *_words(handle)])
-    if not all(has_memory for has_memory, *_ in rows):
+    answers = world.gather([not fault, *_words(_host_id()), *_words(handle)])
+    if not all(has_memory for has_memory, *_ in answers):
         return None, fault or "another rank has no memory to share"
-    if len({tuple(row[1 : 1 + _HOST_WORDS]) for row in rows}) > 1:
+    if len({tuple(one[1 : 1 + _HOST_WORDS]) for one in answers}) > 1:
         return None, "the ranks run on several hosts"
     assert driver is not None
     addresses, fault = [own] * world.world_size, ""
-    for rank, row in enumerate(rows):
+    for rank, answer in enumerate(answers):
         if rank != world.rank and not fault:
-            addresses[rank], fault = _open(driver, _bytes(row[1 + _HOST_WORDS :]))
+            addresses[rank], fault = _open(driver, _bytes(answer[1 + _HOST_WORDS :]))
     if not world.all_agree(not fault):
         return None, fault or "another rank cannot open the others' memory"
     try:
@@ -161,11 +161,11 @@ def _open(driver: CudaDriver, handle: bytes) -> tuple[int, str]:
         found = driver.read(address, _HANDLE_BYTES)
     except OSError as error:
         return 0, str(error)
-    return address, "" if found == handle else "the memory of another rank is a different one"
+    return address, "" if found == handle else "another rank's memory does not hold its handle"
 
 
 def _host_id() -> bytes:
-    """Return 16 bytes that differ between hosts, and between starts of one."""
+    """Return 16 bytes that differ between hosts and between starts of one; zeros if unknown."""
     try:
         return bytes.fromhex(_HOST_ID.read_text().strip().replace("-", ""))
     except (OSError, ValueError):

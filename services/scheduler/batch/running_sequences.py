@@ -125,6 +125,9 @@ class RunningSequences:
             sampled = len(sequence.tokens) + sequence.samples_in_flight
             is_counted = sequence.is_decoding and not sequence.is_verifying
             if is_counted and sampled != sequence.planned_tokens + 1:
-                raise InvariantBroken(f"sequence {sequence.sequence_id} lost count of its tokens")
+                raise InvariantBroken(
+                    f"sequence {sequence.sequence_id} has {sampled} tokens, known or in flight, "
+                    f"but {sequence.planned_tokens} in its row"
+                )
             held[sequence.slot] = sequence.sequence_id
         self._rows.check_invariants(held)

@@ -137,13 +137,13 @@ def _text() -> KernelText:
 
 def test_text_of_kernel_is_to_the_letter_the_one_that_mlx_writes() -> None:
     """Sizes of an input follow it where the body names them, but not those of a single number."""
-    assert _text().code == CODE
+    assert _text().body == CODE
     assert _text().function == "mlx::core::cu::custom_kernel_scale_float16_t_64_t_f"
     plain = write_text(
         Definition("one", ["a"], ["b"], "b[0] = a[0];"), [mx.array(1)], [mx.bool_], ()
     )
     assert plain.name == "custom_kernel_one"
-    assert "(\n    const int32_t* a,\n    bool* b) {\nb[0] = a[0];\n}" in plain.code
+    assert "(\n    const int32_t* a,\n    bool* b) {\nb[0] = a[0];\n}" in plain.body
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_compiled_kernel_is_complete_when_mlx_sees_its_code(
     assert written == [".txt", ".ptx"]
     code = code_path(tmp_path / "kernels", text.module)
     assert code.with_suffix(".txt").read_text() == f"{text.function}\t_Z{text.function}\n"
-    assert code.read_bytes() == text.quick_text.encode()
+    assert code.read_bytes() == text.text_with_own_includes.encode()
     assert sorted(one.suffix for one in code.parent.iterdir()) == [".ptx", ".txt"]
     assert library.open_programs == 0
 
@@ -334,6 +334,6 @@ def test_kernels_are_mlxs_own_where_none_can_be_kept(monkeypatch: pytest.MonkeyP
         "output_names": ["b"],
         "source": "b[0] = a[0];",
     }
-    assert kept_kernel.cuda_kernel(**made) == made
+    assert kept_kernel.kept_cuda_kernel(**made) == made
     monkeypatch.setattr(kept_kernel, "_own_folder", lambda: KernelFolder(Path(), _compiler(None)))
-    assert isinstance(kept_kernel.cuda_kernel(**made), KeptKernel)
+    assert isinstance(kept_kernel.kept_cuda_kernel(**made), KeptKernel)

@@ -20,7 +20,7 @@ def run_ring(
     size: int,
     folder: Path,
     deadline_s: float,
-    of_ranks: Mapping[int, Mapping[str, str]] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run a program as all ranks of a ring; return the JSON objects that they print.
 
@@ -30,7 +30,7 @@ def run_ring(
         size: number of ranks; one rank gets no ring.
         folder: for the hostfile and the logs.
         deadline_s: longest time in seconds.
-        of_ranks: further variables of some ranks.
+        variables: further ones of all ranks.
     """
     hosts = folder / f"hosts-{size}.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(size)]))
@@ -42,7 +42,7 @@ def run_ring(
                 subprocess.Popen(
                     [sys.executable, "-m", program, *arguments],
                     cwd=ROOT,
-                    env={**os.environ, **ring, **(of_ranks or {}).get(rank, {})},
+                    env={**os.environ, **ring, **(variables or {})},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=stack.enter_context((folder / f"log-{size}-{rank}").open("wb")),

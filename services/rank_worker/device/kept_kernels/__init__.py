@@ -1,1 +1,5 @@
-"""Kernels of ours for CUDA, compiled here where MLX finds them, at this start and at later ones."""
+"""Lockstep's own CUDA kernels, kept on disk.
+
+A rank compiles them into the folder where MLX looks for compiled kernels, so that later starts
+compile none.
+"""

@@ -10,7 +10,8 @@ _LIBRARIES = {"libnvrtc.so.13": "cu13", "libnvrtc.so.12": "cuda_runtime"}
 """Files of the library, and the folder of its version's headers in the packages named nvidia."""
 _CUDA_FOLDER = "/usr/local/cuda"
 _FIRST_WITH_EXTENSIONS = 9
-"""Major version of the first GPUs for which code may use what later ones do not have."""
+"""Major compute capability from which architectures with "a" in their name exist: their code may
+use instructions that later GPUs lack."""
 
 
 class DoesNotCompileError(Exception):
@@ -31,13 +32,14 @@ class Compiler:
             headers: folders with CUDA's headers.
         """
         self._library = library
-        (major, minor), extended = version, "a" if version[0] >= _FIRST_WITH_EXTENSIONS else ""
+        major, minor = version
+        suffix = "a" if major >= _FIRST_WITH_EXTENSIONS else ""
         self._options = [
             "--device-as-default-execution-space",
-            f"--gpu-architecture=sm_{major}{minor}{extended}",
+            f"--gpu-architecture=sm_{major}{minor}{suffix}",
             *(f"--include-path={folder}" for folder in headers),
         ]
-        """Those of MLX."""
+        """The options that MLX passes."""
 
     def compile(self, text: str, function: str) -> tuple[bytes, str]:
         """Compile a text; other threads run meanwhile.
@@ -64,7 +66,7 @@ class Compiler:
             symbol = ctypes.c_char_p()
             named = (function.encode(), ctypes.byref(symbol))
             self._call("nvrtcGetLoweredName", program, *named)
-            # The name ends with the program.
+            # The name's memory is freed with the program.
             return self._read("nvrtcGetCUBIN", program), (symbol.value or b"").decode()
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -85,11 +87,11 @@ class Compiler:
 
     def _call(self, name: str, *args: Any) -> None:
         try:
-            code = getattr(self._library, name)(*args)
+            status = getattr(self._library, name)(*args)
         except AttributeError as error:
             raise OSError(f"the compiler has no {name}") from error
-        if code:
-            raise OSError(f"{name} failed with {code}")
+        if status:
+            raise OSError(f"{name} failed with {status}")
 
 
 def open_compiler(

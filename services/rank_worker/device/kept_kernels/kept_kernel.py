@@ -22,6 +22,7 @@ from services.rank_worker.device.kept_kernels.compiler import (
     open_compiler,
 )
 from services.rank_worker.device.kept_kernels.mlx_text import (
+    INCLUDES_VERSION,
     Definition,
     KernelText,
     Template,
@@ -33,28 +34,29 @@ from shared.os import private_files
 _log = Log("rank_worker.kernels")
 
 _NAME_MAX = 245
-"""Most letters of a file's or folder's name; MLX divides longer names of kernels."""
+"""Most characters of a file name; MLX splits longer ones into folders."""
 _dtype = operator.attrgetter("dtype")
 
 
-def cuda_kernel(name: str, input_names: Sequence[str], **definition: Any) -> Any:
+def kept_cuda_kernel(name: str, input_names: Sequence[str], **definition: Any) -> Any:
     """Return a kernel as `mx.fast.cuda_kernel` does, compiled for this start and later ones.
 
     Nothing is compiled yet.
 
     Args:
-        name: as there.
-        input_names: as there.
-        definition: its other arguments.
+        name: of the kernel.
+        input_names: of the arrays that it reads.
+        definition: further arguments of `mx.fast.cuda_kernel`; `output_names` and `source` are
+            required.
     """
     make: Any = mx.fast.cuda_kernel
-    kernel = make(name=name, input_names=input_names, **definition)
     folder = _own_folder()
     if folder is None:
-        return kernel
+        return make(name=name, input_names=input_names, **definition)
+    definition["header"] = f"// {INCLUDES_VERSION}\n{definition.get('header', '')}"
     outputs, source = definition["output_names"], definition["source"]
-    header = definition.get("header", "")
-    return KeptKernel(kernel, Definition(name, input_names, outputs, source, header), folder)
+    text = Definition(name, input_names, outputs, source, definition["header"])
+    return KeptKernel(make(name=name, input_names=input_names, **definition), text, folder)
 
 
 class KernelFolder:
@@ -72,13 +74,16 @@ class KernelFolder:
         self._is_usable = True
 
     def add(self, text: KernelText) -> None:
-        """Compile a kernel, unless it is there. After a fault nothing is there, or nothing new."""
+        """Compile a kernel into the folder, unless it has it.
+
+        A fault is logged; MLX then compiles the kernel itself.
+        """
         if not self._is_usable:
             return
         try:
             self._add(text)
         except DoesNotCompileError as error:
-            _log.info("kernel_left_to_mlx", kernel=text.name, detail=str(error))
+            _log.info("kernel_does_not_compile", kernel=text.name, detail=str(error))
         except OSError as error:
             # It would not be found, or written, the next time either.
             self._is_usable = False
@@ -89,7 +94,7 @@ class KernelFolder:
         names_file = code_file.with_suffix(".txt")
         if code_file.exists() and names_file.exists():
             return
-        code, symbol = self._compiler.compile(text.quick_text, text.function)
+        code, symbol = self._compiler.compile(text.text_with_own_includes, text.function)
         code_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # MLX looks for the code, and reads the names when it has found it.
         private_files.replace(names_file, f"{text.function}\t{symbol}\n".encode())
@@ -160,7 +165,8 @@ def open_folder(environment: Mapping[str, str], facts: Mapping[str, Any]) -> Ker
         facts: what MLX tells of its device.
 
     Raises:
-        OSError: no folder is set, or MLX has loaded no compiler.
+        OSError: no folder is set, MLX does not tell the GPU's compute capability, or it has loaded
+            no compiler that is known here.
     """
     path = environment.get(KERNELS_VARIABLE)
     if not path:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 Template = Sequence[tuple[str, Any]]
-"""Names and values of a kernel's constants: numbers, truth values and types."""
+"""Names and values of a kernel's constants: integers, booleans and dtypes."""
 
 _NAMESPACE = "mlx::core::cu"
 _HASH_LIBRARY, _HASH_FUNCTION, _HASH_SEED = "libstdc++.so.6", "_ZSt11_Hash_bytesPKvmm", 0xC70F6907
@@ -40,6 +40,9 @@ _TYPES_IN_NAMES = _CUDA_TYPES | {
     mx.complex64: "complex64_t",
 }
 
+INCLUDES_VERSION = "Lockstep's includes, version 1"
+"""Raised with each change of `_OWN_INCLUDES`: the name of a kept kernel does not depend on them
+otherwise."""
 _MLX_INCLUDES = """
 #include "mlx/backend/cuda/device/utils.cuh"
 
@@ -91,9 +94,9 @@ class KernelText:
     """The text of a kernel for certain constants and types."""
 
     name: str
-    """Of its function, which tells the constants."""
-    code: str
-    """The text, without the includes before it."""
+    """The function's name, which ends with the values of its constants."""
+    body: str
+    """The text after the includes."""
 
     @property
     def function(self) -> str:
@@ -107,12 +110,16 @@ class KernelText:
         Raises:
             OSError: there is no library with MLX's hash.
         """
-        return f"{self.name}_{_standard_hash((_MLX_INCLUDES + self.code).encode()):x}"
+        return f"{self.name}_{_standard_hash((_MLX_INCLUDES + self.body).encode()):x}"
 
     @property
-    def quick_text(self) -> str:
-        """A text that compiles to the same machine code, several times as fast."""
-        return _OWN_INCLUDES + self.code
+    def text_with_own_includes(self) -> str:
+        """The text to compile.
+
+        It has a few definitions in place of MLX's includes, which take most of a compilation; the
+        machine code is the same.
+        """
+        return _OWN_INCLUDES + self.body
 
 
 def write_text(
@@ -138,13 +145,13 @@ def write_text(
         ]
     )
     constants = "".join(map(_constant, template)) + "\n" if template else ""
-    code = (
+    body = (
         f"{definition.header}namespace {_NAMESPACE} {{\n\n"
         "namespace cg = cooperative_groups;\n\n"
         f"__global__ void {name}(\n{parameters}) {{\n"
         f"{constants}{definition.source}\n}}\n\n}} // namespace {_NAMESPACE}\n"
     )
-    return KernelText(name, code)
+    return KernelText(name, body)
 
 
 def _input_parameters(definition: Definition, inputs: Sequence[mx.array]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from services.rank_worker.device.hardware import device_kind
-from services.rank_worker.device.kept_kernels.kept_kernel import cuda_kernel
+from services.rank_worker.device.kept_kernels.kept_kernel import kept_cuda_kernel
 from shared.log import Log
 
 _log = Log("rank_worker.blocks")
@@ -123,7 +123,7 @@ class HostCopier:
     def __init__(self, memory: HostBuffers) -> None:
         self._memory = memory
         self._stream = mx.new_stream(mx.gpu)
-        self._kernel = cuda_kernel(
+        self._kernel = kept_cuda_kernel(
             name="lockstep_to_host",
             input_names=["source", "about"],
             output_names=["done"],

@@ -37,16 +37,18 @@ class GatedMlp:
         self._gate_up = MergedLinear([mlp.gate_proj, mlp.up_proj], few_rows)
         self._down = single_product(mlp.down_proj, few_rows)
 
-    def __call__(self, x: mx.array, *, apart: bool = False, leaves_part: bool = False) -> mx.array:
+    def __call__(
+        self, x: mx.array, *, apart: bool = False, leaves_summand: bool = False
+    ) -> mx.array:
         """Build the MLP.
 
         Args:
             x: [tokens, dim].
             apart: a token's result must not depend on the others.
-            leaves_part: the result stays this rank's part, where the MLP is divided.
+            leaves_summand: return this rank's summand, where the MLP is divided.
 
         Returns:
-            [tokens, dim], summed over ranks where the MLP is divided.
+            [tokens, dim], summed over ranks where the MLP is divided, unless `leaves_summand`.
         """
         product = self._gate_up.gate(x, apart=apart)
         if product is None:
@@ -56,7 +58,7 @@ class GatedMlp:
             else:
                 product = swiglu(*mx.split(gate_up, 2, axis=-1))
         down = self._down
-        if leaves_part and isinstance(down, SummedLinear):
+        if leaves_summand and isinstance(down, SummedLinear):
             down = down.part
         found: mx.array = down(product, apart=True) if apart else down(product)
         return found

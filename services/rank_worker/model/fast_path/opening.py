@@ -52,7 +52,7 @@ class FastPathSettings:
     ranks: int = 1
     """Number of ranks."""
     open_memory: OpenPeerMemory | None = None
-    """Opens memory in which kernels add up over ranks; None: collectives add up."""
+    """Opens memory in which kernels sum over ranks; None: collectives do."""
     keeps_layers: bool = False
     """mlx-lm's code computes the layers, and kernels only attend and multiply."""
     batch_invariant: bool = False
@@ -173,17 +173,17 @@ def _open_known(
 
 
 def _open_sums(stack: LayerStack, settings: FastPathSettings, dim: int, dtype: mx.Dtype) -> str:
-    """Have kernels add up over ranks, if they can and there is something to add.
+    """Have kernels sum over ranks, if they can and the layers have such sums.
 
     Returns:
-        Words about it for operators, or "".
+        Text that is appended to the state that operators see, or "".
     """
-    if settings.open_memory is None or not (stack.has_kernels and stack.is_divided):
+    if settings.open_memory is None or not (stack.has_kernels and stack.has_sums_over_ranks):
         return ""
     stack.sums, fault = open_peer_sums(
         settings.open_memory, settings.all_agree, settings.ranks, dim, dtype
     )
-    return f", collectives add up: {fault}" if fault else " that add up over ranks"
+    return f"; NCCL sums over ranks: {fault}" if fault else " that sum over ranks"
 
 
 def _open_any(

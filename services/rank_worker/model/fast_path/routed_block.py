@@ -206,7 +206,7 @@ class RoutedBlock:
             x: tokens that it takes, [tokens, dim].
             weight: of the norm; see `RoutingKernels.add_experts_norm`.
             epsilon: of the norm.
-            sums: add up the results of all ranks; None: the block is whole.
+            sums: sums over ranks; needed, and used, only if the block is not whole.
 
         Returns:
             (sum, normalized sum), [tokens, dim].

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from services.rank_worker.device.kept_kernels.kept_kernel import cuda_kernel
+from services.rank_worker.device.kept_kernels.kept_kernel import kept_cuda_kernel
 
 Gpu = Literal["cuda", "metal"]
 
@@ -106,7 +106,7 @@ def make_kernel(device: Gpu, path: str, inputs: Sequence[str], outputs: Sequence
         inputs: names of the arrays that it reads.
         outputs: names of those that it writes.
     """
-    make, dialect = dialect_of(device)
+    make, dialect = maker_and_dialect(device)
     return make(
         name=f"lockstep_{path.rpartition('/')[2]}",
         input_names=list(inputs),
@@ -116,10 +116,13 @@ def make_kernel(device: Gpu, path: str, inputs: Sequence[str], outputs: Sequence
     )
 
 
-def dialect_of(device: Gpu) -> tuple[Any, Dialect]:
-    """Return what makes kernels for a kind of GPU, as MLX's functions do, and their dialect."""
+def maker_and_dialect(device: Gpu) -> tuple[Any, Dialect]:
+    """Return the function that makes kernels for a kind of GPU, and their dialect.
+
+    Its arguments are those of `mx.fast.metal_kernel`.
+    """
     if device == "cuda":
-        return cuda_kernel, CUDA
+        return kept_cuda_kernel, CUDA
     make: Any = mx.fast.metal_kernel
     return make, METAL
 

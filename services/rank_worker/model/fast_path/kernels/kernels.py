@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from services.rank_worker.model.fast_path.kernels.dialects import (
     Gpu,
-    dialect_of,
     make_kernel,
+    maker_and_dialect,
     start_norm,
     vector_size,
 )
@@ -41,7 +41,7 @@ class Kernels:
             device: the kind.
             kv_bits: as for `HeadAttentionKernels`.
         """
-        make, dialect = dialect_of(device)
+        make, dialect = maker_and_dialect(device)
         self.head_attention = HeadAttentionKernels(make, dialect, kv_bits)
         self.latent_attention = LatentAttentionKernels(make, dialect)
         names = ["input", "change", "weight", "constants"]

@@ -1,7 +1,7 @@
 """Sums of rows over the ranks of a host, with the norm that follows, in one kernel (CUDA only).
 
 A collective is an operation of its own, which the host starts apart from others, and takes several
-times as long as the sum of a few rows. All ranks write their part to memory that the others read.
+times as long as the sum of a few rows. Each rank writes its summand to memory that the others read.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kerne
 from services.rank_worker.peers.peer_memory import OpenPeerMemory, PeerMemory
 
 ROWS_MAX = 256
-"""Most rows of a sum. Each rank reads the parts of all others, while a collective divides the work
-of many rows."""
+"""Most rows of a sum. Each rank reads the summands of all others, while a collective divides the
+work of many rows."""
 RANKS_MAX = 32
-"""Most ranks: a group tells each of them by a thread of its own."""
+"""Most ranks: thread r of a group of at least 32 threads signals rank r."""
 _WORD_BYTES = 4
 _TRIED_ROWS = (1, 3, ROWS_MAX, 1)
 _POLLS_MAX = 1 << 62
-"""While the model serves, a rank waits like in a collective: the watchdog ends it."""
+"""While the model serves, the watchdog ends a rank that waits too long."""
 TRIED_POLLS = 10_000_000
 """Some seconds; a poll takes about a microsecond."""
 _TOLERANCE = 0.02
@@ -40,11 +40,11 @@ _TOLERANCE = 0.02
 HEADER = (
     CUDA.header
     + """
-#define TELL(address, number) \\
+#define STORE_RELEASE(address, number) \\
   asm volatile("fence.acq_rel.sys; st.relaxed.sys.global.u32 [%0], %1;" \\
       :: "l"(address), "r"(number) : "memory")
-#define HEARD(address) lockstep_heard(address)
-static __device__ __forceinline__ unsigned lockstep_heard(const unsigned* address) {
+#define LOAD_ACQUIRE(address) lockstep_load_acquire(address)
+static __device__ __forceinline__ unsigned lockstep_load_acquire(const unsigned* address) {
   unsigned number;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(number) : "l"(address) : "memory");
   return number;
@@ -61,7 +61,7 @@ def open_peer_sums(
     dim: int,
     dtype: mx.Dtype,
 ) -> tuple["PeerSums | None", str]:
-    """Open memory for the sums of all ranks, and try them. All ranks call it together.
+    """Open memory for sums over ranks, and try them. All ranks call it together.
 
     Args:
         open_memory: opens it.
@@ -81,9 +81,9 @@ def open_peer_sums(
         return None, fault
     sums = PeerSums(memory, dim, dtype)
     fault = sums.find_compiler_fault()
-    # A rank without the kernel would be waited for.
+    # The other ranks would wait in their kernel for a rank that has none.
     if not all_agree(not fault):
-        return None, fault or "another rank cannot run the kernel"
+        return None, fault or "another rank cannot run the kernels"
     fault = sums.find_difference(all_agree)
     if not all_agree(not fault):
         return None, fault or "a difference on another rank"
@@ -98,9 +98,9 @@ class PeerSums:
         self._rank, self._ranks = memory.rank, len(memory.addresses)
         self._dim, self._dtype = dim, dtype
         self._addresses = memory.addresses
-        self._memories = self._table(_POLLS_MAX)
+        self._peer_table = self._make_peer_table(_POLLS_MAX)
         outputs = ["added", "normalized"]
-        names = ["change", "input", "weight", "constants", "memories"]
+        names = ["change", "input", "weight", "constants", "peer_table"]
         self._sum_norm = cuda_kernel("peers/sum_norm", names, outputs, header=HEADER)
         results = ["product", "weights", "shared", "gate"]
         self._sum_experts_norm = cuda_kernel(
@@ -108,25 +108,25 @@ class PeerSums:
         )
 
     def takes(self, hidden: mx.array) -> bool:
-        """Tell whether rows, [rows, dim], fit the memory."""
+        """Tell whether rows [rows, dim] have the memory's dim and dtype, and are few enough."""
         rows, dim = hidden.shape
         return bool(rows <= ROWS_MAX and dim == self._dim and hidden.dtype == self._dtype)
 
     def add_norm(
         self, hidden: mx.array, change: mx.array, weight: mx.array, epsilon: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Add up a layer's output over ranks, add it to its input, and normalize the sum.
+        """Sum a layer's output over ranks, add it to its input, and normalize the result.
 
         Args:
             hidden: [rows, dim], equal on all ranks.
-            change: this rank's part of the output, like `hidden`.
+            change: this rank's summand of the output, like `hidden`.
             weight: [dim], of the norm.
             epsilon: float32 [1], of the norm.
 
         Returns:
             (sum, normalized sum), both like `hidden`, to the bit the same on all ranks.
         """
-        inputs = [change, hidden, weight, epsilon, self._memories]
+        inputs = [change, hidden, weight, epsilon, self._peer_table]
         return start_norm(self._sum_norm, inputs, self._template(hidden), hidden)
 
     def add_experts_norm(
@@ -140,52 +140,61 @@ class PeerSums:
             weight: as for `add_norm`.
             epsilon: as for `add_norm`.
         """
-        inputs = [*sum_inputs(results), hidden, weight, epsilon, self._memories]
+        inputs = [*sum_inputs(results), hidden, weight, epsilon, self._peer_table]
         template = [*sum_template(results), *self._of_ranks()]
         return start_norm(self._sum_experts_norm, inputs, template, hidden)
 
     def find_compiler_fault(self) -> str:
-        """Have `add_norm` compiled without an exchange; return why it cannot be, or ""."""
-        memories, self._memories = self._memories, mx.zeros_like(self._memories)
+        """Return why the kernels do not run, or "".
+
+        They are started with addresses of 0, so that they return at once.
+        """
+        table, self._peer_table = self._peer_table, mx.zeros_like(self._peer_table)
         hidden, epsilon = mx.ones((1, self._dim), dtype=self._dtype), mx.zeros((1,))
+        results = ExpertResults(hidden[None], mx.ones((1, 1)), None, None)
         try:
             mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon))
+            mx.eval(self.add_experts_norm(hidden, results, hidden[0], epsilon))
         except (RuntimeError, ValueError) as error:
             return str(error).splitlines()[0]
         finally:
-            self._memories = memories
+            self._peer_table = table
         return ""
 
     def find_difference(self, all_agree: Callable[[bool], bool]) -> str:
         """Sum numbers that all ranks know; return the fault, or "". A collective.
 
-        Where a GPU can read another one's memory but not write it, a rank would wait forever.
+        Polls are limited: where a GPU's stores do not reach another one's memory, ranks would wait
+        forever.
         """
         weight, epsilon = mx.ones((self._dim,), dtype=self._dtype), mx.zeros((1,))
-        tries = [self._parts(number, rows) for number, rows in enumerate(_TRIED_ROWS)]
-        totals = [mx.stack(parts).astype(mx.float32).sum(axis=0) for parts in tries]
+        tries = [self._summands(number, rows) for number, rows in enumerate(_TRIED_ROWS)]
+        totals = [mx.stack(summands).astype(mx.float32).sum(axis=0) for summands in tries]
         mx.eval(tries, totals)
-        # The polls of a rank are few seconds, in which all others must have begun.
+        # A trial polls for a few seconds only, so all ranks begin it together.
         all_agree(True)
-        memories, self._memories = self._memories, self._table(TRIED_POLLS)
+        table, self._peer_table = self._peer_table, self._make_peer_table(TRIED_POLLS)
         fault = ""
-        # To the end, also after a difference: the other ranks wait for this one's parts.
-        for parts, total in zip(tries, totals, strict=True):
-            own, nothing = parts[self._rank], mx.zeros_like(parts[0])
+        # To the end, also after a difference: the other ranks wait for this one's summands.
+        for summands, total in zip(tries, totals, strict=True):
+            own, nothing = summands[self._rank], mx.zeros_like(summands[0])
             added = self.add_norm(nothing, own, weight, epsilon)[0].astype(mx.float32)
             if not mx.allclose(added, total, _TOLERANCE, _TOLERANCE).item():
-                fault = f"a sum of {len(own)} rows differs"
-        self._memories = memories
+                fault = f"a trial sum of {len(own)} rows is wrong"
+        self._peer_table = table
         return fault
 
-    def _parts(self, number: int, rows: int) -> list[mx.array]:
+    def _summands(self, number: int, rows: int) -> list[mx.array]:
         """Return what each rank adds in a trial, [rows, dim]."""
         keys = [mx.random.key(number * self._ranks + rank) for rank in range(self._ranks)]
         shape = rows, self._dim
         return [mx.random.normal(shape, key=key).astype(self._dtype) for key in keys]
 
-    def _table(self, polls: int) -> mx.array:
-        """Return the kernels' table: the memories, and how often a part is polled for at most."""
+    def _make_peer_table(self, polls: int) -> mx.array:
+        """Return what kernels are given, uint64 [ranks + 1].
+
+        The address of each rank's memory, then the most polls for a summand.
+        """
         table = mx.array(np.array([*self._addresses, polls], dtype=np.uint64))
         mx.eval(table)
         return table

@@ -162,14 +162,14 @@ class RoutingKernels:
 
 
 def sum_inputs(results: ExpertResults) -> list[mx.array]:
-    """Return the first inputs of a kernel that adds up the results of experts."""
+    """Return the arrays of experts' results, the first inputs of a kernel that sums them."""
     product = results.product
     others = (product if one is None else one for one in (results.shared, results.gate))
     return [product, results.weights, *others]
 
 
 def sum_template(results: ExpertResults) -> list[tuple[str, Any]]:
-    """Return the first constants of such a kernel's template."""
+    """Return the constants of experts' results, the first of that kernel's template."""
     product = results.product
     _, top, dim = product.shape
     return [

@@ -106,7 +106,7 @@ def cuda_kernel(
         start: text before that of the file.
         suffix: of its name, where kernels of different `start` have one file.
     """
-    return kept_kernel.cuda_kernel(
+    return kept_kernel.kept_cuda_kernel(
         name=f"lockstep_{path.rpartition('/')[2]}{suffix}",
         input_names=list(inputs),
         output_names=list(outputs),

@@ -46,16 +46,16 @@ class DecoderLayer:
         return self._attention.attend(normalized, cache, tokens)
 
     def transform(self, normalized: mx.array, tokens: NewTokens) -> mx.array:
-        """Compute the layer's MLP: [tokens, dim] -> [tokens, dim]."""
+        """Compute the layer's MLP: [tokens, dim] -> [tokens, dim]; see `GatedMlp`."""
         assert self._mlp is not None
-        return self._mlp(normalized, apart=tokens.apart, leaves_part=tokens.leaves_parts)
+        return self._mlp(normalized, apart=tokens.apart, leaves_summand=tokens.leaves_summand)
 
     @property
-    def divides_attention(self) -> bool:
+    def attention_is_divided(self) -> bool:
         """Whether the result of `attend` is a sum over ranks."""
         return self._attention.is_divided
 
     @property
-    def divides_mlp(self) -> bool:
+    def mlp_is_divided(self) -> bool:
         """Whether the result of `transform` is a sum over ranks."""
         return self._mlp is not None and self._mlp.is_divided

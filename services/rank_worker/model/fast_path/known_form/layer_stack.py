@@ -70,7 +70,7 @@ class LayerStack:
         query_heads = max(one.shape.query_heads for one in attentions)
         self._decodes = CompiledDecodes(self._build_decode, query_heads, counter)
         self.sums: PeerSums | None = None
-        """Adds up over ranks what decodes compute; None: collectives do."""
+        """Sums over ranks in decodes; None: collectives do."""
         self.observe: Observe | None = None
         """Calls the parts of the layers while a step is measured; None: nothing is measured."""
 
@@ -80,11 +80,11 @@ class LayerStack:
         return self._kernels is not None
 
     @property
-    def is_divided(self) -> bool:
-        """Whether there is a layer whose kernels can leave a part of a sum over ranks."""
+    def has_sums_over_ranks(self) -> bool:
+        """Whether a layer ends its attention, MLP or experts with a sum over ranks."""
         blocks = [find_routed(one.form.mlp) for one in self._layers]
         return any(one is not None and not one.is_whole for one in blocks) or any(
-            one.divides_attention or one.divides_mlp for one in self._layers
+            one.attention_is_divided or one.mlp_is_divided for one in self._layers
         )
 
     @property
@@ -142,8 +142,8 @@ class LayerStack:
     ) -> mx.array:
         hidden: mx.array = self._form.embedding(tokens)
         normalized: mx.array = self._form.layers[0].input_norm(hidden)
-        if new.places is not None and self._adds_parts(hidden):
-            new = dataclasses.replace(new, leaves_parts=True)
+        if new.places is not None and self._sums_in_peer_memory(hidden):
+            new = dataclasses.replace(new, leaves_summand=True)
         for place, (layer, norm) in enumerate(zip(self._layers, self._following, strict=True)):
             cache = caches[place]
             hidden, normalized = self._run_layer(layer, cache, new, hidden, normalized, norm)
@@ -160,19 +160,19 @@ class LayerStack:
     ) -> Pair:
         module, mlp_norm = layer.form.attention.module, layer.form.mlp_norm
         change = self._part(module, layer.attend, normalized, cache, new)
-        is_part = new.leaves_parts and layer.divides_attention
-        hidden, normalized = self._add_norm(hidden, change, mlp_norm, is_part=is_part)
+        is_summand = new.leaves_summand and layer.attention_is_divided
+        hidden, normalized = self._add_norm(hidden, change, mlp_norm, is_summand=is_summand)
         return self._run_rest(layer, new, hidden, normalized, norm)
 
     def _run_rest(
         self, layer: DecoderLayer, new: NewTokens, hidden: mx.array, normalized: mx.array, norm: Any
     ) -> Pair:
         """Build a layer behind its attention and the norm there, and the following norm."""
-        form, is_part = layer.form, False
+        form, is_summand = layer.form, False
         routed = find_routed(form.mlp)
         if form.has_gated_mlp:
             change = self._part(form.mlp, layer.transform, normalized, new)
-            is_part = new.leaves_parts and layer.divides_mlp
+            is_summand = new.leaves_summand and layer.mlp_is_divided
         elif routed is not None and self._adds_experts(routed, normalized, new):
             epsilon = self._epsilons[id(norm)]
             return routed.add_norm(hidden, normalized, norm.weight, epsilon, self.sums)
@@ -181,15 +181,16 @@ class LayerStack:
         else:
             shaped = normalized.reshape(new.rows, new.count, -1)
             change = form.mlp(shaped).reshape(normalized.shape)
-        return self._add_norm(hidden, change, norm, is_part=is_part)
+        return self._add_norm(hidden, change, norm, is_summand=is_summand)
 
     def _adds_experts(self, routed: RoutedBlock, x: mx.array, new: NewTokens) -> bool:
         """Tell whether a block's result is added and normalized in the same operation."""
-        is_whole = routed.is_whole or new.leaves_parts
-        return is_whole and routed.takes(x) and self.has_kernels and self.observe is None
+        if not (routed.is_whole or new.leaves_summand):
+            return False
+        return routed.takes(x) and self.has_kernels and self.observe is None
 
-    def _adds_parts(self, hidden: mx.array) -> bool:
-        """Tell whether the norms of a decode add up what the ranks have computed."""
+    def _sums_in_peer_memory(self, hidden: mx.array) -> bool:
+        """Tell whether the norms of a decode sum over ranks what these have computed."""
         return self.sums is not None and self.sums.takes(hidden) and self.observe is None
 
     def without_layers(self, tokens: mx.array) -> mx.array:
@@ -272,9 +273,9 @@ class LayerStack:
         return {key: one.table(offset, count, rows) for key, one in self._rotations.items()}
 
     def _add_norm(
-        self, hidden: mx.array, change: mx.array, norm: Any, *, is_part: bool = False
+        self, hidden: mx.array, change: mx.array, norm: Any, *, is_summand: bool = False
     ) -> Pair:
-        add = self.sums if is_part else self._kernels
+        add = self.sums if is_summand else self._kernels
         if add is not None:
             return add.add_norm(hidden, change, norm.weight, self._epsilons[id(norm)])
         hidden = hidden + change

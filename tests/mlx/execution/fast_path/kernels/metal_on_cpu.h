@@ -135,12 +135,12 @@ To as_type(From from) {
 }
 #define FENCE
 // Between processes that share memory.
-#define TELL(address, number) __atomic_store_n(address, number, __ATOMIC_RELEASE)
-inline unsigned heard(const unsigned* address) {
+#define STORE_RELEASE(address, number) __atomic_store_n(address, number, __ATOMIC_RELEASE)
+inline unsigned load_acquire(const unsigned* address) {
   sched_yield();
   return __atomic_load_n(address, __ATOMIC_ACQUIRE);
 }
-#define HEARD(address) heard(address)
+#define LOAD_ACQUIRE(address) load_acquire(address)
 #define READ_WRITTEN(pointer) *(pointer)
 inline int simd_max(int number) {
   return group::best_of_warp(number, [](int one, int other) { return one > other; });

@@ -23,7 +23,7 @@ _TYPES |= {
     "counts": "unsigned",
     "counted": "unsigned",
     "written": "int",
-    "memories": "uint64_t",
+    "peer_table": "uint64_t",
 }
 _TYPES |= {"places": "int", "real": "bool", "experts0": "unsigned", "experts1": "unsigned"}
 _CONSTANTS = {
@@ -126,10 +126,10 @@ _ARGUMENTS["experts/add_experts_norm"] = (
 )
 _OF_RANKS = {"RANK": 1, "RANKS": 4, "ROWS_MAX": 256}
 _CONSTANTS["peers/sum_norm"] = _CONSTANTS["add_norm"] | _OF_RANKS
-_ARGUMENTS["peers/sum_norm"] = ("change input weight constants memories", "added normalized")
+_ARGUMENTS["peers/sum_norm"] = ("change input weight constants peer_table", "added normalized")
 _CONSTANTS["peers/sum_experts_norm"] = _CONSTANTS["experts/add_experts_norm"] | _OF_RANKS
 _ARGUMENTS["peers/sum_experts_norm"] = (
-    f"{_ARGUMENTS['experts/add_experts_norm'][0]} memories",
+    f"{_ARGUMENTS['experts/add_experts_norm'][0]} peer_table",
     "added normalized",
 )
 _CONSTANTS["experts/count_experts"] = {"WIDTH": 128, "TOP": 8, "HAS_REAL": 1, "THREADS": 128}

@@ -119,7 +119,7 @@ def test_kernels_of_experts_and_over_ranks_compile(folder: Path | None, bits: in
     sums.add_norm(x, x, x[0], epsilon)
     sums.add_experts_norm(x, results, x[0], epsilon)
     names = ["source", "about"]
-    to_host = kept_kernel.cuda_kernel(
+    to_host = kept_kernel.kept_cuda_kernel(
         "lockstep_to_host", names, output_names=["done"], source=host_copier._SOURCE
     )
     to_host(

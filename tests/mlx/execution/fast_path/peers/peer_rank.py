@@ -1,4 +1,4 @@
-"""A program: one rank of a ring whose kernels run on the CPU and add up in memory of all ranks.
+"""A program: one rank of a ring whose kernels run on the CPU and sum in memory of all ranks.
 
     python -m tests.mlx.execution.fast_path.peers.peer_rank FOLDER DRIVER CASE
 

@@ -11,8 +11,8 @@ from tests.multirank.worlds.ring import run_ring
 
 SOURCE = Path(__file__).with_name("driver_on_cpu.c")
 LAYERS = 3
-LOST = "a sum of 1 rows differs"
-ADDS_UP = "fast path with kernels that add up over ranks"
+LOST = "a trial sum of 1 rows is wrong"
+SUMS = "fast path with kernels that sum over ranks"
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +26,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run_ranks(size: int, case: str, driver: Path, folder: Path) -> list[dict[str, Any]]:
     """Run a case; return each rank's result. Compiled kernels are kept beside the driver."""
-    variables = {rank: {"MEMORY_FOLDER": str(folder)} for rank in range(size)}
     program = "tests.mlx.execution.fast_path.peers.peer_rank"
     arguments = [str(driver.parent), str(driver), case]
-    return run_ring(program, arguments, size, folder, 100.0, variables)
+    return run_ring(program, arguments, size, folder, 100.0, {"MEMORY_FOLDER": str(folder)})
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.proof)])
@@ -55,7 +54,7 @@ def test_a_rank_that_cannot_share_memory_keeps_all_from_it(driver: Path, tmp_pat
     assert second == {
         "cuInit": f"cuInit {failed}",
         "cuIpcOpenMemHandle_v2": f"cuIpcOpenMemHandle_v2 {failed}",
-        "other_memory": "the memory of another rank is a different one",
+        "other_memory": "another rank's memory does not hold its handle",
         "cuMemsetD8_v2": f"cuMemsetD8_v2 {failed}",
         "no_stores": LOST,
     }
@@ -64,13 +63,13 @@ def test_a_rank_that_cannot_share_memory_keeps_all_from_it(driver: Path, tmp_pat
 @pytest.mark.parametrize(
     "case", ["tensor:qwen2", pytest.param("tensor:deepseek_v3", marks=pytest.mark.proof)]
 )
-def test_decodes_that_add_up_in_memory_have_the_same_tokens(
+def test_decodes_that_sum_in_memory_have_the_same_tokens(
     case: str, driver: Path, tmp_path: Path
 ) -> None:
-    """And their layers start no collective."""
+    """And a decode starts one collective less for each divided attention and MLP."""
     for found in _run_ranks(2, case, driver, tmp_path):
-        assert found["with"]["state"].startswith(ADDS_UP)
-        assert not found["without"]["state"].startswith(ADDS_UP)
+        assert found["with"]["state"].startswith(SUMS)
+        assert not found["without"]["state"].startswith(SUMS)
         assert found["with"]["tokens"] == found["without"]["tokens"]
         saved = found["without"]["collectives"] - found["with"]["collectives"]
         assert saved == 2 * LAYERS

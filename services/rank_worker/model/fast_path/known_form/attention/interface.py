@@ -39,9 +39,9 @@ class NewTokens:
     """Where a kernel writes them; None: the rows' caches write them."""
     apart: bool = False
     """A row's results must not depend on the other rows."""
-    leaves_parts: bool = False
-    """Products of matrices that are divided by their inputs stay this rank's part of the sum over
-    ranks."""
+    leaves_summand: bool = False
+    """The result of a divided attention or MLP is this rank's summand; the norm that follows sums
+    over ranks."""
 
 
 class Attention(Protocol):
@@ -58,7 +58,7 @@ class Attention(Protocol):
             tokens: of this forward.
 
         Returns:
-            [B * L, dim]; this rank's part, if `is_divided` and the parts are left.
+            [B * L, dim]; this rank's summand, if `is_divided` and `tokens.leaves_summand`.
         """
 
     @property
@@ -118,10 +118,10 @@ def multiply_last(product: Any, x: mx.array, tokens: NewTokens) -> mx.array:
     """Multiply what a layer has attended to with its last matrix; arguments as of `multiply`.
 
     Returns:
-        [B * L, dim]; this rank's part, if the matrix is divided and the parts are left.
+        [B * L, dim]; this rank's summand, if the matrix is divided and `tokens.leaves_summand`.
     """
-    is_part = tokens.leaves_parts and isinstance(product, SummedLinear)
-    return multiply(product.part if is_part else product, x, tokens)
+    is_summand = tokens.leaves_summand and isinstance(product, SummedLinear)
+    return multiply(product.part if is_summand else product, x, tokens)
 
 
 def attend_apart(
