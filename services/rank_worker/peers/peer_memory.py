@@ -38,7 +38,7 @@ class _Handle(ctypes.Structure):
     _fields_ = [("data", ctypes.c_ubyte * _HANDLE_BYTES)]
 
 
-class CudaDriver:
+class _CudaDriver:
     """The calls of CUDA's driver that share memory, on this process's first visible GPU."""
 
     def __init__(self, library: str) -> None:
@@ -142,10 +142,10 @@ def open_peer_memory(
     return PeerMemory(world.rank, tuple(addresses)), ""
 
 
-def _allocate(nbytes: int, library: str) -> tuple[CudaDriver | None, int, bytes, str]:
+def _allocate(nbytes: int, library: str) -> tuple[_CudaDriver | None, int, bytes, str]:
     """Return the driver, and the address and handle of memory that holds its handle; or a fault."""
     try:
-        driver = CudaDriver(library)
+        driver = _CudaDriver(library)
         address = driver.allocate(nbytes)
         handle = driver.handle_of(address)
         driver.write(address, handle)
@@ -154,7 +154,7 @@ def _allocate(nbytes: int, library: str) -> tuple[CudaDriver | None, int, bytes,
     return driver, address, handle, ""
 
 
-def _open(driver: CudaDriver, handle: bytes) -> tuple[int, str]:
+def _open(driver: _CudaDriver, handle: bytes) -> tuple[int, str]:
     """Return the address of the memory with a handle; or a fault."""
     try:
         address = driver.open(handle)

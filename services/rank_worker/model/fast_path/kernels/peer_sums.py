@@ -136,7 +136,7 @@ class PeerSums:
 
         Args:
             hidden: [tokens, dim], equal on all ranks, in the dtype of the results.
-            results: of this rank's experts, or of its part of all.
+            results: of this rank's experts, or of its share of each expert.
             weight: as for `add_norm`.
             epsilon: as for `add_norm`.
         """
