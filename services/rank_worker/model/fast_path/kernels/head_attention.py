@@ -37,6 +37,8 @@ _log = Log("rank_worker.fast_path")
 
 _THREADS = 128
 """Threads of a group; with 256, fewer groups fit on a processor of a GPU."""
+_PREPARED_HEADS_MAX = 8
+"""Query heads of a group that only normalizes and rotates; it has a warp for each head."""
 _WRITERS = 64
 """Threads of a group that only writes a new key and value: a warp for each."""
 _HEADS_MAX = 5
@@ -94,8 +96,15 @@ class HeadAttentionKernels:
             kv_bits: bits per number of stored keys and values; 0: the model's own dtype.
         """
         self._kv_bits = kv_bits
-        inputs = ["qkv", "lengths", "slots", "rotations"]
-        inputs += ["query_weight", "key_weight", "constants"]
+        weights = ["rotations", "query_weight", "key_weight", "constants"]
+        self._prepare = make(
+            name="lockstep_prepare_heads",
+            input_names=["qkv", *weights],
+            output_names=["queries", "keys", "values"],
+            source=dialect.prologue + read_source("heads/prepare_heads"),
+            header=dialect.header,
+        )
+        inputs = ["qkv", "lengths", "slots", *weights]
         parts = ("", "_scales", "_biases") if kv_bits else ("",)
         inputs += [f"{name}{part}" for name in ("keys", "values") for part in parts]
 
@@ -169,6 +178,47 @@ class HeadAttentionKernels:
                 tokens_share_rows=length > 1,
             )
             mx.eval(self.attend(shape, weights, qkv, layer.arrays, places, rotations))
+        mx.eval(self.prepare(shape, weights, qkv, 1, rotations))
+
+    def prepare(
+        self,
+        shape: AttentionShape,
+        weights: AttentionWeights,
+        qkv: mx.array,
+        rows: int,
+        rotations: mx.array | None,
+    ) -> list[mx.array]:
+        """Normalize and rotate new queries and keys, for an attention that MLX computes.
+
+        Args:
+            shape: of the attention.
+            weights: of the layer.
+            qkv: [rows * count, (query_heads + 2 * kv_heads) * head_dim]: new queries, keys and
+                values of each row's tokens before norm and rotation.
+            rows: number of rows.
+            rotations: as for `attend`.
+
+        Returns:
+            Queries, keys and values, [rows, heads, count, head_dim]. In memory each token's queries
+            are side by side: MLX gives the attention's result the same order.
+        """
+        tokens, dtype, dim = qkv.shape[0], qkv.dtype, shape.head_dim
+        heads = largest_divisor(shape.query_heads // shape.kv_heads, _PREPARED_HEADS_MAX)
+        threads = 32 * (heads + 2)
+        kv_shape = (rows, shape.kv_heads, tokens // rows, dim)
+        queries, keys, values = self._prepare(
+            inputs=[
+                qkv,
+                weights.constants if rotations is None else rotations,
+                *(weights.query_norm, weights.key_norm, weights.constants),
+            ],
+            template=_template(shape, dtype, 0, 0, heads, threads),
+            grid=(shape.query_heads // heads * threads, rows, tokens // rows),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[(rows, tokens // rows, shape.query_heads, dim), kv_shape, kv_shape],
+            output_dtypes=[dtype] * 3,
+        )
+        return [queries.swapaxes(1, 2), keys, values]
 
     def attend(
         self,

@@ -133,11 +133,13 @@ class Kernels:
             [..., width].
         """
         width = gate_up.shape[-1] // 2
-        groups = -(-width // _ROW_THREADS)
+        vector = vector_size(width, gate_up.dtype)
+        template = [("T", gate_up.dtype), ("WIDTH", width), ("VECTOR_SIZE", vector)]
+        groups = -(-width // (_ROW_THREADS * vector))
         product: mx.array
         (product,) = self._silu_product(
             inputs=[gate_up],
-            template=[("T", gate_up.dtype), ("WIDTH", width), ("THREADS", _ROW_THREADS)],
+            template=[*template, ("THREADS", _ROW_THREADS)],
             grid=(groups * _ROW_THREADS, gate_up.size // (2 * width), 1),
             threadgroup=(_ROW_THREADS, 1, 1),
             output_shapes=[(*gate_up.shape[:-1], width)],

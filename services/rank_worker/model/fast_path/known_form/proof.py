@@ -71,9 +71,9 @@ def find_difference(
     for number, (block, own_rows) in enumerate(zip(blocks, rows, strict=True)):
         differs = _compare_layer(stack, number, block, own_rows, lengths)
         found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
-        # Kernels decode drafts; other forwards of several tokens are without them.
+        # Of several new tokens kernels decode drafts, and prepare the heads of prompts.
         ways = [(True, LENGTHS_OF_DRAFTS)] if stack.has_kernels else []
-        ways += [(False, lengths)] if stack.is_expanded(number) else []
+        ways += [(False, lengths)] if stack.has_kernels or stack.is_expanded(number) else []
         for in_place, of_rows in ways:
             differs = _compare_attention(
                 stack, number, block, own_rows, of_rows, TOKENS_OF_ROW, in_place=in_place

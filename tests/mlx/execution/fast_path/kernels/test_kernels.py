@@ -253,18 +253,32 @@ def test_rank_on_a_gpu_beside_one_on_a_cpu_votes_as_often_and_has_no_kernels() -
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
-def test_wrong_kernel_keeps_mlx_lms_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that runs and computes something else is found by the proof."""
+@pytest.mark.parametrize(
+    ("text", "wrong", "said"),
+    [
+        ("total += sums[other", "total += 1.1f * sums[other", ": layer 0"),
+        (
+            "keys[head * HEAD_DIM + dim] = static_cast<T>(",
+            "keys[head * HEAD_DIM + dim] = 1.1f * (",
+            ", attention with kernels: attention 0 to several new tokens",
+        ),
+    ],
+)
+def test_wrong_kernel_keeps_mlx_lms_code(
+    text: str, wrong: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that runs and computes something else is found by the proof.
+
+    Where only that of prompts is wrong, kernels still attend in decodes.
+    """
     real: Any = mx.fast.metal_kernel
 
     def broken(**made: Any) -> object:
-        source = made["source"].replace("total += sums[other", "total += 1.1f * sums[other")
-        return real(**{**made, "source": source})
+        return real(**{**made, "source": made["source"].replace(text, wrong)})
 
     monkeypatch.setattr(mx.fast, "metal_kernel", broken)
     opened = open_of(make("qwen3", 4, 2, 16), device="metal")
-    assert opened.layers is None
-    assert opened.state.startswith("mlx-lm's layers: layer 0 differs by")
+    assert opened.state.startswith(f"mlx-lm's layers{said} differs by")
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")

@@ -174,9 +174,7 @@ class HeadAttention:
         self, qkv: mx.array, cache: RowLayer, tokens: NewTokens, table: mx.array | None
     ) -> mx.array:
         form = self._form
-        heads = qkv.reshape(tokens.rows, tokens.count, -1, form.shape.head_dim).swapaxes(1, 2)
-        prepare = self._prepare_together if self._prepares_together else self._prepare_singly
-        queries, keys, values = prepare(heads, tokens, table)
+        queries, keys, values = self._prepare(qkv, tokens, table)
         fetched = cache.update_and_fetch(keys, values)
         attend = functools.partial(scaled_dot_product_attention, cache=cache, scale=form.scale)
         attended: mx.array
@@ -185,6 +183,16 @@ class HeadAttention:
         else:
             attended = attend(queries, *fetched, mask=tokens.mask)
         return attended.swapaxes(1, 2).reshape(tokens.rows * tokens.count, -1)
+
+    def _prepare(self, qkv: mx.array, tokens: NewTokens, table: mx.array | None) -> list[mx.array]:
+        """Return queries, keys and values, [B, heads, L, head_dim], normalized and rotated."""
+        if self._kernels is not None:
+            of_heads = self._kernels.head_attention
+            return of_heads.prepare(self._form.shape, self._weights, qkv, tokens.rows, table)
+        shape = tokens.rows, tokens.count, -1, self._form.shape.head_dim
+        heads = qkv.reshape(shape).swapaxes(1, 2)
+        prepare = self._prepare_together if self._prepares_together else self._prepare_singly
+        return prepare(heads, tokens, table)
 
     def _prepare_singly(
         self, heads: mx.array, tokens: NewTokens, _table: mx.array | None
