@@ -5,9 +5,6 @@ from collections.abc import Callable, Sequence
 from shared import limits
 from shared.messages import PrefillChunk
 
-GROUPED_TOKENS_MAX = 512
-"""Longest chunk that is grouped; a longer one keeps a device busy by itself."""
-
 WIDTH_STEP_MIN, WIDTH_STEP_MAX = 16, limits.FORWARD_TOKENS_MAX // 8
 WIDTH_STEP_SHARE = 8
 """Widths are multiples of 1/8 of the next power of two, at least of 16 and at most of 256. That
@@ -36,7 +33,9 @@ def padded_width(tokens: int) -> int:
 
 
 def group_chunks(
-    chunks: Sequence[PrefillChunk], width: Callable[[PrefillChunk], int] = lambda one: one.length
+    chunks: Sequence[PrefillChunk],
+    tokens_max: int,
+    width: Callable[[PrefillChunk], int] = lambda one: one.length,
 ) -> list[list[PrefillChunk]]:
     """Split the prefill chunks of a plan into forwards.
 
@@ -45,6 +44,7 @@ def group_chunks(
 
     Args:
         chunks: prefill chunks of one plan.
+        tokens_max: longest chunk that is grouped; 0: none is.
         width: returns the tokens per row of a forward whose longest chunk is given.
 
     Returns:
@@ -53,7 +53,7 @@ def group_chunks(
     groupable = [
         chunk
         for chunk in chunks
-        if chunk.start == 0 and chunk.samples and chunk.length <= GROUPED_TOKENS_MAX
+        if chunk.start == 0 and chunk.samples and chunk.length <= tokens_max
     ]
     groups = [[chunk] for chunk in chunks if chunk not in groupable]
     group: list[PrefillChunk] = []

@@ -45,7 +45,7 @@ class PrefillExecutor:
         self._batch = batch
         self._proposer = proposer
         can_pad = store.can_pad and forward.can_select
-        self._groups_chunks = profile.groups_prefill and can_pad
+        self._grouped_tokens_max = profile.grouped_tokens_max if can_pad else 0
         self._pads_chunks = profile.pads_prefill and can_pad
 
     def run(self, chunks: Sequence[PrefillChunk], forwards: ForwardOutputs) -> None:
@@ -84,9 +84,10 @@ class PrefillExecutor:
         return False
 
     def _group(self, chunks: Sequence[PrefillChunk], row_tokens: int) -> list[list[PrefillChunk]]:
-        if not self._groups_chunks:
-            return [[chunk] for chunk in chunks]
-        return group_chunks(chunks, lambda chunk: self._width(chunk, row_tokens))
+        def width(chunk: PrefillChunk) -> int:
+            return self._width(chunk, row_tokens)
+
+        return group_chunks(chunks, self._grouped_tokens_max, width)
 
     def _run_single(self, chunk: PrefillChunk, forwards: ForwardOutputs) -> None:
         sequence = self._check(chunk)
@@ -112,15 +113,17 @@ class PrefillExecutor:
         self._proposer.on_prefill([(sequence, start, stop)], self._forward.hidden, forwards)
 
     def _run_group(self, group: Sequence[PrefillChunk], forwards: ForwardOutputs) -> None:
-        sequences = [self._check(chunk) for chunk in group]
-        lengths = [chunk.length for chunk in group]
         width = self._width(group[0], self._store.row_tokens)
+        # In the order of the rows, of which adjacent ones are written at once.
+        checked = sorted(((self._check(one), one) for one in group), key=lambda pair: pair[0].slot)
+        sequences = [sequence for sequence, _ in checked]
+        lengths = [chunk.length for _, chunk in checked]
         tokens = pad_tokens([sequence.tokens for sequence in sequences], width)
         slots = [sequence.slot for sequence in sequences]
         caches = self._store.prefill_padded(slots, lengths, width)
         ends = mx.array(lengths, dtype=mx.int32) - 1
         logits = self._forward.row_end_logits(tokens, caches, ends)
-        forwards.start_prefill(logits, [chunk.sequence_id for chunk in group])
+        forwards.start_prefill(logits, [chunk.sequence_id for _, chunk in checked])
         rows = [(sequence, 0, length) for sequence, length in zip(sequences, lengths, strict=True)]
         self._proposer.on_prefill(rows, self._forward.hidden, forwards)
 

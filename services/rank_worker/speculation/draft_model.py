@@ -14,6 +14,7 @@ from mlx import nn
 from services.rank_worker.batch.prefill_groups import group_chunks
 from services.rank_worker.batch.running_batch import RunningSequence, last_tokens, pad_tokens
 from services.rank_worker.batch.step_outputs import ForwardOutputs
+from services.rank_worker.device.execution_profile import GROUPED_TOKENS_MAX
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.store_choice import open_store
 from services.rank_worker.model.forward import Forward
@@ -93,7 +94,7 @@ class DraftModelProposer(DrafterWithRows):
             for index, chunk in enumerate(chunks)
         ]
         are_distinct = len({chunk.sequence_id for chunk in chunks}) == len(chunks)
-        groups = group_chunks(prefill_chunks) if are_distinct else [[one] for one in prefill_chunks]
+        groups = group_chunks(prefill_chunks, GROUPED_TOKENS_MAX if are_distinct else 0)
         for group in groups:
             indices = [chunk.sequence_id for chunk in group]
             slots = [sequences[index].slot for index in indices]

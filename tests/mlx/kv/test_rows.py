@@ -204,7 +204,8 @@ def test_prompts_prefilled_in_one_forward_get_tokens_of_single_prefills(
     tokens = []
     for together in (True, False):
         driver = ExecutorDriver(model, row_count=6)
-        driver.executor = make_executor(model, profile=ExecutionProfile(groups_prefill=together))
+        profile = ExecutionProfile(grouped_tokens_max=512 if together else 0)
+        driver.executor = make_executor(model, profile=profile)
         driver.step(**fields)
         for _ in range(5):
             driver.step(decodes=sorted(slots, key=lambda one: slots[one]))

@@ -72,7 +72,7 @@ def _row_handling(model: nn.Module, traits: UnshardedTraits | None) -> tuple[obj
         return str(error)
     return (
         type(executor.store),
-        executor._prefill._groups_chunks,
+        executor._prefill._grouped_tokens_max,
         executor._decode.forward.can_select,
         executor.store.can_roll_back,
         executor.store.needs_state,
@@ -119,7 +119,7 @@ def test_pipeline_rank_computes_selected_logits_only_if_whole_model_can() -> Non
         make_moe_model("qwen2"), traits=dataclasses.replace(traits, can_select=False)
     )
     assert not wide._decode.forward.can_select
-    assert not wide._prefill._groups_chunks
+    assert not wide._prefill._grouped_tokens_max
     model = make_moe_model("qwen2")
     inner = type(model.model)
 

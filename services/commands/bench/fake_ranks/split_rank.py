@@ -79,7 +79,7 @@ class _StepTimer:
             synchronization="broadcast",
             receipt_logits=False,
             sum_ids=world.sum_ids if world.world_size > 1 else None,
-            profile=ExecutionProfile(has_queue=device_kind() != "cpu", groups_prefill=False),
+            profile=ExecutionProfile(has_queue=device_kind() != "cpu", grouped_tokens_max=0),
             traits=loaded.traits,
             expert_counter=self._counter if self._counter.has_layers else None,
         )

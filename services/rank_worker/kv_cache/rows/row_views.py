@@ -168,14 +168,17 @@ class PaddedView(UniformView):
     """Several empty rows that one right-padded forward fills. No token attends to the padding."""
 
     def __init__(self, slots: Sequence[int], columns: int) -> None:
-        """Build the row index.
+        """Find how the rows are written.
 
         Args:
             slots: the rows.
             columns: width of the padded input in tokens.
         """
-        super().__init__(0, 0, 0, columns)
-        self._row_index = mx.array(list(slots), dtype=mx.int32)
+        super().__init__(slots[0], slots[0] + len(slots), 0, columns)
+        self._row_index: mx.array | None = None
+        """The rows, if they are not adjacent."""
+        if list(slots) != list(range(self.first, self.last)):
+            self._row_index = mx.array(list(slots), dtype=mx.int32)
 
     def write(self, target: mx.array, new: mx.array) -> mx.array:
         """Write new keys or values into the first columns of these rows; return the changed array.
@@ -184,6 +187,8 @@ class PaddedView(UniformView):
             target: [row_count, kv_heads, row_tokens, head_dim].
             new: [rows, kv_heads, columns, head_dim], padding included, which no token attends to.
         """
+        if self._row_index is None:
+            return super().write(target, new)
         target[self._row_index, :, : self.offset_after] = new
         return target
 

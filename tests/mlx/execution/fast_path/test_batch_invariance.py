@@ -28,7 +28,7 @@ def _logprobs(
     driver = ExecutorDriver(make(), row_count=others + 1, row_tokens=96)
     driver.executor = make_executor(
         make(),
-        profile=ExecutionProfile(groups_prefill=False),
+        profile=ExecutionProfile(grouped_tokens_max=0),
         **{"fast_path": FastPathSettings(batch_invariant=True), **settings},
     )
     ids = list(range(others + 1))

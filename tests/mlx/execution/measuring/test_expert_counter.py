@@ -28,7 +28,7 @@ CHUNK = 9
 PROMPTS = {1: make_prompt(1, 12), 2: make_prompt(2, 20), 3: make_prompt(3, 17)}
 UNBATCHED = {"deepseek_v41", "llama4", "muse_spark"}
 """Families whose rows are not batched, or that run on Metal only."""
-_PADS = ExecutionProfile(groups_prefill=True, pads_prefill=True)
+_PADS = ExecutionProfile(pads_prefill=True)
 
 
 def _driver(model: nn.Module, counter: ExpertCounter | None, **changes: Any) -> ExecutorDriver:

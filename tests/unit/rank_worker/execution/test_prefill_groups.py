@@ -3,11 +3,11 @@
 import pytest
 
 from services.rank_worker.batch.prefill_groups import (
-    GROUPED_TOKENS_MAX,
     PADDING_SHARE_MAX,
     group_chunks,
     padded_width,
 )
+from services.rank_worker.device.execution_profile import GROUPED_TOKENS_MAX
 from shared import limits
 from shared.messages import PrefillChunk
 
@@ -20,7 +20,7 @@ def test_prefill_groups_contain_each_chunk_exactly_once() -> None:
     """The groups hold every chunk exactly once."""
     chunks = [_whole(i, 1 + i * i * 37 % 700) for i in range(40)]
 
-    got = [one.sequence_id for group in group_chunks(chunks) for one in group]
+    got = [one.sequence_id for group in group_chunks(chunks, GROUPED_TOKENS_MAX) for one in group]
 
     assert sorted(got) == list(range(40))
 
@@ -29,7 +29,7 @@ def test_prefill_groups_are_padded_by_at_most_an_eighth() -> None:
     """At most an eighth of a group is padding."""
     chunks = [_whole(i, 1 + i * i * 37 % 700) for i in range(40)]
 
-    groups = group_chunks(chunks)
+    groups = group_chunks(chunks, GROUPED_TOKENS_MAX)
 
     assert any(len(group) > 1 for group in groups)
     for group in groups:
@@ -42,14 +42,14 @@ def test_prompts_of_equal_length_share_one_prefill_group() -> None:
     """Prompts of one length share a forward, in plan order."""
     chunks = [_whole(i, 20) for i in range(5)]
 
-    assert group_chunks(chunks) == [chunks]
+    assert group_chunks(chunks, GROUPED_TOKENS_MAX) == [chunks]
 
 
 def test_prefill_group_never_exceeds_tokens_of_one_forward() -> None:
     """A group never exceeds the tokens of one forward."""
     chunks = [_whole(i, 500) for i in range(32)]
 
-    groups = group_chunks(chunks)
+    groups = group_chunks(chunks, GROUPED_TOKENS_MAX)
 
     assert max(len(group) for group in groups) == limits.FORWARD_TOKENS_MAX // 500
     assert [one for group in groups for one in group] == chunks
@@ -64,8 +64,8 @@ def test_partial_or_long_prefill_chunk_is_not_grouped_with_others() -> None:
         _whole(4, GROUPED_TOKENS_MAX + 1),
     ]
 
-    assert group_chunks(chunks) == [[one] for one in chunks]
-    assert group_chunks([]) == []
+    assert group_chunks(chunks, GROUPED_TOKENS_MAX) == [[one] for one in chunks]
+    assert group_chunks([], GROUPED_TOKENS_MAX) == []
 
 
 def test_prefill_lengths_are_padded_to_25_widths_with_little_padding() -> None:
@@ -86,7 +86,7 @@ def test_prefill_group_with_padding_never_exceeds_tokens_of_one_forward(length: 
     """Groups never exceed the tokens of one forward, padding included."""
     chunks = [_whole(i, length) for i in range(300)]
 
-    groups = group_chunks(chunks, lambda one: padded_width(one.length))
+    groups = group_chunks(chunks, GROUPED_TOKENS_MAX, lambda one: padded_width(one.length))
 
     areas = [len(group) * padded_width(length) for group in groups]
     assert max(areas) <= limits.FORWARD_TOKENS_MAX

@@ -214,7 +214,7 @@ def _logprobs(others: int, slot: int) -> list[TokenLogprobs]:
     driver = ExecutorDriver(model, row_count=others + 1, row_tokens=64)
     driver.executor = make_executor(
         model,
-        profile=ExecutionProfile(groups_prefill=False),
+        profile=ExecutionProfile(grouped_tokens_max=0),
         fast_path=FastPathSettings(batch_invariant=True),
     )
     ids = list(range(others + 1))
