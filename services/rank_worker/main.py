@@ -13,7 +13,8 @@ import signal
 import threading
 from collections.abc import Callable
 
-from services.rank_worker.device import blas, cuda_variables, description, gpu_choice
+from services.rank_worker.device import blas, description
+from services.rank_worker.device.cuda import gpu_choice, variables
 from services.rank_worker.device.description import Device
 from services.rank_worker.joining import code_version, join
 from services.rank_worker.model import lazy_mlx_lm
@@ -134,8 +135,8 @@ def _prepare_for_mlx(config: Config) -> str:
     blas_library = blas.preload() if config.rank_worker.blas == "auto" else ""
     if config.backend == "off":
         gpu_choice.show_one_gpu(os.environ, gpu_choice.count_gpus())
-    cuda_variables.enlarge_caches(os.environ)
-    cuda_variables.keep_compiled_kernels(os.environ)
+    variables.enlarge_caches(os.environ)
+    variables.keep_compiled_kernels(os.environ)
     return blas_library
 
 
@@ -190,7 +191,7 @@ def _run_epoch(
                 port.allow_binding()
             environment.enter_context(join.world_environment(order, config.run_dir))
             if order.backend == "nccl":
-                cuda_variables.encode_without_graphs(os.environ)
+                variables.encode_without_graphs(os.environ)
             # MLX is imported only now: it starts CUDA, which reads the visible GPUs only once.
             if not config.model.trust_remote_code:
                 # Skips the parts of mlx-lm that only a model's own Python file may need.

@@ -48,7 +48,7 @@ _ALLOWED = {
     # Shares memory of GPUs between the ranks of a host, with CUDA's driver.
     "services/rank_worker/peers/peer_memory.py": {"ctypes"},
     # Calls the compiler that MLX has loaded, and the hash of the C++ library that MLX is linked to.
-    "services/rank_worker/device/kept_kernels/": {"ctypes"},
+    "services/rank_worker/device/cuda/kept_kernels/": {"ctypes"},
     # Reports the progress of downloads.
     "services/rank_worker/model/download.py": {"huggingface_hub"},
     # Calls prctl once, with constants: the kernel ends this process with its parent.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from services.rank_worker.device import gpu_choice
+from services.rank_worker.device.cuda import gpu_choice
 from services.rank_worker.device.description import Device
 from services.rank_worker.joining import code_version
 from shared.configuration.settings import Config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.commands.bench.measuring.processes import MeasuredProcess, free_port
-from services.rank_worker.device import cuda_variables
+from services.rank_worker.device.cuda.variables import encode_without_graphs
 
 
 class RankProcesses:
@@ -92,7 +92,7 @@ def rank_environments(
         common |= {"NCCL_HOST_IP": host, "NCCL_PORT": port, "MLX_WORLD_SIZE": str(size)}
         # These variables replace those of this process, so its own choice is left out.
         if "MLX_USE_CUDA_GRAPHS" not in os.environ:
-            cuda_variables.encode_without_graphs(common)
+            encode_without_graphs(common)
     found = [{**common, "MLX_RANK": str(rank)} for rank in range(size)]
     if one_gpu_each:
         for rank, one in enumerate(found):

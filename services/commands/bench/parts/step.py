@@ -47,7 +47,8 @@ from services.commands.bench.measuring.plan import BenchmarkPlan
 from services.commands.bench.measuring.processes import bench_program, print_progress
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.measuring.row_lengths import uneven_lengths
-from services.rank_worker.device import cuda_variables, gpu_choice
+from services.rank_worker.device.cuda import gpu_choice
+from services.rank_worker.device.cuda.variables import enlarge_caches, keep_compiled_kernels
 from shared.configuration.loading import load_config
 from shared.errors import UnavailableError
 
@@ -216,7 +217,7 @@ def _start_ranks(
     for variables in environments:
         if backend == "off":
             gpu_choice.show_one_gpu(variables, gpu_choice.count_gpus())
-        cuda_variables.enlarge_caches(variables)
-        cuda_variables.keep_compiled_kernels(variables)
+        enlarge_caches(variables)
+        keep_compiled_kernels(variables)
     command = bench_program("fake_ranks.step_rank", str(plan.model), backend)
     return RankProcesses(name, command, environments, plan.log_folder)

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from services.rank_worker.device.cuda.kept_kernels.kept_kernel import kept_cuda_kernel
 from services.rank_worker.device.hardware import device_kind
-from services.rank_worker.device.kept_kernels.kept_kernel import kept_cuda_kernel
 from shared.log import Log
 
 _log = Log("rank_worker.blocks")

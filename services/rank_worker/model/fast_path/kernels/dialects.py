@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from services.rank_worker.device.kept_kernels.kept_kernel import kept_cuda_kernel
+from services.rank_worker.device.cuda.kept_kernels.kept_kernel import kept_cuda_kernel
 
 Gpu = Literal["cuda", "metal"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.device.kept_kernels import kept_kernel
+from services.rank_worker.device.cuda.kept_kernels import kept_kernel
 from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
 
 DTYPES: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)

@@ -10,9 +10,9 @@ import pytest
 from mlx import nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from services.rank_worker.device.kept_kernels import kept_kernel
-from services.rank_worker.device.kept_kernels.compiler import Compiler
-from services.rank_worker.device.kept_kernels.kept_kernel import KernelFolder
+from services.rank_worker.device.cuda.kept_kernels import kept_kernel
+from services.rank_worker.device.cuda.kept_kernels.compiler import Compiler
+from services.rank_worker.device.cuda.kept_kernels.kept_kernel import KernelFolder
 from services.rank_worker.kv_cache.blocks import host_copier
 from services.rank_worker.model.fast_path.kernels import expert_counts
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from services.rank_worker.device import cuda_variables
+from services.rank_worker.device.cuda import variables
 
 
 def test_cuda_cache_sizes_are_raised_and_thrashing_check_disabled() -> None:
     """The check that ends a process after many cache misses is off, and the caches are larger."""
     environment = {"HOME": "/"}
-    cuda_variables.enlarge_caches(environment)
+    variables.enlarge_caches(environment)
 
     assert environment.pop("MLX_ENABLE_CACHE_THRASHING_CHECK") == "0"
     assert int(environment.pop("MLX_CUDA_GRAPH_CACHE_SIZE")) > 400
@@ -20,9 +20,9 @@ def test_cuda_cache_sizes_are_raised_and_thrashing_check_disabled() -> None:
 
 def test_cuda_cache_variables_set_by_operator_stay_unchanged() -> None:
     """Variables that the operator has set are not changed."""
-    chosen = dict.fromkeys(cuda_variables.VARIABLES, "7")
+    chosen = dict.fromkeys(variables.VARIABLES, "7")
     environment = dict(chosen)
-    cuda_variables.enlarge_caches(environment)
+    variables.enlarge_caches(environment)
 
     assert environment == chosen
 
@@ -38,7 +38,7 @@ def _describe_gpus(folder: Path, *models: str) -> Path:
 
 def _kernel_folder(gpus: Path) -> str:
     environment: dict[str, str] = {}
-    cuda_variables.keep_compiled_kernels(environment, gpus)
+    variables.keep_compiled_kernels(environment, gpus)
     return environment.get("MLX_PTX_CACHE_DIR", "")
 
 
@@ -55,7 +55,7 @@ def test_compiled_kernels_are_kept_in_cache_folder_of_user(home: Path) -> None:
     gpus = _describe_gpus(home / "gpus", "NVIDIA H200", "NVIDIA H200")
     assert Path(_kernel_folder(gpus)).is_relative_to(home)
     chosen = {"MLX_PTX_CACHE_DIR": "/elsewhere"}
-    cuda_variables.keep_compiled_kernels(chosen, gpus)
+    variables.keep_compiled_kernels(chosen, gpus)
     assert set(chosen.values()) == {"/elsewhere"}
 
 
@@ -85,8 +85,8 @@ def test_kernels_stay_in_folder_of_mlx_where_the_gpu_is_not_known(home: Path) ->
 def test_operations_are_started_without_graphs_unless_the_operator_wants_them() -> None:
     """MLX's variable is set, and one that is set already stays."""
     environment: dict[str, str] = {}
-    cuda_variables.encode_without_graphs(environment)
+    variables.encode_without_graphs(environment)
     assert environment == {"MLX_USE_CUDA_GRAPHS": "0"}
     chosen = {"MLX_USE_CUDA_GRAPHS": "1"}
-    cuda_variables.encode_without_graphs(chosen)
+    variables.encode_without_graphs(chosen)
     assert chosen == {"MLX_USE_CUDA_GRAPHS": "1"}

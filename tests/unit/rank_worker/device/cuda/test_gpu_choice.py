@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rank_worker.device import gpu_choice
+from services.rank_worker.device.cuda import gpu_choice
 from shared.errors import ConfigError
 
 

@@ -15,19 +15,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.device.cuda_variables import KERNELS_VARIABLE
-from services.rank_worker.device.kept_kernels.compiler import (
+from services.rank_worker.device.cuda.kept_kernels.compiler import (
     Compiler,
     DoesNotCompileError,
     open_compiler,
 )
-from services.rank_worker.device.kept_kernels.mlx_text import (
+from services.rank_worker.device.cuda.kept_kernels.mlx_text import (
     INCLUDES_VERSION,
     Definition,
     KernelText,
     Template,
     write_text,
 )
+from services.rank_worker.device.cuda.variables import KERNELS_VARIABLE
 from shared.log import Log
 from shared.os import private_files
 

@@ -11,14 +11,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from services.rank_worker.device.kept_kernels import compiler, kept_kernel, mlx_text
-from services.rank_worker.device.kept_kernels.compiler import Compiler, DoesNotCompileError
-from services.rank_worker.device.kept_kernels.kept_kernel import (
+from services.rank_worker.device.cuda.kept_kernels import compiler, kept_kernel, mlx_text
+from services.rank_worker.device.cuda.kept_kernels.compiler import Compiler, DoesNotCompileError
+from services.rank_worker.device.cuda.kept_kernels.kept_kernel import (
     KeptKernel,
     KernelFolder,
     code_path,
 )
-from services.rank_worker.device.kept_kernels.mlx_text import Definition, KernelText, write_text
+from services.rank_worker.device.cuda.kept_kernels.mlx_text import (
+    Definition,
+    KernelText,
+    write_text,
+)
 from shared.os import private_files
 from tests.mlx.execution.fast_path.kernels.metal_kernels import COMPILER
 
