@@ -43,10 +43,12 @@ _ALLOWED = {
     "services/supervisor/status/service_queries.py": {"http.client"},
     # Loads a BLAS library that is installed as a package before MLX does.
     "services/rank_worker/device/blas.py": {"ctypes", "importlib.util"},
-    # Allocates page-locked memory with CUDA's driver, and views it.
+    # Views page-locked memory, of which CUDA's driver gives the address.
     "services/rank_worker/kv_cache/blocks/host_copier.py": {"ctypes"},
-    # Shares memory of GPUs between the ranks of a host, with CUDA's driver.
-    "services/rank_worker/peers/peer_memory.py": {"ctypes"},
+    # Allocates and shares memory with CUDA's driver.
+    "services/rank_worker/device/cuda/driver.py": {"ctypes"},
+    # Checks the calls of the driver and of the compiler.
+    "services/rank_worker/device/cuda/library.py": {"ctypes"},
     # Calls the compiler that MLX has loaded, and the hash of the C++ library that MLX is linked to.
     "services/rank_worker/device/cuda/kept_kernels/": {"ctypes"},
     # Reports the progress of downloads.

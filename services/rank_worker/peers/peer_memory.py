@@ -4,16 +4,13 @@ Each rank allocates the same amount, and opens that of the others. It is not an 
 kernels get its addresses as numbers. It is freed when the process ends.
 """
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from services.rank_worker.device.cuda.driver import HANDLE_BYTES, LIBRARY, Driver
 from services.rank_worker.peers.collectives import Collectives
 
-_DRIVER = "libcuda.so.1"
-_HANDLE_BYTES = 64
-_OPEN_WITH_PEER_ACCESS = 1
 _HOST_ID = Path("/proc/sys/kernel/random/boot_id")
 _WORD_BYTES, _HOST_WORDS = 4, 4
 
@@ -32,79 +29,8 @@ OpenPeerMemory = Callable[[int], tuple[PeerMemory | None, str]]
 reason. A collective."""
 
 
-class _Handle(ctypes.Structure):
-    """What another process needs to open memory (CUipcMemHandle)."""
-
-    _fields_ = [("data", ctypes.c_ubyte * _HANDLE_BYTES)]
-
-
-class _CudaDriver:
-    """The calls of CUDA's driver that share memory, on this process's first visible GPU."""
-
-    def __init__(self, library: str) -> None:
-        """Use the context that MLX uses too.
-
-        Args:
-            library: file name of the driver.
-
-        Raises:
-            OSError: there is no driver, or a call fails.
-        """
-        self._library = ctypes.CDLL(library)
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self._call("cuInit", 0)
-        self._call("cuDeviceGet", ctypes.byref(device), 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self._call("cuCtxSetCurrent", context)
-
-    def allocate(self, nbytes: int) -> int:
-        """Return the address of new memory. Raises OSError, as all methods do."""
-        address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
-        return address.value
-
-    def handle_of(self, address: int) -> bytes:
-        """Return the 64 bytes with which another process opens memory."""
-        handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
-        return bytes(handle.data)
-
-    def open(self, handle: bytes) -> int:
-        """Return the address here of another process's memory, given its handle."""
-        address, given = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, _OPEN_WITH_PEER_ACCESS)
-        return address.value
-
-    def write(self, address: int, data: bytes) -> None:
-        """Copy bytes to memory."""
-        size = ctypes.c_size_t(len(data))
-        self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), ctypes.c_char_p(data), size)
-
-    def read(self, address: int, count: int) -> bytes:
-        """Return the first bytes of memory."""
-        data = ctypes.create_string_buffer(count)
-        self._call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(address), ctypes.c_size_t(count))
-        return data.raw
-
-    def clear(self, address: int, nbytes: int) -> None:
-        """Set memory to zero, and wait until it is."""
-        size = ctypes.c_size_t(nbytes)
-        self._call("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(0), size)
-        self._call("cuCtxSynchronize")
-
-    def _call(self, name: str, *args: Any) -> None:
-        try:
-            status = getattr(self._library, name)(*args)
-        except AttributeError as error:
-            raise OSError(f"the driver has no {name}") from error
-        if status:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorName(status, ctypes.byref(text))
-            raise OSError(f"{name} failed ({(text.value or b'').decode() or status})")
-
-
 def open_peer_memory(
-    world: Collectives, nbytes: int, library: str = _DRIVER
+    world: Collectives, nbytes: int, library: str = LIBRARY
 ) -> tuple[PeerMemory | None, str]:
     """Allocate memory on each rank, and open that of the others. All ranks call it together.
 
@@ -142,23 +68,23 @@ def open_peer_memory(
     return PeerMemory(world.rank, tuple(addresses)), ""
 
 
-def _allocate(nbytes: int, library: str) -> tuple[_CudaDriver | None, int, bytes, str]:
+def _allocate(nbytes: int, library: str) -> tuple[Driver | None, int, bytes, str]:
     """Return the driver, and the address and handle of memory that holds its handle; or a fault."""
     try:
-        driver = _CudaDriver(library)
+        driver = Driver(library)
         address = driver.allocate(nbytes)
         handle = driver.handle_of(address)
         driver.write(address, handle)
     except OSError as error:
-        return None, 0, bytes(_HANDLE_BYTES), str(error)
+        return None, 0, bytes(HANDLE_BYTES), str(error)
     return driver, address, handle, ""
 
 
-def _open(driver: _CudaDriver, handle: bytes) -> tuple[int, str]:
+def _open(driver: Driver, handle: bytes) -> tuple[int, str]:
     """Return the address of the memory with a handle; or a fault."""
     try:
         address = driver.open(handle)
-        found = driver.read(address, _HANDLE_BYTES)
+        found = driver.read(address, HANDLE_BYTES)
     except OSError as error:
         return 0, str(error)
     return address, "" if found == handle else "another rank's memory does not hold its handle"

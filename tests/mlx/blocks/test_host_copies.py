@@ -23,19 +23,19 @@ class _RecordingHeap:
         self.taken: list[int] = []
         self.parts: dict[int, ctypes.Array[ctypes.c_ubyte]] = {}
 
-    def allocate(self, size_bytes: int) -> int:
+    def allocate_page_locked(self, size_bytes: int) -> int:
         part = (ctypes.c_ubyte * size_bytes)()
         address = ctypes.addressof(part)
         self.parts[address] = part
         self.taken.append(size_bytes)
         return address
 
-    def release(self, address: int) -> None:
+    def free_page_locked(self, address: int) -> None:
         del self.parts[address]
 
 
 class _FullHeap(_RecordingHeap):
-    def allocate(self, size_bytes: int) -> int:
+    def allocate_page_locked(self, size_bytes: int) -> int:
         raise OSError(f"no {size_bytes} bytes")
 
 

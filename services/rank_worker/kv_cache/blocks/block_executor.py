@@ -160,7 +160,9 @@ class BlockExecutor:
             try:
                 view, done = self._host_copier.start(resident.payload)
             except OSError as error:
-                _log.warning("host_copy_failed", cause=str(error))
+                _log.warning(
+                    "host_copy_failed", wanted_bytes=resident.payload.nbytes, cause=str(error)
+                )
             else:
                 return PendingSpill(resident, done, view)
         copy = mx.bitwise_or(resident.payload, mx.array(0, dtype=mx.uint8))

@@ -5,25 +5,18 @@ and reuses such memory for later arrays, which then cause page faults on the dev
 a stream of its own copies spilled blocks directly into page-locked memory, parallel to the steps.
 """
 
-import contextlib
 import ctypes
 import weakref
-from collections.abc import Iterator
 from typing import Protocol
 
 import mlx.core as mx
 
+from services.rank_worker.device.cuda.driver import Driver
 from services.rank_worker.device.cuda.kept_kernels.kept_kernel import kept_cuda_kernel
 from services.rank_worker.device.hardware import device_kind
 from shared.log import Log
 
 _log = Log("rank_worker.blocks")
-
-DRIVER = "libcuda.so.1"
-"""CUDA's driver. MLX contains the CUDA runtime, but does not export it."""
-
-_PORTABLE = 1
-"""CU_MEMHOSTALLOC_PORTABLE: for all contexts of this process."""
 
 _THREADS = 256
 _GRID = 64 * _THREADS
@@ -55,10 +48,10 @@ _SOURCE = """
 class PageLockedAllocator(Protocol):
     """Allocates host memory that the device can write to."""
 
-    def allocate(self, size_bytes: int) -> int:
+    def allocate_page_locked(self, size_bytes: int) -> int:
         """Return the address of new memory. Raises OSError when memory is short."""
 
-    def release(self, address: int) -> None:
+    def free_page_locked(self, address: int) -> None:
         """Free memory that is no longer used."""
 
 
@@ -85,7 +78,7 @@ class HostBuffers:
         unused = self._unused.setdefault(allocated, [])
         if not unused:
             self._limit_unused()
-        address = unused.pop() if unused else self._allocator.allocate(allocated)
+        address = unused.pop() if unused else self._allocator.allocate_page_locked(allocated)
         buffer = (ctypes.c_ubyte * size_bytes).from_address(address)
         # The memoryview refers to `buffer`, and so does every view of it.
         weakref.finalize(buffer, unused.append, address).atexit = False
@@ -108,7 +101,7 @@ class HostBuffers:
         if sum(size * len(unused) for size, unused in self._unused.items()) > UNUSED_BYTES_MAX:
             for unused in self._unused.values():
                 while unused:
-                    self._allocator.release(unused.pop())
+                    self._allocator.free_page_locked(unused.pop())
 
 
 def _rounded(size_bytes: int) -> int:
@@ -176,7 +169,7 @@ def open_host_copier() -> HostCopier | None:
     if device_kind() != "cuda":
         return None
     try:
-        copier = HostCopier(HostBuffers(_CudaDriver()))
+        copier = HostCopier(HostBuffers(Driver()))
         _test(copier)
     except Exception as error:  # noqa: BLE001 - compiles a kernel with tools of the machine
         _log.warning("host_copies_disabled", cause=str(error)[:500])
@@ -191,48 +184,3 @@ def _test(copier: HostCopier) -> None:
     expected = bytes(number % 256 for number in range(100_003))
     if bytes(view) != expected:
         raise OSError("the test copy differs from its array")
-
-
-class _CudaDriver:
-    """Page-locked memory of the CUDA context that MLX uses."""
-
-    def __init__(self) -> None:
-        """Load CUDA's driver.
-
-        Raises:
-            OSError: when the driver is missing or a call fails.
-        """
-        self._calls = ctypes.CDLL(DRIVER)
-        self._context = ctypes.c_void_p()
-        self._check("cuInit", self._calls.cuInit(0))
-        # MLX uses the primary context of the first visible device; this retains it.
-        retained = self._calls.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), 0)
-        self._check("cuDevicePrimaryCtxRetain", retained)
-
-    def allocate(self, size_bytes: int) -> int:
-        address = ctypes.c_void_p()
-        with self._current_context():
-            code = self._calls.cuMemHostAlloc(
-                ctypes.byref(address), ctypes.c_size_t(size_bytes), ctypes.c_uint(_PORTABLE)
-            )
-        self._check(f"cuMemHostAlloc of {size_bytes} bytes", code)
-        assert address.value is not None
-        return address.value
-
-    def release(self, address: int) -> None:
-        with self._current_context():
-            code = self._calls.cuMemFreeHost(ctypes.c_void_p(address))
-        self._check("cuMemFreeHost", code)
-
-    @contextlib.contextmanager
-    def _current_context(self) -> Iterator[None]:
-        self._check("cuCtxPushCurrent", self._calls.cuCtxPushCurrent_v2(self._context))
-        try:
-            yield
-        finally:
-            self._calls.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-
-    @staticmethod
-    def _check(call: str, code: int) -> None:
-        if code:
-            raise OSError(f"{call} failed with CUDA error {code}")

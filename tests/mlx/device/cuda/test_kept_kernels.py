@@ -5,6 +5,7 @@ The text and the name below are those that MLX 0.32.4 for CUDA writes for this k
 
 import ctypes
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,22 @@ int main() {
 """
 
 
+class FakeFunction:
+    """A function of a library. As that of ctypes it has its result checked by `errcheck`."""
+
+    def __init__(self, name: str, call: Callable[..., Any]) -> None:
+        self.__name__ = name
+        self._call = call
+
+    @staticmethod
+    def errcheck(result: Any, _function: Any, _arguments: Any) -> Any:
+        """Return the result unchecked, until `declare` replaces this check."""
+        return result
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.errcheck(self._call(*arguments), self, arguments)
+
+
 class FakeNvrtc:
     """Stands for NVIDIA's library: the machine code of a text tells what the library was given."""
 
@@ -80,11 +97,13 @@ class FakeNvrtc:
         self._text = self._name = b""
 
     def __getattr__(self, name: str) -> Any:
-        """Return the method that stands for a function of the library."""
+        """Return the function of the library that a method stands for."""
         try:
-            return vars(type(self))[f"_{name.removeprefix('nvrtc').lower()}"].__get__(self)
+            method = vars(type(self))[f"_{name.removeprefix('nvrtc').lower()}"]
         except KeyError:
             raise AttributeError(name) from None
+        setattr(self, name, FakeFunction(name, method.__get__(self)))
+        return getattr(self, name)
 
     def _createprogram(self, program: Any, text: bytes, *_: Any) -> int:
         program._obj.value = 1
@@ -120,6 +139,9 @@ class FakeNvrtc:
     def _getprogramlog(self, _program: Any, data: Any) -> int:
         data.raw = b"\nbad word\nmore\n".ljust(20, b"\0")
         return 0
+
+    def _geterrorstring(self, code: int) -> bytes:
+        return b"NVRTC_ERROR_%d" % code
 
     def _destroyprogram(self, _program: Any) -> int:
         self.open_programs -= 1
@@ -290,10 +312,11 @@ def test_compiler_gets_mlxs_options_and_its_failed_calls_are_errors(
         assert f"--gpu-architecture={name}" in library.options
     assert "--device-as-default-execution-space" in library.options
     assert "--include-path=/headers" in library.options
-    with pytest.raises(OSError, match="the compiler has no nvrtcCreateProgram"):
-        _compiler(object()).compile("text", "one")
+    with pytest.raises(OSError, match="no attribute 'nvrtcCreateProgram'"):
+        _compiler(object())
     monkeypatch.setattr(FakeNvrtc, "_getcubin", lambda *_: 7)
-    with pytest.raises(OSError, match="nvrtcGetCUBIN failed with 7"):
+    library = FakeNvrtc()
+    with pytest.raises(OSError, match=r"^nvrtcGetCUBIN failed \(NVRTC_ERROR_7\)$"):
         _compiler(library).compile("text", "one")
     assert library.open_programs == 0
 
@@ -339,5 +362,5 @@ def test_kernels_are_mlxs_own_where_none_can_be_kept(monkeypatch: pytest.MonkeyP
         "source": "b[0] = a[0];",
     }
     assert kept_kernel.kept_cuda_kernel(**made) == made
-    monkeypatch.setattr(kept_kernel, "_own_folder", lambda: KernelFolder(Path(), _compiler(None)))
+    monkeypatch.setattr(kept_kernel, "_own_folder", lambda: _folder(Path(), FakeNvrtc()))
     assert isinstance(kept_kernel.kept_cuda_kernel(**made), KeptKernel)

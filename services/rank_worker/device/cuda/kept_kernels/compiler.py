@@ -6,8 +6,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from services.rank_worker.device.cuda.library import declare
+
 _LIBRARIES = {"libnvrtc.so.13": "cu13", "libnvrtc.so.12": "cuda_runtime"}
 """Files of the library, and the folder of its version's headers in the packages named nvidia."""
+_PROGRAM, _TEXT = ctypes.c_void_p, ctypes.c_char_p
+_TEXTS = ctypes.POINTER(_TEXT)
+_FUNCTIONS: dict[str, list[Any]] = {
+    "nvrtcCreateProgram": [ctypes.POINTER(_PROGRAM), _TEXT, _TEXT, ctypes.c_int, _TEXTS, _TEXTS],
+    "nvrtcDestroyProgram": [ctypes.POINTER(_PROGRAM)],
+    "nvrtcAddNameExpression": [_PROGRAM, _TEXT],
+    "nvrtcCompileProgram": [_PROGRAM, ctypes.c_int, _TEXTS],
+    "nvrtcGetLoweredName": [_PROGRAM, _TEXT, _TEXTS],
+    "nvrtcGetCUBINSize": [_PROGRAM, ctypes.POINTER(ctypes.c_size_t)],
+    "nvrtcGetCUBIN": [_PROGRAM, _TEXT],
+    "nvrtcGetProgramLogSize": [_PROGRAM, ctypes.POINTER(ctypes.c_size_t)],
+    "nvrtcGetProgramLog": [_PROGRAM, _TEXT],
+}
 _CUDA_FOLDER = "/usr/local/cuda"
 _FIRST_WITH_EXTENSIONS = 9
 """Major compute capability from which architectures with "a" in their name exist: their code may
@@ -30,7 +45,11 @@ class Compiler:
             library: NVRTC.
             version: major and minor compute capability of the GPU.
             headers: folders with CUDA's headers.
+
+        Raises:
+            OSError: the library lacks a function.
         """
+        declare(library, _FUNCTIONS, self._describe)
         self._library = library
         major, minor = version
         suffix = "a" if major >= _FIRST_WITH_EXTENSIONS else ""
@@ -56,16 +75,14 @@ class Compiler:
             OSError: a call of the library fails.
         """
         program = ctypes.c_void_p()
-        self._call(
-            *("nvrtcCreateProgram", ctypes.byref(program), text.encode(), b"kernel.cu"),
-            *(0, None, None),
+        self._library.nvrtcCreateProgram(
+            ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None
         )
         try:
-            self._call("nvrtcAddNameExpression", program, function.encode())
+            self._library.nvrtcAddNameExpression(program, function.encode())
             self._compile(program)
             symbol = ctypes.c_char_p()
-            named = (function.encode(), ctypes.byref(symbol))
-            self._call("nvrtcGetLoweredName", program, *named)
+            self._library.nvrtcGetLoweredName(program, function.encode(), ctypes.byref(symbol))
             # The name's memory is freed with the program.
             return self._read("nvrtcGetCUBIN", program), (symbol.value or b"").decode()
         finally:
@@ -73,25 +90,25 @@ class Compiler:
 
     def _compile(self, program: ctypes.c_void_p) -> None:
         options = (ctypes.c_char_p * len(self._options))(*(one.encode() for one in self._options))
-        if self._library.nvrtcCompileProgram(program, len(options), options):
+        try:
+            self._library.nvrtcCompileProgram(program, len(options), options)
+        except OSError as error:
             log = self._read("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
-            raise DoesNotCompileError(next((one for one in log.splitlines() if one), "no reason"))
+            reason = next((one for one in log.splitlines() if one), "no reason")
+            raise DoesNotCompileError(reason) from error
 
     def _read(self, name: str, program: ctypes.c_void_p) -> bytes:
         """Return bytes that the library hands out by a call for their number and one for them."""
         size = ctypes.c_size_t()
-        self._call(f"{name}Size", program, ctypes.byref(size))
+        getattr(self._library, f"{name}Size")(program, ctypes.byref(size))
         data = ctypes.create_string_buffer(size.value)
-        self._call(name, program, data)
+        getattr(self._library, name)(program, data)
         return data.raw
 
-    def _call(self, name: str, *args: Any) -> None:
-        try:
-            status = getattr(self._library, name)(*args)
-        except AttributeError as error:
-            raise OSError(f"the compiler has no {name}") from error
-        if status:
-            raise OSError(f"{name} failed with {status}")
+    def _describe(self, code: int) -> str:
+        function = self._library.nvrtcGetErrorString
+        function.argtypes, function.restype = [ctypes.c_int], ctypes.c_char_p
+        return str(function(code).decode())
 
 
 def open_compiler(

@@ -1,4 +1,4 @@
-// The calls of CUDA's driver that share memory, with files in place of a GPU: a process opens the file of another.
+// The calls of CUDA's driver, with files in place of a GPU's memory: a process opens the file of another.
 // FAULT names a call that fails, or is "other_memory": another one than that of the handle is opened; or
 // "no_stores": what is opened is a copy, so that stores do not arrive.
 #include <fcntl.h>
@@ -35,6 +35,10 @@ static void* map(const char* name, size_t size) {
 }
 int cuGetErrorName(int code, const char** name) {
   *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : 0;
+  return 0;
+}
+int cuGetErrorString(int code, const char** text) {
+  *text = code == 2 ? "out of memory" : 0;
   return 0;
 }
 int cuInit(unsigned flags) { return fails("cuInit"); }
@@ -75,4 +79,12 @@ int cuMemcpyDtoH_v2(void* data, Address address, size_t size) {
 int cuMemsetD8_v2(Address address, unsigned char value, size_t size) {
   memset((void*)address, value, size);
   return fails("cuMemsetD8_v2");
+}
+int cuMemHostAlloc(void** address, size_t size, unsigned flags) {
+  *address = malloc(size);
+  return flags != 1 ? 1 : fails("cuMemHostAlloc");
+}
+int cuMemFreeHost(void* address) {
+  free(address);
+  return 0;
 }
