@@ -42,8 +42,9 @@ def time_prefill(
 ) -> PrefillTime:
     """Time prompts of growing length; return the time of the longest.
 
-    Each length is run twice, as the first run compiles kernels. All ranks call this at the same
-    point, also those of a device that times nothing.
+    Each length is run twice, as the first run compiles kernels; at last two prompts are run at once
+    for what they need if they share a forward. All ranks call this at the same point, also those of
+    a device that times nothing.
 
     Args:
         executor: warm and without sequences, before and after.
@@ -62,30 +63,42 @@ def time_prefill(
             break
         for _ in range(2):
             with infinite_logits_refused():
-                found = PrefillTime(length, _run_prompt(executor, clock, length, steps))
+                found = PrefillTime(length, _run_prompts(executor, clock, length, 1, steps))
+    if found.tokens and all_agree(2 * found.tokens <= tokens_max):
+        with infinite_logits_refused():
+            _run_prompts(executor, clock, found.tokens, 2, steps)
     executor.restart_receipts()
     return found
 
 
-def _run_prompt(
-    executor: Executor, clock: Clock, length: int, steps: "itertools.count[int]"
+def _run_prompts(
+    executor: Executor, clock: Clock, length: int, count: int, steps: "itertools.count[int]"
 ) -> float:
-    """Run one prompt and drop it; return the milliseconds of its prefill."""
-    sequence = made_up_prompt(length, executor.vocab_size, 1, 0, Sampling(seed=1, temperature=0.0))
+    """Run `count` prompts in one step and drop them; return the milliseconds of the step."""
+    sampling = Sampling(seed=1, temperature=0.0)
+    sequences = [
+        made_up_prompt(length, executor.vocab_size, slot + 1, slot, sampling)
+        for slot in range(count)
+    ]
     prefill = StepPlan(
         epoch=1,
         step_id=next(steps),
         deadline_s=0.0,
-        row_count=1,
+        row_count=count,
         row_tokens=length + _ROOM_TOKENS,
-        admitted=[sequence],
-        prefill_chunks=[whole_prefill(sequence)],
+        admitted=sequences,
+        prefill_chunks=[whole_prefill(one) for one in sequences],
     )
     began_s = clock.now()
     executor.finish(executor.launch(prefill))
     milliseconds = (clock.now() - began_s) * 1e3
     drop = StepPlan(
-        epoch=1, step_id=next(steps), deadline_s=0.0, row_count=0, row_tokens=0, dropped=[1]
+        epoch=1,
+        step_id=next(steps),
+        deadline_s=0.0,
+        row_count=0,
+        row_tokens=0,
+        dropped=[one.sequence_id for one in sequences],
     )
     executor.finish(executor.launch(drop))
     return milliseconds
