@@ -42,9 +42,9 @@ def time_prefill(
 ) -> PrefillTime:
     """Time prompts of growing length; return the time of the longest.
 
-    Each length is run twice, as the first run compiles kernels; at last two prompts are run at once
-    for what they need if they share a forward. All ranks call this at the same point, also those of
-    a device that times nothing.
+    Each length is run twice, as the first run compiles kernels. At last two prompts run at once, as
+    prompts that share a forward need kernels of their own. All ranks call this at the same point,
+    also those of a device that times nothing.
 
     Args:
         executor: warm and without sequences, before and after.
