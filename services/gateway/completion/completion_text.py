@@ -66,6 +66,11 @@ class CompletionText:
         """The stop string that ended the text; "": none did."""
         return self._stops.found
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether there are entries that were neither taken nor dropped."""
+        return bool(self._entries)
+
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> tuple[str, bool]:
         """Decode the next tokens, up to a stop id or a stop string.
 
@@ -78,11 +83,8 @@ class CompletionText:
             may be the beginning of a stop string or ends inside a character is held back.
         """
         if len(tokens) == 1 and not logprobs and not self._has_stops:
-            # The usual case, without what the others need.
-            text = "" if tokens[0] in self._stop_ids else self._detokenizer.add(tokens[0])
-            self._decoded_chars += len(text)
-            self._sent_chars += len(text)
-            return text, False
+            # The usual case. Only log probabilities need the positions of the text.
+            return "" if tokens[0] in self._stop_ids else self._detokenizer.add(tokens[0]), False
         text = ""
         is_stopped = False
         for position, token in enumerate(tokens):

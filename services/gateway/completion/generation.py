@@ -192,13 +192,15 @@ class Choice:
             if self.recorder is not None:
                 self.recorder.add(event)
             if isinstance(event, Text):
-                entries = self.text.take_logprobs_of(next(places))
+                has_logprobs = self.text.has_logprobs
+                entries = self.text.take_logprobs_of(next(places)) if has_logprobs else []
                 self.generation.sink.add_text(self, event.text, entries)
             else:
                 self.generation.sink.add_event(self, event)
             if self.ends_after_call and isinstance(event, CallEnded):
                 return True
-        self.text.drop_logprobs(self.parser.final_chars)
+        if self.text.has_logprobs:
+            self.text.drop_logprobs(self.parser.final_chars)
         return False
 
     def _end_after_call(self) -> None:

@@ -206,8 +206,7 @@ class OpenRequests:
             case messages.QueryHttpRequests() | messages.TraceReported():
                 self._tracing.handle(message, now_s)
             case messages.ProfilesReported():
-                # Only operator commands query them, over links of their own.
-                pass
+                pass  # Only operator commands query them, over links of their own.
             case _:
                 assert_never(message)
 
@@ -229,7 +228,8 @@ class OpenRequests:
             return
         choices = self._choices
         is_recorded, step = self._tracing.recorder.is_on, (message.epoch, message.step_id)
-        waiting_since_s: dict[float, int] = {}  # of choices with earlier tokens: their number
+        # Most choices have waited since the same step, so their waits are counted together.
+        new_tokens, since_s, waiting = 0, now_s, 0
         entries = zip(message.request_ids, message.positions, message.tokens, logprobs, strict=True)
         for name, position, tokens, entry_logprobs in entries:
             choice = choices.get(name)
@@ -241,22 +241,24 @@ class OpenRequests:
             if position != len(choice.tokens) or not tokens:
                 self._fail_position(choice, position)
                 continue
-            if position:
-                last_s = choice.last_token_s
-                waiting_since_s[last_s] = waiting_since_s.get(last_s, 0) + 1
-            else:
+            if not position:
                 self._metrics.first_token.observe(now_s - choice.submitted_s)
                 choice.generation.note_first_token(now_s)
+            elif choice.last_token_s == since_s:
+                waiting += 1
+            else:
+                self._metrics.next_token.observe(now_s - since_s, waiting)
+                since_s, waiting = choice.last_token_s, 1
             if is_recorded and (traced := choice.generation.traced) is not None:
                 traced.step = step
                 traced.new_tokens += len(tokens)
-            self._metrics.generation_tokens += len(tokens)
+            new_tokens += len(tokens)
             choice.last_token_s = now_s
             if choice.add(tokens, entry_logprobs):
                 self._metrics.observe_end("stop", now_s - choice.submitted_s, choice.calls)
                 self._abort(choice, "stop")
-        for since_s, waiting in waiting_since_s.items():
-            self._metrics.next_token.observe(now_s - since_s, waiting)
+        self._metrics.next_token.observe(now_s - since_s, waiting)
+        self._metrics.generation_tokens += new_tokens
 
     def _handle_finished(self, message: messages.RequestFinished, now_s: float) -> None:
         self._queue.clear()
@@ -285,11 +287,9 @@ class OpenRequests:
         if choice is None:
             return
         was_accepted = choice.is_accepted or choice.tokens
-        if was_accepted and message.cause in ("not_ready", "queue_full", "draining"):
-            # A restarted scheduler cannot take it yet: it is sent again until it can.
-            self._resume_later(choice)
-            return
-        if self._is_world_restarting(message, choice):
+        is_resumed = was_accepted and message.cause in ("not_ready", "queue_full", "draining")
+        if is_resumed or self._is_world_restarting(message, choice):
+            # A restarted scheduler or world cannot take it yet: it is sent again until it can.
             self._resume_later(choice)
             return
         if message.cause == "queue_full":

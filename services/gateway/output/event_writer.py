@@ -55,7 +55,8 @@ class EventWriter:
 
     def take(self) -> list[OutputEvent]:
         """Remove and return the events so far."""
-        self._flush_arguments()
+        if self._arguments:
+            self._flush_arguments()
         events, self._events = self._events, []
         return events
 
