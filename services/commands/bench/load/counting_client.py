@@ -22,7 +22,8 @@ from services.commands.bench.measuring.orders import answer_orders
 
 _COUNT = struct.Struct("<Q")
 _READ_BYTES = 256 * 1024
-EVENT = b"data: "
+CHUNK_END = b"\n\n\r\n"
+"""End of a chunk, which holds the events of one write of the gateway."""
 DONE = b"data: [DONE]"
 
 
@@ -76,7 +77,7 @@ class _Stream:
         self.socket.sendall(request)
         self.socket.setblocking(False)
         self.tokens = MarkCounter(mark)
-        self.events = MarkCounter(EVENT)
+        self.chunks = MarkCounter(CHUNK_END)
         self.done = MarkCounter(DONE)
         self.first_bytes = b""
 
@@ -103,9 +104,8 @@ def count_streams(
         timeout_s: seconds after which streams that have not ended count as failed.
 
     Returns:
-        tokens and events: totals over all streams, the end marks not counted; wall_s: seconds from
-        the first token to the last; failure: "" or the first reason for which the measurement is
-        void.
+        tokens and chunks: totals over all streams; wall_s: seconds from the first token to the
+        last; failure: "" or the first reason for which the measurement is void.
 
     Raises:
         OSError: when a connection fails.
@@ -116,8 +116,7 @@ def count_streams(
     wall_s, failure = _read_until_ended(open_streams, progress, timeout_s)
     return {
         "tokens": sum(stream.tokens.count for stream in open_streams),
-        # The end mark of a stream is an event without a token.
-        "events": sum(stream.events.count for stream in open_streams) - streams,
+        "chunks": sum(stream.chunks.count for stream in open_streams),
         "wall_s": wall_s,
         "failure": failure,
     }
@@ -141,7 +140,7 @@ def _read_until_ended(
             if len(stream.first_bytes) < 512:
                 stream.first_bytes += data[:512]
             found = stream.tokens.feed(data)
-            stream.events.feed(data)
+            stream.chunks.feed(data)
             if found:
                 ended_s = time.perf_counter()
                 began_s = began_s or ended_s

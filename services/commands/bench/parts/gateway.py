@@ -51,7 +51,7 @@ COLUMNS = [
     "gateway_cpu_us_per_token",
     "tokens_per_cpu_s",
     "gateway_core_share",
-    "tokens_per_event",
+    "tokens_per_write",
 ]
 GATEWAY = "gateway"
 
@@ -303,7 +303,7 @@ def _stream_tokens(
         "gateway_cpu_us_per_token": cpu_s * 1e6 / expected,
         "tokens_per_cpu_s": expected / cpu_s if cpu_s else None,
         "gateway_core_share": cpu_s / answer["wall_s"],
-        "tokens_per_event": expected / answer["events"] if answer["events"] else None,
+        "tokens_per_write": expected / answer["chunks"] if answer["chunks"] else None,
     }
     return {GATEWAY: metrics}
 
