@@ -135,10 +135,10 @@ class SchedulerCore:
             return []
         self._requests.history.now_s = now_s
         match event:
-            case GatewayMessageReceived():
-                self._handle_gateway_message(event.gateway, event.message, now_s)
             case RankMessageReceived():
                 self._handle_rank_message(event.peer, event.message, now_s)
+            case GatewayMessageReceived():
+                self._handle_gateway_message(event.gateway, event.message, now_s)
             case TimePassed():
                 self._check_deadlines(now_s)
             case GatewayConnected():

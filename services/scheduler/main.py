@@ -156,7 +156,7 @@ class Shell:
         started = time.perf_counter()
         actions = self._core.handle(event, self._clock.now())
         # Messages to ranks first, because the device may wait for a plan.
-        actions.sort(key=lambda action: not isinstance(action, SendToRanks))
+        actions.sort(key=_is_for_others)
         for action in actions:
             self._perform(action)
         self._core.add_cpu_time((time.perf_counter() - started) * 1_000.0)
@@ -223,6 +223,10 @@ class Shell:
         except OSError as error:
             # The next start then cannot name a change.
             self._log.warning("world_facts_not_saved", detail=str(error))
+
+
+def _is_for_others(action: Action) -> bool:
+    return type(action) is not SendToRanks
 
 
 def run(config: Config) -> int:

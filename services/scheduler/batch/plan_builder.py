@@ -86,6 +86,8 @@ class ChosenDrafts:
     @property
     def longest(self) -> int:
         """The most drafts of one sequence."""
+        if self is NO_DRAFTS:
+            return 0
         return max([*map(len, self.by_sequence.values()), *self.counts.values()], default=0)
 
     def of(self, decodes: list[Sequence]) -> PlannedDrafts:
@@ -140,10 +142,11 @@ class PlanBuilder(Struct):
     @property
     def read_tokens(self) -> int:
         """Number of known tokens that rows of the ranks' draft model read in this plan."""
-        return sum(len(chunk.tokens) for chunk in self.draft_reads)
+        return sum([len(chunk.tokens) for chunk in self.draft_reads])
 
     @property
     def chunk_position(self) -> int:
         """Mean start of the chunks in their prompts in tokens, weighted by length; 0: no chunks."""
-        tokens = sum(chunk.length for chunk in self.chunks)
-        return sum(one.start * one.length for one in self.chunks) // tokens if tokens else 0
+        if not self.chunks:
+            return 0
+        return sum(one.start * one.length for one in self.chunks) // self.chunk_tokens

@@ -92,7 +92,7 @@ class PrefillPlanner:
             plan: the plan being built, which changes.
         """
         self._refused = None
-        candidates = [one for one in self._running if not one.is_decoding]
+        candidates = self._running.prefilling
         waiting = self._waiting.heads(_SCANNED_MAX)
         candidates += [one for one in waiting if one is not plan.displaced]
         if not candidates:
@@ -179,8 +179,7 @@ class PrefillPlanner:
         if self._cache.snapshot_state(sequence.blocks, sequence.planned_tokens, is_decode=False):
             plan.checkpoints.append(sequence.sequence_id)
         if samples:
-            sequence.is_decoding = True
-            sequence.samples_in_flight += 1
+            self._running.begin_decoding(sequence)
             plan.samples.append(sequence)
 
     def _admit(self, plan: PlanBuilder, sequence: Sequence) -> bool:

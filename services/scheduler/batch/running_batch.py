@@ -153,7 +153,7 @@ class RunningBatch:
         """
         self.cache.restorer.expire(now_s)
         self._prefill.look_ahead(now_s, may_evict=False)
-        self.speculation.look_ahead(self._running)
+        self.speculation.look_ahead(self._running.prefilling)
 
     def next_step(self, epoch: Epoch, step_id: StepId, now_s: float) -> PlannedStep | None:
         """Plan one step; None if there is nothing to do or drafts wait for earlier results.
@@ -291,9 +291,11 @@ class RunningBatch:
             ]
 
     def _has_room_for_decodes(self) -> bool:
-        return self.rows.resize(
-            slots=self.rows.rows_needed(), tokens=self._running.row_tokens_needed()
-        )
+        tokens = self._running.row_tokens_needed()
+        # Every used slot has a row, so only their length can be too small.
+        if tokens <= self.rows.row_tokens:
+            return True
+        return self.rows.resize(slots=self.rows.rows_needed(), tokens=tokens)
 
     def _make_room_for_decodes(self, plan_builder: PlanBuilder) -> None:
         """Grow the rows for all decodes, preempting the youngest sequences until that fits."""

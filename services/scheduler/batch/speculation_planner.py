@@ -54,13 +54,13 @@ class SpeculationPlanner:
         self._speculator.begin_epoch()
         self._rolled_back.clear()
 
-    def look_ahead(self, running: Iterable[Sequence]) -> None:
+    def look_ahead(self, prefilling: Iterable[Sequence]) -> None:
         """Add part of the prompts being prefilled to the n-gram indexes that drafts come from.
 
         Args:
-            running: the running sequences; those whose prefill is planned completely are skipped.
+            prefilling: the running sequences whose last prefill chunk is not planned.
         """
-        states = [self._draft_state_of(one) for one in running if not one.is_decoding]
+        states = [self._draft_state_of(one) for one in prefilling]
         self._speculator.index_prompts([one for one in states if one is not None])
 
     def choose(self, decoding: list[Sequence]) -> ChosenDrafts | None:

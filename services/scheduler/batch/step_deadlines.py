@@ -25,6 +25,8 @@ class StepDeadlines:
         self._factor = config.step_deadline_factor
         self._min_s, self._max_s = config.step_deadline_min_s, config.step_deadline_max_s
         self._seen: set[_StepKind] = set()
+        self._last: StepWork | None = None
+        """The work of the step that has finished last. Most steps repeat it."""
 
     def deadline_s(self, shape: StepWork) -> float:
         """Return how many seconds a step may take: a multiple of its predicted time, within bounds.
@@ -33,7 +35,7 @@ class StepDeadlines:
             shape: the work in the step. If any kind of it is new in this epoch, or its time cannot
                 be predicted yet, the step gets the longest deadline.
         """
-        if not self._seen.issuperset(_kinds(shape)):
+        if shape != self._last and not self._seen.issuperset(_kinds(shape)):
             return self._max_s
         predicted_ms = self._timing.predicted_ms(
             shape.chunk_tokens, shape.decodes, shape.chunk_position
@@ -50,7 +52,9 @@ class StepDeadlines:
         Args:
             shape: the work in the step, as passed to `deadline_s`.
         """
-        self._seen.update(_kinds(shape))
+        if shape != self._last:
+            self._last = shape
+            self._seen.update(_kinds(shape))
 
 
 def _kinds(shape: StepWork) -> list[_StepKind]:

@@ -4,8 +4,9 @@ All parts of the cache share it. It describes the ranks as they are once all sen
 being built are applied.
 """
 
-import dataclasses
 from collections import defaultdict
+
+from msgspec import Struct
 
 from services.scheduler.cache.index.block_format import BlockFormat
 from services.scheduler.cache.index.block_index import BlockIndex, Entry, Node
@@ -49,15 +50,14 @@ COUNTERS = (
 """Counters that are reported from the start, as 0."""
 
 
-@dataclasses.dataclass(slots=True)
-class PlannedBlockOrders:
+class PlannedBlockOrders(Struct):
     """The fields of a StepPlan that concern blocks, in the order in which ranks apply them."""
 
-    keep_blocks: list[KeptBlock] = dataclasses.field(default_factory=list)
-    keep_checkpoints: list[KeptCheckpoint] = dataclasses.field(default_factory=list)
-    adopted: list[AdoptedRestore] = dataclasses.field(default_factory=list)
+    keep_blocks: list[KeptBlock] = []
+    keep_checkpoints: list[KeptCheckpoint] = []
+    adopted: list[AdoptedRestore] = []
     spill: SpillOrder | None = None
-    evicted: dict[bytes, None] = dataclasses.field(default_factory=dict)
+    evicted: dict[bytes, None] = {}
     """Hashes in insertion order."""
 
     def __bool__(self) -> bool:
