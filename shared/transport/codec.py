@@ -17,9 +17,13 @@ from shared import limits
 from shared.errors import FrameRefused
 
 M = TypeVar("M", bound=msgspec.Struct)
-_MAYBE_NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]|\xca[\x7f\xff][\x80-\xff]", re.DOTALL)
-"""msgpack's encodings of non-finite numbers as float 64 or 32, whose exponent bits are all ones.
-Other values may match too, so a match only triggers an exact check."""
+_MAYBE_NOT_FINITE = (
+    (b"\xcb", re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")),
+    (b"\xca", re.compile(rb"\xca[\x7f\xff][\x80-\xff]")),
+)
+"""First byte of msgpack's float 64 and 32, and the encodings of those that are not finite, whose
+exponent bits are all ones. Other values may match too, so a match only triggers an exact check. A
+pattern that begins with one byte is found several times faster than an alternative of both."""
 
 _WITHOUT_FLOATS = (
     inspect.IntType,
@@ -92,12 +96,12 @@ class Decoder(Generic[M]):
 def _holds_only_finite(body: bytes) -> bool:
     """Return whether no float in a valid body is infinite or no number.
 
-    A walk over all values takes longer than everything else, so the bytes are searched first: for
-    the byte that begins a float of 64 or 32 bits, then for a pattern.
+    A walk over all values takes longer than everything else, so the bytes are searched first.
     """
-    if b"\xcb" not in body and b"\xca" not in body:
-        return True
-    return not _MAYBE_NOT_FINITE.search(body) or _is_finite(unpack(body))
+    for first_byte, encoding in _MAYBE_NOT_FINITE:
+        if first_byte in body and encoding.search(body):
+            return _is_finite(unpack(body))
+    return True
 
 
 def _may_hold_float(kind: inspect.Type) -> bool:

@@ -10,9 +10,11 @@ from shared.identifiers import Incarnation, PeerId
 M = TypeVar("M", bound=msgspec.Struct)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Received(Generic[M]):
-    """A message was received, exactly once and in order."""
+class Received(msgspec.Struct, Generic[M], frozen=True):
+    """A message was received, exactly once and in order.
+
+    It is a struct, which is made faster than a frozen dataclass.
+    """
 
     peer: PeerId
     epoch: int

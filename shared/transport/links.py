@@ -58,6 +58,7 @@ class Listener(LinkEnd[M]):
         super().__init__(sockets.listen(address, own, self._access), receives, clock)
         self._file = socket_file.SocketFile(self.address, self.socket.bind)
         self._sessions: dict[PeerId, Session] = {}
+        self._maintain_at_s = -math.inf
         self._ended_now: set[PeerId] = set()  # peers whose session the current `poll` has ended
 
     @property
@@ -97,7 +98,10 @@ class Listener(LinkEnd[M]):
             elif peer in self._sessions:
                 # Its own connection is gone, and frames for it would reach the other key.
                 self._end_session(peer, "another key uses its identity", events)
-        self._maintain_sessions(now_s, events)
+        if now_s >= self._maintain_at_s:
+            self._maintain_sessions(now_s, events)
+            # No duty of a session that begins later is due sooner than ACK_DELAY_S.
+            self._maintain_at_s = now_s + min(self.due_in_s(now_s), limits.ACK_DELAY_S)
         return events
 
     def send(self, peer: PeerId, message: msgspec.Struct, epoch: int = 0) -> None:
