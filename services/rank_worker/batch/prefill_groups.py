@@ -8,8 +8,10 @@ from shared.messages import PrefillChunk
 WIDTH_STEP_MIN, WIDTH_STEP_MAX = 16, limits.FORWARD_TOKENS_MAX // 8
 WIDTH_STEP_SHARE = 8
 """Widths are multiples of 1/8 of the next power of two, at least of 16 and at most of 256. That
-gives
-25 widths up to the longest chunk and, above 64 tokens, at most 20 % padding."""
+gives 25 widths up to the longest chunk and, above 64 tokens, at most 20 % padding."""
+
+CONCATENATED_MAX = 32
+"""Most concatenated chunks of a forward: each has an attention of its own in every layer."""
 
 PADDING_SHARE_MAX = 0.125
 """Largest part of a grouped forward that may be padding."""
@@ -64,6 +66,40 @@ def group_chunks(
             group = []
         group.append(chunk)
     return [*groups, group] if group else groups
+
+
+def concatenate_groups(
+    groups: Sequence[list[PrefillChunk]], width: Callable[[PrefillChunk], int]
+) -> list[list[list[PrefillChunk]]]:
+    """Concatenate chunks that are alone in their group, as many as a forward may have.
+
+    Args:
+        groups: a result of `group_chunks`.
+        width: returns the tokens of a chunk in a forward.
+
+    Returns:
+        Forwards, which hold every group once: one group, or several of one chunk each, of different
+        sequences and at most `limits.FORWARD_TOKENS_MAX` tokens together.
+    """
+    forwards: list[list[list[PrefillChunk]]] = []
+    open_groups: list[list[PrefillChunk]] = []
+    sequences: set[int] = set()
+    left = 0
+    for group in groups:
+        first, needed = group[0], width(group[0])
+        has_room = needed <= left and len(open_groups) < CONCATENATED_MAX
+        if len(group) > 1:
+            forwards.append([group])
+        elif has_room and first.sequence_id not in sequences:
+            open_groups.append(group)
+            sequences.add(first.sequence_id)
+            left -= needed
+        else:
+            # Also for the next chunk of a sequence, which reads the one before.
+            open_groups, sequences = [group], {first.sequence_id}
+            forwards.append(open_groups)
+            left = limits.FORWARD_TOKENS_MAX - needed
+    return forwards
 
 
 def _may_share(group: Sequence[PrefillChunk], width: int) -> bool:

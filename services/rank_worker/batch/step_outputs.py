@@ -125,14 +125,20 @@ class ForwardOutputs:
     markers: list[mx.array] = dataclasses.field(default_factory=list)
     """Markers of prefills that do not sample and of a drafter's forwards."""
 
-    def start_prefill(self, logits: mx.array, sequence_ids: Sequence[int]) -> None:
+    def start_prefill(
+        self, logits: mx.array, sequence_ids: Sequence[int], marker: mx.array | None = None
+    ) -> None:
         """Start a prefill that samples, and add its logits.
 
         Args:
             logits: [rows, V] in the model's dtype; evaluating them runs the prefill.
             sequence_ids: the sequence of each row.
+            marker: as for `start_fill`, of a prefill in which some chunks do not sample: no logits
+                depend on their KV in the last layer.
         """
-        self.start_forward([logits])
+        markers = [] if marker is None else [marker]
+        self.start_forward([logits, *markers])
+        self.markers += markers
         self.add_decode(logits, sequence_ids)
 
     def start_fill(self, marker: mx.array) -> None:

@@ -1,13 +1,19 @@
-"""Prefill of a step: computes the KV of known tokens, chunk by chunk or for short prompts together.
+"""Prefill of a step: computes the KV of known tokens, one or several chunks in a forward.
 
 Owns no rows; `KVStore` does. L is the number of tokens in a chunk.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
-from services.rank_worker.batch.prefill_groups import group_chunks, padded_width
+from services.rank_worker.batch.prefill_groups import (
+    concatenate_groups,
+    group_chunks,
+    padded_width,
+)
 from services.rank_worker.batch.running_batch import RunningSequence, SequenceBatch, pad_tokens
 from services.rank_worker.batch.step_outputs import ForwardOutputs
 from services.rank_worker.device.execution_profile import ExecutionProfile
@@ -60,11 +66,13 @@ class PrefillExecutor:
             InvariantBroken: a chunk does not start where its row ends.
         """
         with allow_device_wait():
-            for group in self._group(chunks, self._store.row_tokens):
-                if len(group) == 1:
-                    self._run_single(group[0], forwards)
+            for groups in self._forwards(chunks, self._store.row_tokens):
+                if len(groups) > 1:
+                    self._run_concatenated([one for (one,) in groups], forwards)
+                elif len(groups[0]) > 1:
+                    self._run_group(groups[0], forwards)
                 else:
-                    self._run_group(group, forwards)
+                    self._run_single(groups[0][0], forwards)
 
     def waits_for_earlier_steps(self, chunks: Sequence[PrefillChunk], row_tokens: int) -> bool:
         """Tell whether `run` waits for the device, and so for all earlier steps.
@@ -74,20 +82,28 @@ class PrefillExecutor:
             row_tokens: capacity of each row in tokens under this plan.
         """
         tokens_min = self._forward.device_wait_tokens
-        for group in self._group(chunks, row_tokens):
+        for groups in self._forwards(chunks, row_tokens):
             # The longest chunk of a group is its first and determines its width.
-            width, rows = self._width(group[0], row_tokens), len(group)
-            if tokens_min is not None and rows * width >= tokens_min:
+            sizes = [(len(one), self._width(one[0], row_tokens)) for one in groups]
+            if tokens_min is not None and sum(rows * width for rows, width in sizes) >= tokens_min:
                 return True
-            if self._store.copies_wait_for_device(rows, group[0].start + width, width):
-                return True
+            for group, (rows, width) in zip(groups, sizes, strict=True):
+                if self._store.copies_wait_for_device(rows, group[0].start + width, width):
+                    return True
         return False
 
-    def _group(self, chunks: Sequence[PrefillChunk], row_tokens: int) -> list[list[PrefillChunk]]:
+    def _forwards(
+        self, chunks: Sequence[PrefillChunk], row_tokens: int
+    ) -> list[list[list[PrefillChunk]]]:
+        """Return the groups of each forward; several of one chunk each stand side by side."""
+
         def width(chunk: PrefillChunk) -> int:
             return self._width(chunk, row_tokens)
 
-        return group_chunks(chunks, self._grouped_tokens_max, width)
+        groups = group_chunks(chunks, self._grouped_tokens_max, width)
+        if self._store.can_concatenate and self._grouped_tokens_max:
+            return concatenate_groups(groups, width)
+        return [[one] for one in groups]
 
     def _run_single(self, chunk: PrefillChunk, forwards: ForwardOutputs) -> None:
         sequence = self._check(chunk)
@@ -102,7 +118,7 @@ class PrefillExecutor:
         tokens = pad_tokens([sequence.tokens[start:stop]], width)
         caches = self._store.prefill(slot, stop - start, width)
         if not chunk.samples:
-            self._forward.fill_caches(tokens, caches, stop - start)
+            self._forward.fill_caches(tokens, caches, _real([stop - start], [width]))
             forwards.start_fill(self._store.marker())
         elif padding:
             ends = mx.array([stop - start - 1], dtype=mx.int32)
@@ -127,6 +143,35 @@ class PrefillExecutor:
         rows = [(sequence, 0, length) for sequence, length in zip(sequences, lengths, strict=True)]
         self._proposer.on_prefill(rows, self._forward.hidden, forwards)
 
+    def _run_concatenated(self, chunks: Sequence[PrefillChunk], forwards: ForwardOutputs) -> None:
+        """Build a forward over chunks side by side, each padded to its width."""
+        sequences = [self._check(one) for one in chunks]
+        lengths = [one.length for one in chunks]
+        widths = [self._width(one, self._store.row_tokens) for one in chunks]
+        *firsts, total = itertools.accumulate(widths, initial=0)
+        parts = list(zip(sequences, chunks, firsts, strict=True))
+        tokens = np.zeros((1, total), dtype=np.int32)
+        for sequence, chunk, first in parts:
+            stop = chunk.start + chunk.length
+            tokens[0, first : first + chunk.length] = sequence.tokens[chunk.start : stop]
+        slots = [sequence.slot for sequence in sequences]
+        caches = self._store.prefill_concatenated(slots, lengths, widths)
+        real = _real(lengths, widths)
+        ends = {one.sequence_id: first + one.length - 1 for _, one, first in parts if one.samples}
+        if ends:
+            wanted = list(ends.values())
+            logits = self._forward.selected_logits(mx.array(tokens), caches, wanted, real)
+            marker = self._store.marker() if len(ends) < len(chunks) else None
+            forwards.start_prefill(logits, list(ends), marker)
+        else:
+            self._forward.fill_caches(mx.array(tokens), caches, real)
+            forwards.start_fill(self._store.marker())
+        hidden = self._forward.hidden
+        for sequence, chunk, first in parts:
+            own = None if hidden is None else hidden[:, first : first + chunk.length]
+            read = (sequence, chunk.start, chunk.start + chunk.length)
+            self._proposer.on_prefill([read], own, forwards)
+
     def _width(self, chunk: PrefillChunk, row_tokens: int) -> int:
         """Return the width of a forward whose longest chunk is this one."""
         if not self._pads_chunks:
@@ -144,3 +189,11 @@ class PrefillExecutor:
                 f"sequence {chunk.sequence_id}: its row holds {length} of {known} tokens"
             )
         return sequence
+
+
+def _real(lengths: Sequence[int], widths: Sequence[int]) -> mx.array | None:
+    """Return bool [1, sum of widths], false for padding of chunks side by side; None without."""
+    if list(lengths) == list(widths):
+        return None
+    parts = [np.arange(width) < length for length, width in zip(lengths, widths, strict=True)]
+    return mx.array(np.concatenate(parts))[None]

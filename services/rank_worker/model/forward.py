@@ -161,18 +161,15 @@ class Forward:
             self._given = None
 
     def fill_caches(
-        self, tokens: mx.array, caches: list[Any], real_tokens: int | None = None
+        self, tokens: mx.array, caches: list[Any], real: mx.array | None = None
     ) -> None:
         """Build a forward that only writes KV; its logits are never computed.
 
         Args:
             tokens: int32 [rows, count].
             caches: one per layer, which get the KV of these tokens.
-            real_tokens: tokens of each row that are not padding at its end; None: all.
+            real: bool [rows, count], false for padding; None: there is none.
         """
-        real = None
-        if real_tokens is not None and real_tokens < tokens.shape[1]:
-            real = mx.broadcast_to(mx.arange(tokens.shape[1]) < real_tokens, tokens.shape)
         self._run(tokens, caches, real, fills=True)
 
     def last_logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
@@ -225,14 +222,15 @@ class Forward:
         return self._run(tokens, caches, _mask(tokens, used))
 
     def selected_logits(
-        self, tokens: mx.array, caches: list[Any], wanted: list[int] | None
+        self, tokens: mx.array, caches: list[Any], wanted: list[int] | None, real: Any = None
     ) -> mx.array:
-        """Build a batched decode of padded rows, with the logits of some positions.
+        """Build a forward of padded rows, with the logits of some positions.
 
         Args:
             tokens: int32 [rows, count].
             caches: one per layer.
             wanted: positions as flat indices into [rows * count]; None: all positions.
+            real: bool [rows, count], false for padding; None: all but `wanted` are.
 
         Returns:
             Logits [number of positions, vocab].
@@ -246,7 +244,7 @@ class Forward:
             tokens,
             caches,
             lambda hidden: hidden.reshape(1, -1, hidden.shape[-1])[:, index],
-            _mask(tokens, wanted),
+            _mask(tokens, wanted) if real is None else real,
         )[0]
 
     def splits_last_chunk(self, count: int) -> bool:

@@ -21,7 +21,13 @@ from shared.configuration.settings import Config, ModelConfig, SpeculationConfig
 from shared.errors import ConfigError
 from shared.model.location import demo_folder
 from tests.mlx.drafting.drafter_driver import DrafterDriver, random_eagle_head
-from tests.mlx.executor_driver import generate_alone, make_executor, make_prompt
+from tests.mlx.executor_driver import (
+    admission,
+    generate_alone,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
 from tests.mlx.models import PLAIN_FAMILIES, MakeModel
 
 CONFIG = {
@@ -67,12 +73,15 @@ def test_eagle_drafts_of_many_steps_equal_drafts_recomputed_over_whole_sequence(
 ) -> None:
     """Drafts equal those of the head over all hidden states of the sequence at once.
 
-    The rows are ragged, one is moved, and some steps have no drafts.
+    The rows are ragged, one is moved, some steps have no drafts, and prompts share forwards.
     """
     model, draft = make_model(family), random_eagle_head(layers=layers, bias=True)
     driver = DrafterDriver(model, draft, 5)
-    for one, length in ((1, 3), (2, 9), (3, 17), (4, 10)):
-        driver.start(one, one, make_prompt(50 + one, length))
+    lengths = {1: 3, 2: 9, 3: 17, 4: 10}
+    driver.step(
+        admitted=[admission(one, one, make_prompt(50 + one, lengths[one])) for one in lengths],
+        prefill_chunks=[prefill_chunk(one, 0, count, count) for one, count in lengths.items()],
+    )
     plans: list[dict[int, int] | None] = [
         {1: 4, 2: 1, 3: 6, 4: 2},
         {2: 5, 4: 3},

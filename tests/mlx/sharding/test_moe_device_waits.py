@@ -69,12 +69,12 @@ def test_decodes_of_divided_experts_never_wait_for_device(waits: list[int]) -> N
 
 @pytest.mark.parametrize(
     ("lengths", "prefills"),
-    [((36,), 0), ((37,), 1), ((18, 18), 0), ((19, 18), 1), ((40, 20, 37), 1), ((60, 40), 2)],
+    [((36,), 0), ((37,), 1), ((18, 18), 0), ((19, 18), 1), ((40, 20, 37), 1), ((60, 40), 1)],
 )
 def test_executor_predicts_from_plan_whether_prefill_waits_for_device(
     monkeypatch: pytest.MonkeyPatch, waits: list[int], lengths: tuple[int, ...], prefills: int
 ) -> None:
-    """The executor predicts from a plan whether its prefill waits, also for grouped prompts."""
+    """The executor predicts from a plan whether its prefill waits, also that of several prompts."""
     # Two experts of 3 x 48 x 32 numbers for each of 36 tokens.
     monkeypatch.setitem(local_experts.WAIT_FLOPS, "cpu", 2.0 * 3 * 48 * 32 * 2 * 36)
     driver = ExecutorDriver(make_half_of_experts("qwen3_moe"), row_tokens=64)

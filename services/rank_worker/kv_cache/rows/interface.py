@@ -48,6 +48,9 @@ class KVStore(abc.ABC):
     writes_in_place: bool = False
     """Whether decodes write rows without MLX's knowledge, see `InPlaceView`. Nothing else may use
     rows before such a decode has ended. Only then there is `decode_tokens`."""
+    can_concatenate: bool = False
+    """Whether chunks of several rows can be computed side by side. Only then there is
+    `prefill_concatenated`."""
     reads_copies: bool = False
     """Whether attention may read copies of KV, see `copies_wait_for_device`."""
     needs_state: bool = False
@@ -152,6 +155,28 @@ class KVStore(abc.ABC):
         """
         del columns
         raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be padded")
+
+    def prefill_concatenated(
+        self, slots: Sequence[int], counts: Sequence[int], columns: Sequence[int]
+    ) -> list[Any]:
+        """Lengthen several rows and return the caches for a forward over chunks side by side.
+
+        Only where `can_concatenate`.
+
+        Args:
+            slots: the rows, each once.
+            counts: number of tokens of each.
+            columns: width of each in the input, padded on the right; at least its tokens, and more
+                only if its row has room.
+
+        Returns:
+            One cache per layer, passed to the model as `cache`.
+
+        Raises:
+            InvariantBroken: when a row has no room, or chunks cannot be concatenated.
+        """
+        del columns
+        raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be concatenated")
 
     @abc.abstractmethod
     def decode(self, slots: Sequence[int], count: int) -> BatchView:

@@ -7,13 +7,14 @@ import mlx.core as mx
 from services.rank_worker.device.hardware import device_kind
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_views import (
+    ConcatenatedView,
     InPlaceView,
     PaddedView,
     RaggedView,
     UniformView,
 )
 
-View = UniformView | RaggedView | InPlaceView
+View = UniformView | RaggedView | InPlaceView | ConcatenatedView
 
 Quantized = tuple[mx.array, mx.array, mx.array]
 """Result of `mx.quantize`: packed uint32 numbers, and a scale and a bias per group."""
@@ -68,6 +69,24 @@ class RowLayer:
         all_keys, all_values = self._store([keys, values])
         return all_keys, all_values
 
+    def update_and_fetch_each(
+        self, keys: mx.array, values: mx.array
+    ) -> list[tuple[mx.array, mx.array]]:
+        """Write the keys and values of a forward that concatenates chunks, see `ConcatenatedView`.
+
+        Args:
+            keys: [1, kv_heads, count, head_dim].
+            values: [1, kv_heads, count, head_dim].
+
+        Returns:
+            Per chunk all keys and values of its row, [1, kv_heads, tokens, head_dim].
+        """
+        view = self.view
+        assert isinstance(view, ConcatenatedView)
+        pairs = zip(self.arrays, (keys, values), strict=True)
+        all_keys, all_values = self.arrays = [view.write(array, new) for array, new in pairs]
+        return [(part.fetch(all_keys), part.fetch(all_values)) for part in view.parts]
+
     def make_mask(
         self,
         N: int,  # noqa: N803  (mlx-lm passes it by this name)
@@ -84,7 +103,7 @@ class RowLayer:
         Returns:
             None, "causal", or a bool array that is true where a token may attend.
         """
-        assert not isinstance(self.view, InPlaceView)
+        assert not isinstance(self.view, InPlaceView | ConcatenatedView)
         return self.view.mask(N, window_size, return_array=return_array)
 
     def copies_wait_for_device(self, rows: int, tokens: int, count: int) -> bool:
@@ -108,7 +127,7 @@ class RowLayer:
     def _store(self, new: list[mx.array]) -> list[mx.array]:
         """Write one array per part; return the parts that attention reads."""
         view = self.view
-        assert not isinstance(view, InPlaceView)
+        assert not isinstance(view, InPlaceView | ConcatenatedView)
         self.arrays = [view.write(array, one) for array, one in zip(self.arrays, new, strict=True)]
         self.offset = view.offset_after
         if isinstance(view, PaddedView):

@@ -14,6 +14,7 @@ from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.interface import BatchView, KVStore
 from services.rank_worker.kv_cache.rows.row_layers import View, make_row_layer
 from services.rank_worker.kv_cache.rows.row_views import (
+    ConcatenatedView,
     InPlaceView,
     PaddedView,
     RaggedView,
@@ -133,6 +134,21 @@ class RowStore(KVStore):
             raise InvariantBroken(f"slots {list(slots)} are not all empty")
         self._lengthen(slots, counts)
         return self._set_view(PaddedView(slots, columns or max(counts)))
+
+    def prefill_concatenated(
+        self, slots: Sequence[int], counts: Sequence[int], columns: Sequence[int]
+    ) -> list[Any]:
+        """Lengthen several rows and return the caches for a forward over chunks side by side.
+
+        Arguments and results are those of `KVStore.prefill_concatenated`.
+        """
+        starts = [self._lengths[slot] for slot in slots]
+        self._lengthen(slots, counts)
+        parts = [
+            UniformView(slot, slot + 1, start, start + width)
+            for slot, start, width in zip(slots, starts, columns, strict=True)
+        ]
+        return self._set_view(ConcatenatedView(parts))
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
         """Lengthen rows by `count` tokens each and return the caches for their forward.

@@ -5,7 +5,9 @@ Arrays of a layer are [row_count, kv_heads, row_tokens, head_dim]; new keys or v
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -190,6 +192,41 @@ class PaddedView(UniformView):
         if self._row_index is None:
             return super().write(target, new)
         target[self._row_index, :, : self.offset_after] = new
+        return target
+
+
+class ConcatenatedView:
+    """Chunks of several rows side by side in one forward of a single input row.
+
+    All of them are written before any is read: an array that is referenced is not written in place.
+    """
+
+    def __init__(self, parts: Sequence[UniformView]) -> None:
+        """Build the borders of the chunks.
+
+        Args:
+            parts: where each chunk is written and read, in the order of the input.
+        """
+        self.parts = list(parts)
+        self.offset = 0
+        """Each part has its own, which attention reads."""
+        counts = [one.offset_after - one.offset for one in parts]
+        self._borders = list(itertools.accumulate(counts))[:-1]
+
+    def split(self, x: mx.array) -> list[mx.array]:
+        """Return the part of each chunk of an array [1, heads, count, head_dim]."""
+        parts: Any = mx.split(x, self._borders, axis=2)
+        return list(parts)
+
+    def write(self, target: mx.array, new: mx.array) -> mx.array:
+        """Write new keys or values of all chunks into a layer's array, and return it.
+
+        Args:
+            target: [row_count, kv_heads, row_tokens, head_dim], changed in place.
+            new: [1, kv_heads, count, head_dim].
+        """
+        for part, own in zip(self.parts, self.split(new), strict=True):
+            target = part.write(target, own)
         return target
 
 

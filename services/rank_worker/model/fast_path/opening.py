@@ -107,7 +107,8 @@ def open_fast_path(
 
     Args:
         forward: of the loaded model.
-        store: its rows; told whether kernels write them in place.
+        store: its rows; told whether kernels write them in place, and whether chunks can be
+            concatenated.
         shape: the result of `read_shape`.
         settings: of this rank; None: the fast path is switched off.
         kv_bits: bits per number of stored KV; 0: the model's own dtype.
@@ -129,6 +130,8 @@ def open_fast_path(
     if forward.inner is not None:
         forward.use_layers(found.layers)
     store.writes_in_place = found.layers is not None and found.layers.has_kernels
+    can_concatenate = isinstance(found.layers, LayerStack) and found.layers.can_concatenate
+    store.can_concatenate = can_concatenate and not store.reads_copies
     _log.info("fast_path", detail=found.state)
     return found
 

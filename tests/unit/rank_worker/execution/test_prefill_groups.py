@@ -3,7 +3,9 @@
 import pytest
 
 from services.rank_worker.batch.prefill_groups import (
+    CONCATENATED_MAX,
     PADDING_SHARE_MAX,
+    concatenate_groups,
     group_chunks,
     padded_width,
 )
@@ -92,3 +94,25 @@ def test_prefill_group_with_padding_never_exceeds_tokens_of_one_forward(length: 
     assert max(areas) <= limits.FORWARD_TOKENS_MAX
     assert max(areas) > limits.FORWARD_TOKENS_MAX // 2, "no forward is shared"
     assert sum(map(len, groups)) == 300
+
+
+def test_chunks_that_are_alone_stand_side_by_side_up_to_the_tokens_of_one_forward() -> None:
+    """Every group is in one forward; those of several chunks have one of their own, and two chunks
+    of a sequence are in two.
+    """
+    lengths = [900, 700, 100, 400, 2_100, 30, 1_500, 300]
+    alone = [
+        [PrefillChunk(sequence_id=i, start=5, length=one, samples=False)]
+        for i, one in enumerate(lengths)
+    ]
+    together = [_whole(20, 30), _whole(21, 30)]
+
+    forwards = concatenate_groups([*alone[:3], together, *alone[3:]], lambda one: one.length)
+
+    assert forwards == [[*alone[:3]], [together], [alone[3]], [alone[4]], [*alone[5:]]]
+    again = [
+        [PrefillChunk(sequence_id=1, start=start, length=9, samples=False)] for start in (0, 9)
+    ]
+    assert concatenate_groups(again, lambda one: one.length) == [[one] for one in again]
+    many = [[_whole(i, 1)] for i in range(CONCATENATED_MAX + 1)]
+    assert list(map(len, concatenate_groups(many, lambda one: one.length))) == [CONCATENATED_MAX, 1]

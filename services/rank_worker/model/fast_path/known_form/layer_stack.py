@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
-from services.rank_worker.kv_cache.rows.row_views import InPlaceView
+from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView, InPlaceView
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.compiled_decodes import CompiledDecodes, RowArrays
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
@@ -88,6 +88,11 @@ class LayerStack:
         )
 
     @property
+    def can_concatenate(self) -> bool:
+        """Whether chunks of several rows can be computed side by side, see `ConcatenatedView`."""
+        return all(one.attention.can_concatenate for one in self._form.layers)
+
+    @property
     def shapes(self) -> list[Shape]:
         """What each layer's attention is compiled for."""
         return [one.attention.shape for one in self._form.layers]
@@ -117,6 +122,10 @@ class LayerStack:
         if isinstance(view, InPlaceView):
             is_measured = self.observe is not None
             hidden = self._decodes(tokens.reshape(-1), view, caches, is_measured=is_measured)
+        elif isinstance(view, ConcatenatedView):
+            tables = self._concatenated_tables(view)
+            new = NewTokens(rows, count, view.offset, tables, are_concatenated=True)
+            hidden = self._run(tokens.reshape(-1), caches, new)
         else:
             new = NewTokens(
                 rows,
@@ -271,6 +280,11 @@ class LayerStack:
     def _tables(self, offset: int | mx.array, rows: int, count: int) -> dict[int, mx.array]:
         """Return the table of each rotation, by `id`."""
         return {key: one.table(offset, count, rows) for key, one in self._rotations.items()}
+
+    def _concatenated_tables(self, view: ConcatenatedView) -> dict[int, mx.array]:
+        """Return the tables of chunks side by side."""
+        parts = [self._tables(one.offset, 1, one.offset_after - one.offset) for one in view.parts]
+        return {key: mx.concatenate([one[key] for one in parts], axis=2) for key in parts[0]}
 
     def _add_norm(
         self, hidden: mx.array, change: mx.array, norm: Any, *, is_summand: bool = False

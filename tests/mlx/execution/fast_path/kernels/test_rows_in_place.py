@@ -39,8 +39,11 @@ def _driver(model: nn.Module, kv_bits: int = 0, **settings: Any) -> ExecutorDriv
 
 def _run(driver: ExecutorDriver) -> dict[int, list[int]]:
     """Join, leave, move, verify drafts and grow rows, with steps launched ahead."""
-    driver.start(1, 0, PROMPTS[1])
-    driver.start(2, 1, PROMPTS[2])
+    # Their prompts stand side by side in a forward.
+    driver.step(
+        admitted=[admission(1, 0, PROMPTS[1]), admission(2, 1, PROMPTS[2])],
+        prefill_chunks=[chunk(1, 0, 9, 9), chunk(2, 0, 5, 5)],
+    )
     first = driver.launch(decodes=[1, 2])
     second = driver.launch(decodes=[1, 2])
     driver.finish(first)

@@ -12,6 +12,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
+from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView
 from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
 from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
 from services.rank_worker.model.fast_path.kernels.head_attention import (
@@ -58,6 +59,12 @@ class HeadForm:
     """Of queries, keys and values."""
     is_expanded: bool = False
     """See `AttentionForm`."""
+
+    @property
+    def can_concatenate(self) -> bool:
+        """See `AttentionForm`. Without kernels one operation normalizes queries and keys."""
+        module = self.module
+        return not self.shape.normalizes or module.q_norm.eps == module.k_norm.eps
 
     def open(self, kernels: Kernels | None, *, on_cpu: bool) -> "HeadAttention":
         """Merge the weights; arguments as those of `LayerStack`. Waits for the device."""
@@ -127,7 +134,7 @@ class HeadAttention:
             norms[0], norms[1], mx.array([form.scale, *epsilons], dtype=mx.float32)
         )
         self._head_norm = self._merge_head_norms() if shape.normalizes else None
-        self._prepares_together = on_cpu and epsilons[0] == epsilons[1]
+        self._prepares_together = on_cpu and form.can_concatenate
         mx.eval(self._weights.constants, self._head_norm)
 
     def compile_products(self, *, apart: bool) -> None:
@@ -175,6 +182,8 @@ class HeadAttention:
     ) -> mx.array:
         form = self._form
         queries, keys, values = self._prepare(qkv, tokens, table)
+        if tokens.are_concatenated:
+            return self._attend_each(queries, keys, values, cache)
         fetched = cache.update_and_fetch(keys, values)
         attend = functools.partial(scaled_dot_product_attention, cache=cache, scale=form.scale)
         attended: mx.array
@@ -184,6 +193,22 @@ class HeadAttention:
             attended = attend(queries, *fetched, mask=tokens.mask)
         return attended.swapaxes(1, 2).reshape(tokens.rows * tokens.count, -1)
 
+    def _attend_each(
+        self, queries: mx.array, keys: mx.array, values: mx.array, cache: RowLayer
+    ) -> mx.array:
+        """Attend chunk by chunk, see `ConcatenatedView`."""
+        view, attended = cache.view, []
+        assert isinstance(view, ConcatenatedView)
+        fetched = cache.update_and_fetch_each(keys, values)
+        for part, own, its in zip(view.parts, view.split(queries), fetched, strict=True):
+            mask: Any = part.mask(own.shape[2], None, return_array=False)
+            result: mx.array = scaled_dot_product_attention(
+                own, *its, cache=cache, scale=self._form.scale, mask=mask
+            )
+            attended.append(result.swapaxes(1, 2))
+        joined = mx.concatenate(attended, axis=1)
+        return joined.reshape(joined.shape[1], -1)
+
     def _prepare(self, qkv: mx.array, tokens: NewTokens, table: mx.array | None) -> list[mx.array]:
         """Return queries, keys and values, [B, heads, L, head_dim], normalized and rotated."""
         if self._kernels is not None:
@@ -191,12 +216,11 @@ class HeadAttention:
             return of_heads.prepare(self._form.shape, self._weights, qkv, tokens.rows, table)
         shape = tokens.rows, tokens.count, -1, self._form.shape.head_dim
         heads = qkv.reshape(shape).swapaxes(1, 2)
-        prepare = self._prepare_together if self._prepares_together else self._prepare_singly
-        return prepare(heads, tokens, table)
+        if tokens.are_concatenated or self._prepares_together:
+            return self._prepare_together(heads, table)
+        return self._prepare_singly(heads, tokens)
 
-    def _prepare_singly(
-        self, heads: mx.array, tokens: NewTokens, _table: mx.array | None
-    ) -> list[mx.array]:
+    def _prepare_singly(self, heads: mx.array, tokens: NewTokens) -> list[mx.array]:
         """Split queries, keys and values; normalize and rotate them as mlx-lm does.
 
         On a GPU each norm and each rotation is one operation.
@@ -211,9 +235,7 @@ class HeadAttention:
             keys = module.rope(keys, offset=tokens.offset)
         return [queries, keys, values]
 
-    def _prepare_together(
-        self, heads: mx.array, _tokens: NewTokens, table: mx.array | None
-    ) -> list[mx.array]:
+    def _prepare_together(self, heads: mx.array, table: mx.array | None) -> list[mx.array]:
         """Normalize and rotate queries and keys together, then split them.
 
         On a CPU norms and rotations are a dozen operations each.

@@ -12,7 +12,7 @@ from mlx import nn
 from mlx.utils import tree_map
 
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
-from services.rank_worker.kv_cache.rows.row_views import InPlaceView
+from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView, InPlaceView
 from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
@@ -39,6 +39,8 @@ class NewTokens:
     """Where a kernel writes them; None: the rows' caches write them."""
     apart: bool = False
     """A row's results must not depend on the other rows."""
+    are_concatenated: bool = False
+    """They are chunks of several rows side by side, whose positions only the tables tell."""
     leaves_summand: bool = False
     """The result of a divided attention or MLP is this rank's summand; the norm that follows sums
     over ranks."""
@@ -95,6 +97,10 @@ class AttentionForm(Protocol):
         Then mlx-lm masks scores itself, with an array.
         """
 
+    @property
+    def can_concatenate(self) -> bool:
+        """Whether chunks of several rows can be computed side by side."""
+
     def open(self, kernels: Kernels | None, *, on_cpu: bool) -> Attention:
         """Merge the weights; arguments as those of `LayerStack`. Waits for the device."""
 
@@ -139,7 +145,7 @@ def attend_apart(
         cache: of the layer.
     """
     view = cache.view
-    assert not isinstance(view, InPlaceView)
+    assert not isinstance(view, InPlaceView | ConcatenatedView)
     attended = [
         attend(
             *(one[row : row + 1] for one in queries),

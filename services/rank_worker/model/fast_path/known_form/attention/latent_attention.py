@@ -68,6 +68,11 @@ class LatentForm:
     is_expanded: bool = True
     """See `AttentionForm`."""
 
+    @property
+    def can_concatenate(self) -> bool:
+        """See `AttentionForm`."""
+        return False
+
     def open(self, kernels: Kernels | None, *, on_cpu: bool) -> "LatentAttention":
         """Merge the weights; arguments as those of `LayerStack`. Waits for the device."""
         return LatentAttention(self, kernels, on_cpu=on_cpu)
