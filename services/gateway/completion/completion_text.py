@@ -55,8 +55,8 @@ class CompletionText:
         self._stop_ids = stop_ids
         self._stops = StopStrings(stops)
         self._has_stops = bool(stops)
-        self._decoded_chars = 0
-        self._sent_chars = 0
+        self._decoded_chars = self._sent_chars = 0
+        """Characters so far; not counted where no log probabilities were requested."""
         self._entries: deque[LogprobEntry] = deque()
         self.tokens_after_stop = 0
         """Tokens of the last `add` that came after the stop string."""

@@ -34,21 +34,22 @@ def execution_profile(
 
     Args:
         device: the rank's device.
-        backend: the world's backend for collectives; prefills are padded only if all devices are
-            alike.
+        backend: the world's backend for collectives; prompts are padded, and long ones grouped,
+            only if all devices are alike.
         free_bytes: free memory of the device after loading, which limits the freed buffers.
         batch_invariant: prompts must not share a forward, nor depend on the room of rows.
     """
     grouped_tokens_max = 0 if batch_invariant else GROUPED_TOKENS_MAX
     if device.kind == "cpu":
         return ExecutionProfile(grouped_tokens_max=grouped_tokens_max)
-    # Other backends allow different devices in one world. If only some ranks padded, or joined long
-    # prompts, the sizes of their collectives would differ.
-    pads = device.kind == "cuda" and backend in ("off", "nccl") and not batch_invariant
+    # Other backends allow different devices in one world. If only some ranks padded, or grouped
+    # long prompts, the sizes of their collectives would differ. An invariant batch does neither:
+    # the room for padding depends on the other rows.
+    all_are_cuda = device.kind == "cuda" and backend in ("off", "nccl")
+    pads = all_are_cuda and not batch_invariant
     return ExecutionProfile(
         has_queue=True,
         grouped_tokens_max=_CUDA_GROUPED_TOKENS_MAX if pads else grouped_tokens_max,
-        # The room for padding depends on the other rows.
         pads_prefill=pads,
         freed_bytes_max=int(FREED_SHARE * free_bytes),
     )

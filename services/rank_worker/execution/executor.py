@@ -137,6 +137,11 @@ class Executor:
             or self._decode.waits_for_earlier_steps(plan)
         )
 
+    @property
+    def shares_forwards(self) -> bool:
+        """Whether several prompts may share a forward."""
+        return self._prefill.shares_forwards
+
     def _uses_rows_otherwise(self, plan: StepPlan) -> bool:
         """Tell whether a plan reads or writes rows other than by decodes."""
         size = (self.store.row_count, self.store.row_tokens)

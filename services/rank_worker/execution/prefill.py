@@ -43,8 +43,8 @@ class PrefillExecutor:
             forward: the model.
             batch: the running sequences.
             proposer: gets the hidden states, for drafts.
-            profile: whether this device should group and pad chunks; done only where the model
-                allows it.
+            profile: longest prompt that shares a forward, and whether chunks are padded; used only
+                where the model allows it.
         """
         self._store = store
         self._forward = forward
@@ -53,6 +53,11 @@ class PrefillExecutor:
         can_pad = store.can_pad and forward.can_select
         self._grouped_tokens_max = profile.grouped_tokens_max if can_pad else 0
         self._pads_chunks = profile.pads_prefill and can_pad
+
+    @property
+    def shares_forwards(self) -> bool:
+        """Whether several prompts may share a forward."""
+        return self._grouped_tokens_max > 0
 
     def run(self, chunks: Sequence[PrefillChunk], forwards: ForwardOutputs) -> None:
         """Build and start the forwards of a plan's prefill chunks.
@@ -101,7 +106,7 @@ class PrefillExecutor:
             return self._width(chunk, row_tokens)
 
         groups = group_chunks(chunks, self._grouped_tokens_max, width)
-        if self._store.can_concatenate and self._grouped_tokens_max:
+        if self._store.can_concatenate and self.shares_forwards:
             return concatenate_groups(groups, width)
         return [[one] for one in groups]
 

@@ -42,8 +42,8 @@ def time_prefill(
 ) -> PrefillTime:
     """Time prompts of growing length; return the time of the longest.
 
-    Each length is run twice, as the first run compiles kernels. At last two prompts run at once, as
-    prompts that share a forward need kernels of their own. All ranks call this at the same point,
+    Each length is run twice, as the first run compiles kernels. Then two prompts run at once, since
+    those that share a forward need kernels of their own. All ranks call this at the same point,
     also those of a device that times nothing.
 
     Args:
@@ -64,7 +64,7 @@ def time_prefill(
         for _ in range(2):
             with infinite_logits_refused():
                 found = PrefillTime(length, _run_prompts(executor, clock, length, 1, steps))
-    if found.tokens and all_agree(2 * found.tokens <= tokens_max):
+    if found.tokens and all_agree(executor.shares_forwards and 2 * found.tokens <= tokens_max):
         with infinite_logits_refused():
             _run_prompts(executor, clock, found.tokens, 2, steps)
     executor.restart_receipts()

@@ -168,7 +168,7 @@ class Forward:
         Args:
             tokens: int32 [rows, count].
             caches: one per layer, which get the KV of these tokens.
-            real: bool [rows, count], false for padding; None: there is none.
+            real: bool [rows, count], false for padding; None: no token is.
         """
         self._run(tokens, caches, real, fills=True)
 

@@ -96,9 +96,12 @@ class DraftModelProposer(DrafterWithRows):
         are_distinct = len({chunk.sequence_id for chunk in chunks}) == len(chunks)
         groups = group_chunks(prefill_chunks, GROUPED_TOKENS_MAX if are_distinct else 0)
         for group in groups:
-            indices = [chunk.sequence_id for chunk in group]
+            # In the order of the rows, of which adjacent ones are written at once.
+            indices = sorted(
+                (chunk.sequence_id for chunk in group), key=lambda index: sequences[index].slot
+            )
             slots = [sequences[index].slot for index in indices]
-            lengths = [chunk.length for chunk in group]
+            lengths = [len(chunks[index].tokens) for index in indices]
             for index, slot in zip(indices, slots, strict=True):
                 self._check(chunks[index], slot)
             tokens = pad_tokens([chunks[index].tokens for index in indices], max(lengths))

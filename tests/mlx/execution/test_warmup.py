@@ -6,13 +6,15 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
+from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution import prefill_time
 from services.rank_worker.execution.prefill_time import LENGTHS, NOT_TIMED, time_prefill
 from services.rank_worker.execution.warmup import warm_up
+from services.rank_worker.kv_cache.rows.row_store import RowStore
 from shared.clock import SystemClock
 from shared.errors import ConfigError
 from tests.mlx import models
-from tests.mlx.executor_driver import ExecutorDriver, generate_alone, make_prompt
+from tests.mlx.executor_driver import ExecutorDriver, generate_alone, make_executor, make_prompt
 from tests.mlx.models import MakeModel
 
 
@@ -89,6 +91,32 @@ def test_prompt_is_not_timed_if_it_would_take_too_long(make_model: MakeModel) ->
 
     assert found.tokens == LENGTHS[0]
     assert found.milliseconds == pytest.approx(1e3 * seconds)
+
+
+@pytest.mark.parametrize(
+    ("grouped_tokens_max", "row_counts"),
+    [(1_024, [1] * 6 + [2]), (0, [1] * 6)],
+    ids=["share", "apart"],
+)
+def test_two_prompts_are_run_at_once_where_they_share_a_forward(
+    make_model: MakeModel,
+    grouped_tokens_max: int,
+    row_counts: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels and memory for such a forward are prepared before the first request."""
+    found: list[int] = []
+    real = RowStore.resize
+
+    def noting(store: RowStore, row_count: int, row_tokens: int) -> None:
+        found.extend([row_count] if row_count else [])
+        real(store, row_count, row_tokens)
+
+    profile = ExecutionProfile(grouped_tokens_max=grouped_tokens_max)
+    executor = make_executor(make_model("llama"), profile=profile)
+    monkeypatch.setattr(RowStore, "resize", noting)
+    assert time_prefill(executor, SteadyClock(0.001), 4_096).tokens == LENGTHS[-1]
+    assert found == row_counts
 
 
 @pytest.mark.parametrize(("tokens_max", "expected"), [(300, 256), (64, 64)])

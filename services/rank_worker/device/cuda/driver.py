@@ -46,7 +46,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
 class Driver:
     """Allocates memory in the context that MLX uses, on this process's first visible GPU.
 
-    A thread calls only the drivers that it has opened.
+    A context is current in one thread, so a thread calls only the drivers that it has opened.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:

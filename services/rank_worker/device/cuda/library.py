@@ -24,8 +24,13 @@ def declare(
     """
 
     def check(code: int, function: Any, _arguments: Any) -> None:
-        if code:
-            raise OSError(f"{function.__name__} failed ({describe(code)})")
+        if not code:
+            return
+        try:
+            words = describe(code)
+        except AttributeError:  # the library has no words
+            words = str(code)
+        raise OSError(f"{function.__name__} failed ({words})")
 
     for name, types in functions.items():
         try:

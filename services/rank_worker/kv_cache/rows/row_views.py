@@ -176,11 +176,11 @@ class PaddedView(UniformView):
             slots: the rows.
             columns: width of the padded input in tokens.
         """
-        super().__init__(slots[0], slots[0] + len(slots), 0, columns)
-        self._row_index: mx.array | None = None
-        """The rows, if they are not adjacent."""
-        if list(slots) != list(range(self.first, self.last)):
-            self._row_index = mx.array(list(slots), dtype=mx.int32)
+        are_adjacent = list(slots) == list(range(slots[0], slots[0] + len(slots)))
+        # No other range of rows is theirs.
+        rows = (slots[0], slots[-1] + 1) if are_adjacent else (0, 0)
+        super().__init__(*rows, 0, columns)
+        self._row_index = None if are_adjacent else mx.array(list(slots), dtype=mx.int32)
 
     def write(self, target: mx.array, new: mx.array) -> mx.array:
         """Write new keys or values into the first columns of these rows; return the changed array.

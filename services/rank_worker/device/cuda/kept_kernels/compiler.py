@@ -94,7 +94,7 @@ class Compiler:
             self._library.nvrtcCompileProgram(program, len(options), options)
         except OSError as error:
             log = self._read("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
-            reason = next((one for one in log.splitlines() if one), "no reason")
+            reason = next((one for one in log.splitlines() if one), str(error))
             raise DoesNotCompileError(reason) from error
 
     def _read(self, name: str, program: ctypes.c_void_p) -> bytes:

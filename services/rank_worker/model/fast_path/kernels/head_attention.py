@@ -38,7 +38,8 @@ _log = Log("rank_worker.fast_path")
 _THREADS = 128
 """Threads of a group; with 256, fewer groups fit on a processor of a GPU."""
 _PREPARED_HEADS_MAX = 8
-"""Query heads of a group that only normalizes and rotates; it has a warp for each head."""
+"""Query heads of a group that only normalizes and rotates. It has a warp for each, and for the key
+and the value."""
 _WRITERS = 64
 """Threads of a group that only writes a new key and value: a warp for each."""
 _HEADS_MAX = 5
@@ -97,6 +98,8 @@ class HeadAttentionKernels:
         """
         self._kv_bits = kv_bits
         weights = ["rotations", "query_weight", "key_weight", "constants"]
+        self.can_prepare = True
+        """Whether `prepare` serves."""
         self._prepare = make(
             name="lockstep_prepare_heads",
             input_names=["qkv", *weights],
@@ -162,23 +165,26 @@ class HeadAttentionKernels:
     def _try(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
         return first_error(functools.partial(self._attend_once, dtype=dtype), shapes)
 
+    def find_fault_of_prompts(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
+        """Compile and run `prepare` once; return why it cannot serve, "" if it can."""
+        return first_error(functools.partial(self._prepare_once, dtype=dtype), shapes)
+
+    def _prepare_once(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
+        weights, qkv, rotations = _made_up(shape, dtype)
+        mx.eval(self.prepare(shape, weights, qkv, 1, rotations))
+
     def _attend_once(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
         """Attend to one row, of one tile and of two."""
-        heads = shape.query_heads + 2 * shape.kv_heads
         part = BlockPart(shape.kv_heads, shape.head_dim, dtype)
         layer = make_row_layer([part, part], self._kv_bits)
         layer.resize(1, TILE_TOKENS + 1, 0, 0)
-        norm = mx.zeros((shape.head_dim,), dtype=dtype)
-        weights = AttentionWeights(norm, norm, mx.ones((3,), dtype=mx.float32))
-        qkv = mx.ones((1, heads * shape.head_dim), dtype=dtype)
-        rotations = mx.ones((1, shape.rotated), dtype=mx.float32) if shape.rotated else None
+        weights, qkv, rotations = _made_up(shape, dtype)
         for length in (1, TILE_TOKENS):
             places = RowPlaces(
                 *(mx.array([length]), mx.array([0]), tile_count(length)),
                 tokens_share_rows=length > 1,
             )
             mx.eval(self.attend(shape, weights, qkv, layer.arrays, places, rotations))
-        mx.eval(self.prepare(shape, weights, qkv, 1, rotations))
 
     def prepare(
         self,
@@ -317,6 +323,18 @@ class HeadAttentionKernels:
         if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
             return self._tensor_attend, largest_divisor(heads_per_key, _TENSOR_HEADS_MAX), True
         return self._attend, largest_divisor(heads_per_key, _heads_max(shape)), False
+
+
+def _made_up(
+    shape: AttentionShape, dtype: mx.Dtype
+) -> tuple[AttentionWeights, mx.array, mx.array | None]:
+    """Return weights, new heads and rotations of one token, to try a kernel with."""
+    heads = shape.query_heads + 2 * shape.kv_heads
+    norm = mx.zeros((shape.head_dim,), dtype=dtype)
+    weights = AttentionWeights(norm, norm, mx.ones((3,), dtype=mx.float32))
+    qkv = mx.ones((1, heads * shape.head_dim), dtype=dtype)
+    rotations = mx.ones((1, shape.rotated), dtype=mx.float32) if shape.rotated else None
+    return weights, qkv, rotations
 
 
 def _heads_max(shape: AttentionShape) -> int:

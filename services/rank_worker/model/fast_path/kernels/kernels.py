@@ -59,7 +59,8 @@ class Kernels:
     ) -> str:
         """Compile and run all kernels once; return why they cannot serve, "" if they can.
 
-        Without a kernel for products of few rows the others still serve, and MLX multiplies.
+        Without a kernel for products of few rows, or for the heads of prompts, the others still
+        serve, and MLX computes these.
 
         Args:
             shapes: of the attentions, each once.
@@ -74,6 +75,9 @@ class Kernels:
             return fault
         if fault := self._find_fault_of_norms(dtype, dim) if dim else "":
             return fault
+        if fault := self.head_attention.find_fault_of_prompts(of_heads, dtype) if dim else "":
+            _log.info("mlx_prepares_prompts", detail=fault)
+            self.head_attention.can_prepare = False
         if self.few_rows is not None and (fault := self.few_rows.find_fault(dtype, bits)):
             _log.info("mlx_products", detail=fault)
             self.few_rows = None
@@ -88,7 +92,7 @@ class Kernels:
         return ""
 
     def keep_common(self, all_agree: Callable[[bool], bool]) -> None:
-        """Leave the kernels for few rows or for tensor cores if another rank has to do without.
+        """Leave the kernels that are not needed if another rank has to do without.
 
         Other kernels round differently, and ranks that hold the same tokens must route them to the
         same experts.
@@ -98,6 +102,8 @@ class Kernels:
         """
         if not all_agree(self.few_rows is not None):
             self.few_rows = None
+        prepare = self.head_attention.can_prepare
+        self.head_attention.can_prepare = all_agree(prepare) and prepare
         attentions = (self.head_attention, self.latent_attention)
         if not all_agree(all(one.has_tensor_cores for one in attentions)):
             for one in attentions:

@@ -71,7 +71,7 @@ def find_difference(
     for number, (block, own_rows) in enumerate(zip(blocks, rows, strict=True)):
         differs = _compare_layer(stack, number, block, own_rows, lengths)
         found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
-        # Of several new tokens kernels decode drafts, and prepare the heads of prompts.
+        # Kernels verify drafts and prepare the heads of prompts: both have several tokens per row.
         ways = [(True, LENGTHS_OF_DRAFTS)] if stack.has_kernels else []
         ways += [(False, lengths)] if stack.has_kernels or stack.is_expanded(number) else []
         for in_place, of_rows in ways:

@@ -228,7 +228,8 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
         return vote and failing_rank != "another one"
 
     kernels.keep_common(all_agree)
-    assert votes == [False, failing_rank != "this one"]
+    assert votes == [False, True, failing_rank != "this one"]
+    assert kernels.head_attention.can_prepare == (failing_rank != "another one")
     assert kernels.head_attention.has_tensor_cores == (failing_rank == "none")
 
 
@@ -250,6 +251,22 @@ def test_rank_on_a_gpu_beside_one_on_a_cpu_votes_as_often_and_has_no_kernels() -
     opened = open_of(make("qwen3", 4, 2, 16), device="metal", all_agree=both)
     assert opened.state == "fast path without kernels: another rank has none"
     assert len(on_gpu) == len(on_cpu)
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+def test_prompts_without_their_kernel_are_prepared_by_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fault keeps the kernels of decodes."""
+    real: Any = mx.fast.metal_kernel
+
+    def failing(**made: Any) -> object:
+        def refuse(**_: Any) -> list[mx.array]:
+            raise RuntimeError("no such instruction")
+
+        return refuse if made["name"] == "lockstep_prepare_heads" else real(**made)
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", failing)
+    opened = open_of(make("qwen3", 4, 2, 16), device="metal")
+    assert opened.state == "fast path with kernels"
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")

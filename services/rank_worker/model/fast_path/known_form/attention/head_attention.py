@@ -211,8 +211,8 @@ class HeadAttention:
 
     def _prepare(self, qkv: mx.array, tokens: NewTokens, table: mx.array | None) -> list[mx.array]:
         """Return queries, keys and values, [B, heads, L, head_dim], normalized and rotated."""
-        if self._kernels is not None:
-            of_heads = self._kernels.head_attention
+        of_heads = self._kernels.head_attention if self._kernels is not None else None
+        if of_heads is not None and of_heads.can_prepare:
             return of_heads.prepare(self._form.shape, self._weights, qkv, tokens.rows, table)
         shape = tokens.rows, tokens.count, -1, self._form.shape.head_dim
         heads = qkv.reshape(shape).swapaxes(1, 2)
