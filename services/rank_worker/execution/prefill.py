@@ -123,7 +123,8 @@ class PrefillExecutor:
         tokens = pad_tokens([sequence.tokens[start:stop]], width)
         caches = self._store.prefill(slot, stop - start, width)
         if not chunk.samples:
-            self._forward.fill_caches(tokens, caches, _real([stop - start], [width]))
+            real = _real([stop - start], [width]) if padding else None
+            self._forward.fill_caches(tokens, caches, real)
             forwards.start_fill(self._store.marker())
         elif padding:
             ends = mx.array([stop - start - 1], dtype=mx.int32)
@@ -196,9 +197,7 @@ class PrefillExecutor:
         return sequence
 
 
-def _real(lengths: Sequence[int], widths: Sequence[int]) -> mx.array | None:
-    """Return bool [1, sum of widths], false for padding of chunks side by side; None without."""
-    if list(lengths) == list(widths):
-        return None
+def _real(lengths: Sequence[int], widths: Sequence[int]) -> mx.array:
+    """Return bool [1, sum of widths], false for padding of chunks side by side."""
     parts = [np.arange(width) < length for length, width in zip(lengths, widths, strict=True)]
     return mx.array(np.concatenate(parts))[None]
