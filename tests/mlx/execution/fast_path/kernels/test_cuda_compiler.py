@@ -34,7 +34,7 @@ _CONSTANTS = {
     ),
     "add_tiles": {"HEAD_DIM": 128, "QUERY_HEADS": 32, "THREADS": 128, "TILE": 256},
     "add_norm": {"DIM": 2560, "THREADS": 320, "VECTOR_SIZE": 8},
-    "silu_product": {"WIDTH": 9728, "THREADS": 256},
+    "silu_product": {"WIDTH": 9728, "THREADS": 256, "VECTOR_SIZE": 8},
     "few_rows": {"ROW_TILES": 2, "WARPS": 8, "GATED": 1, "HAS_BIAS": 0},
 }
 _ARGUMENTS = {
@@ -72,6 +72,11 @@ for _bits in (8, 4):
     )
 _CONSTANTS["heads/write_rows"] = _CONSTANTS["heads/decode_attention"] | _WRITING
 _ARGUMENTS["heads/write_rows"] = (_HEADS_INPUTS, "written")
+_CONSTANTS["heads/prepare_heads"] = _CONSTANTS["heads/decode_attention"] | {"THREADS": 192}
+_ARGUMENTS["heads/prepare_heads"] = (
+    "qkv rotations query_weight key_weight constants",
+    "queries keys values",
+)
 _CONSTANTS["experts/expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SHARING": 8}
 _ARGUMENTS["experts/expert_products"] = ("rows weight up experts groups", "product")
 for _bits, _group, _words, _floats, _kind in (
