@@ -6,7 +6,6 @@ import mlx.core as mx
 import pytest
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
-from services.rank_worker.model.forward import Forward
 from tests.mlx.execution.fast_path.attention_models import make
 from tests.mlx.executor_driver import (
     ExecutorDriver,
@@ -20,25 +19,6 @@ from tests.mlx.models import PLAIN_FAMILIES, MakeModel
 
 _LENGTHS = {1: 70, 2: 20, 3: 33, 4: 48}
 _SLOTS = {1: 2, 2: 0, 3: 3, 4: 1}
-
-
-@pytest.fixture
-def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list of widths of all prefill forwards; it grows as they run."""
-    found: list[int] = []
-
-    def noting(name: str) -> None:
-        real = getattr(Forward, name)
-
-        def recorded(forward: Forward, tokens: mx.array, *rest: Any) -> Any:
-            found.append(tokens.shape[1])
-            return real(forward, tokens, *rest)
-
-        monkeypatch.setattr(Forward, name, recorded)
-
-    for name in ("fill_caches", "last_logits", "row_end_logits", "selected_logits"):
-        noting(name)
-    return found
 
 
 def _serve(driver: ExecutorDriver) -> dict[int, list[int]]:

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
-from services.rank_worker.model.forward import Forward
 from tests.mlx.executor_driver import (
     ExecutorDriver,
     admission,
@@ -23,25 +21,6 @@ def _driver(model: nn.Module, **changes: Any) -> ExecutorDriver:
     driver = ExecutorDriver(model, row_count=3, row_tokens=160)
     driver.executor = make_executor(model, profile=ExecutionProfile(pads_prefill=True), **changes)
     return driver
-
-
-@pytest.fixture
-def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list of widths of all prefill forwards; it grows as they run."""
-    found: list[int] = []
-
-    def noting(name: str) -> None:
-        real = getattr(Forward, name)
-
-        def recorded(forward: Forward, tokens: mx.array, *rest: Any) -> Any:
-            found.append(tokens.shape[1])
-            return real(forward, tokens, *rest)
-
-        monkeypatch.setattr(Forward, name, recorded)
-
-    for name in ("fill_caches", "last_logits", "row_end_logits"):
-        noting(name)
-    return found
 
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
