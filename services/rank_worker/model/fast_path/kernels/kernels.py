@@ -92,7 +92,7 @@ class Kernels:
         return ""
 
     def keep_common(self, all_agree: Callable[[bool], bool]) -> None:
-        """Leave the kernels that are not needed if another rank has to do without.
+        """Leave the kernels for few rows, prompts or tensor cores if another rank has none.
 
         Other kernels round differently, and ranks that hold the same tokens must route them to the
         same experts.
@@ -102,8 +102,8 @@ class Kernels:
         """
         if not all_agree(self.few_rows is not None):
             self.few_rows = None
-        prepare = self.head_attention.can_prepare
-        self.head_attention.can_prepare = all_agree(prepare) and prepare
+        if not all_agree(self.head_attention.can_prepare):
+            self.head_attention.can_prepare = False
         attentions = (self.head_attention, self.latent_attention)
         if not all_agree(all(one.has_tensor_cores for one in attentions)):
             for one in attentions:

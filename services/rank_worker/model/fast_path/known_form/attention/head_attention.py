@@ -61,10 +61,15 @@ class HeadForm:
     """See `AttentionForm`."""
 
     @property
-    def can_concatenate(self) -> bool:
-        """See `AttentionForm`. Without kernels one operation normalizes queries and keys."""
+    def has_one_norm(self) -> bool:
+        """Whether one operation can normalize queries and keys."""
         module = self.module
         return not self.shape.normalizes or module.q_norm.eps == module.k_norm.eps
+
+    @property
+    def can_concatenate(self) -> bool:
+        """See `AttentionForm`. Without kernels queries and keys are prepared together."""
+        return self.has_one_norm
 
     def open(self, kernels: Kernels | None, *, on_cpu: bool) -> "HeadAttention":
         """Merge the weights; arguments as those of `LayerStack`. Waits for the device."""
@@ -134,7 +139,7 @@ class HeadAttention:
             norms[0], norms[1], mx.array([form.scale, *epsilons], dtype=mx.float32)
         )
         self._head_norm = self._merge_head_norms() if shape.normalizes else None
-        self._prepares_together = on_cpu and form.can_concatenate
+        self._prepares_together = on_cpu and form.has_one_norm
         mx.eval(self._weights.constants, self._head_norm)
 
     def compile_products(self, *, apart: bool) -> None:
