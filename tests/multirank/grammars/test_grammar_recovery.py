@@ -4,8 +4,8 @@ import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.request import urlopen
 
@@ -53,12 +53,11 @@ def test_constrained_stream_is_unchanged_when_a_rank_is_killed_in_the_middle(
 
 
 @pytest.mark.proof
-def test_request_goes_on_when_a_rank_is_killed_while_it_compiles_the_grammar(
+def test_request_goes_on_when_a_rank_is_killed_before_it_has_compiled_the_grammar(
     pair: RunningLockstep,
 ) -> None:
     """The grammar is compiled again in the next epoch, and the answer matches it."""
-    # The gateway learns once a second what runs.
-    large = {"name": "large", "schema": slow_schema(6_000)}
+    large = {"name": "large", "schema": slow_schema(2_000)}
     body = {
         "model": "lockstep-demo",
         "messages": [{"role": "user", "content": "Answer in JSON."}],
@@ -66,19 +65,16 @@ def test_request_goes_on_when_a_rank_is_killed_while_it_compiles_the_grammar(
         "temperature": 0,
         "max_tokens": 16,
     }
-    answers: list[dict[str, Any]] = []
-    thread = threading.Thread(
-        target=lambda: answers.append(pair.post("/v1/chat/completions", body)), daemon=True
-    )
-    before = pair.children()["rank-worker 0"]
-    thread.start()
-    wait_until(lambda: _running(pair) == 1, READY_DEADLINE_S, failure="it was not admitted")
-    assert not answers
-    os.kill(before, signal.SIGKILL)
-    thread.join(READY_DEADLINE_S)
-    assert answers
-    assert answers[0]["choices"][0]["message"]["content"].lstrip().startswith("{")
-    assert answers[0]["usage"]["completion_tokens"] > 0
+    rank = pair.children()["rank-worker 0"]
+    # Stopped before the request, it cannot have compiled the grammar when it is killed.
+    os.kill(rank, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(pair.post, "/v1/chat/completions", body)
+        wait_until(lambda: _running(pair) == 1, READY_DEADLINE_S, failure="it was not admitted")
+        os.kill(rank, signal.SIGKILL)
+        ended = answer.result(READY_DEADLINE_S)
+    assert ended["choices"][0]["message"]["content"].lstrip().startswith("{")
+    assert ended["usage"]["completion_tokens"] > 0
 
 
 def _running(pair: RunningLockstep) -> int:
