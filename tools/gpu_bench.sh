@@ -7,7 +7,7 @@
 # RANKS: 1 (default) or the number of GPUs that share the model (backend nccl).
 # `python3` must find MLX with CUDA and Lockstep's other dependencies.
 # Variables: REPEATS (5), CLIENTS (1,4,8,16), PROMPT_TOKENS (64,1024), NEW_TOKENS (64),
-# BENCHES ("overhead steps gateway"; also peers, structured and step), PYTHON (python3).
+# BENCHES ("overhead steps gateway"; also peers, structured, step, prefill), PYTHON (python3).
 # For step: BATCHES (1,16,64), CONTEXT (1024), COMPARE (settings of a second contender).
 set -euo pipefail
 
@@ -67,6 +67,7 @@ for bench in ${BENCHES:-overhead steps gateway}; do
     overhead | peers) run "$bench-$preset-x$ranks" "$bench" "${overhead_flags[@]}" ;;
     structured) run "structured-$preset" structured --preset "$preset" --repeats "${REPEATS:-5}" ;;
     step) run "step-$preset" step "${step_flags[@]}" ;;
+    prefill) run "prefill-$preset" prefill --preset "$preset" --repeats "${REPEATS:-5}" ;;
     steps) run steps steps --repeats "${REPEATS:-5}" ;;
     gateway) run gateway gateway --repeats "${REPEATS:-5}" ;;
     *) echo "no benchmark named $bench" >&2; exit 64 ;;

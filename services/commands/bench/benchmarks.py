@@ -4,7 +4,7 @@ from services.commands.bench.cache import benchmark as cache
 from services.commands.bench.cache.testbed import CachePlan
 from services.commands.bench.flags import MODEL_OPTIONS, SETTINGS_OPTION
 from services.commands.bench.measuring.report import Report
-from services.commands.bench.parts import gateway, splits, step, steps
+from services.commands.bench.parts import gateway, prefill, splits, step, steps
 from services.commands.bench.plans import Benchmark
 from services.commands.bench.serving import (
     overhead,
@@ -63,6 +63,15 @@ _TABLE = [
         plan=step.DecodeStepPlan,
         measure=step.measure,
         columns=step.COLUMNS,
+    ),
+    Benchmark(
+        name="prefill",
+        summary="prompts that come at once, computed together and one by one",
+        repeats=3,
+        options=[*MODEL_OPTIONS, *prefill.OPTIONS, SETTINGS_OPTION],
+        plan=prefill.PrefillPlan,
+        measure=prefill.measure,
+        columns=prefill.COLUMNS,
     ),
     Benchmark(
         name="gateway",

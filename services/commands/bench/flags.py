@@ -54,8 +54,8 @@ class BenchmarkOption(click.Option):
         return min(converted, self.quick_max)
 
 
-def positive_int(text: str) -> int:
-    """Parse an integer of 1 or more.
+def whole_number(text: str, least: int = 1) -> int:
+    """Parse an integer of `least` or more.
 
     Raises:
         click.BadParameter: when the text is no such number.
@@ -63,19 +63,10 @@ def positive_int(text: str) -> int:
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise click.BadParameter(f"{text!r} is not an integer of 1 or more.")
+        number = least - 1
+    if number < least:
+        raise click.BadParameter(f"{text!r} is not an integer of {least} or more.")
     return number
-
-
-def positive_ints(text: str) -> list[int]:
-    """Parse comma-separated integers of 1 or more.
-
-    Raises:
-        click.BadParameter: when one of them is wrong.
-    """
-    return [positive_int(part) for part in text.split(",")]
 
 
 def positive_milliseconds(text: str) -> list[float]:
@@ -104,22 +95,27 @@ def number_option(
         default: its value when it is not given.
         quick: `quick` and `quick_max` of BenchmarkOption.
     """
-    return BenchmarkOption(name, summary, default, type=positive_int, metavar="N", **quick)
+    return BenchmarkOption(name, summary, default, type=whole_number, metavar="N", **quick)
 
 
 def numbers_option(
-    name: str, summary: str, default: str, quick: str | None = None
+    name: str, summary: str, default: str, quick: str | None = None, least: int = 1
 ) -> BenchmarkOption:
-    """Return an option whose value is a list of comma-separated integers of 1 or more.
+    """Return an option whose value is a list of comma-separated integers of `least` or more.
 
     Args:
         name: the option, with dashes.
         summary: its help, without a full stop.
         default: its default, as on a command line.
         quick: its default with `--quick`, as on a command line; None: `default`.
+        least: smallest value.
     """
+
+    def parse(text: str) -> list[int]:
+        return [whole_number(part, least) for part in text.split(",")]
+
     listed = f"{summary}, comma-separated"
-    return BenchmarkOption(name, listed, default, quick=quick, type=positive_ints, metavar="N,...")
+    return BenchmarkOption(name, listed, default, quick=quick, type=parse, metavar="N,...")
 
 
 def names_option(name: str, names: Collection[str], summary: str) -> BenchmarkOption:

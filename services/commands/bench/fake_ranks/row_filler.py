@@ -7,7 +7,7 @@ depend on the values of keys; elsewhere each prompt is computed.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.commands.bench.measuring.row_lengths import uneven_lengths
@@ -114,18 +114,41 @@ class RowFiller:
                 not fit in memory.
         """
         lengths = uneven_lengths(batch, context)
-        if context + growth > self._tokens_max:
+        self._renew_rows(batch, context + growth)
+        for slot, length in enumerate(lengths):
+            self.sequences.append(self._admit(slot, length))
+
+    def begin_prompts(self, cached: Sequence[int], lengths: Sequence[int]) -> list[PrefillChunk]:
+        """Replace all sequences by new ones; return the chunks that are left of their prompts.
+
+        Args:
+            cached: tokens of each prompt that its row has already, 0 or more.
+            lengths: further tokens of each prompt.
+
+        Raises:
+            UsageError: as `fill` does.
+        """
+        both = list(zip(cached, lengths, strict=True))
+        self._renew_rows(len(both), max(begin + length for begin, length in both))
+        for slot, (begin, length) in enumerate(both):
+            self.sequences.append(self._admit(slot, begin, length))
+        return [
+            PrefillChunk(sequence_id=one, start=begin, length=length, samples=True)
+            for one, (begin, length) in zip(self.sequences, both, strict=True)
+        ]
+
+    def _renew_rows(self, batch: int, tokens: int) -> None:
+        """Drop all sequences and give the rows room for new ones, each of `tokens`."""
+        if tokens > self._tokens_max:
             raise UsageError(
-                f"A row of {context} tokens would grow to {context + growth}, and the model's "
-                f"sequences have {self._tokens_max} at most."
+                f"Rows would grow to {tokens} tokens, and the model's sequences have "
+                f"{self._tokens_max} at most."
             )
         self._drop()
         store = self._executor.store
         if self._block is None and store.layout is not None and not store.needs_state:
             self._block = self._keep_block(min(BLOCK_TOKENS, self._tokens_max))
-        self._shape = self._find_shape(batch, context + growth)
-        for slot, length in enumerate(lengths):
-            self.sequences.append(self._admit(slot, length))
+        self._shape = self._find_shape(batch, tokens)
 
     def _run(self, **fields: Any) -> None:
         self._executor.finish(self._executor.launch(self.plan(**fields)))
@@ -160,32 +183,35 @@ class RowFiller:
             )
         return rows.row_count, rows.row_tokens
 
-    def _admit(self, slot: int, length: int) -> int:
-        """Admit a sequence and compute its prompt, or its end after blocks; return its id."""
+    def _admit(self, slot: int, length: int, unread: int = 0) -> int:
+        """Admit a sequence and compute its prompt, or its end after blocks; return its id.
+
+        The last `unread` tokens of the prompt, which come after `length` others, are left.
+        """
         sequence_id = next(self._sequence_ids)
         vocabulary = self._executor.vocab_size
-        tokens = [(7 * place + 1) % vocabulary for place in range(length)]
+        whole = length + unread
+        tokens = [(7 * place + 1) % vocabulary for place in range(whole)]
         # Rows that begin alike still end with different tokens.
         tokens[-1] = (31 * sequence_id) % vocabulary
         block = self._block
-        begin = length - 1 if block is not None else 0
+        # A row samples from the last token of its prompt, which is therefore computed.
+        begin = min(length, whole - 1) if block is not None else 0
         blocks = [] if block is None else [block.hash] * -(-begin // block.length)
-        admitted = [
-            AdmittedSequence(
-                sequence_id=sequence_id,
-                slot=slot,
-                tokens=tokens,
-                prompt_tokens=length,
-                sampling=_GREEDY,
-                reused_tokens=begin,
-                reused_blocks=blocks,
-            )
-        ]
+        admitted = AdmittedSequence(
+            sequence_id=sequence_id,
+            slot=slot,
+            tokens=tokens,
+            prompt_tokens=whole,
+            sampling=_GREEDY,
+            reused_tokens=begin,
+            reused_blocks=blocks,
+        )
+        self._run(admitted=[admitted])
         for start in range(begin, length, limits.FORWARD_TOKENS_MAX):
             stop = min(length, start + limits.FORWARD_TOKENS_MAX)
             chunk = PrefillChunk(
-                sequence_id=sequence_id, start=start, length=stop - start, samples=stop == length
+                sequence_id=sequence_id, start=start, length=stop - start, samples=stop == whole
             )
-            self._run(admitted=admitted, prefill_chunks=[chunk])
-            admitted = []
+            self._run(prefill_chunks=[chunk])
         return sequence_id

@@ -1,4 +1,4 @@
-"""A rank of `lockstep bench step`: loads its share like a rank worker and times decode steps.
+"""A rank of `lockstep bench step` and `prefill`: loads its share like a rank worker, times steps.
 
     python -m services.commands.bench.fake_ranks.step_rank MODEL BACKEND
 
@@ -6,8 +6,9 @@ The settings are those of the environment (LOCKSTEP_SECTION_KEY). The first JSON
 output describes the rank. Each JSON line on standard input is an order,
 
     {"batch": 16, "context": 1024, "steps": 32, "drafts": 0}
+    {"prompts": 16, "tokens": 512, "cached": 1024, "rounds": 3}
 
-and is answered by the metrics of such steps, or by {"refused": sentence}.
+of decodes or of prompts, and is answered by their metrics, or by {"refused": sentence}.
 """
 
 import gc
@@ -21,6 +22,7 @@ import msgspec
 from services.commands.bench.fake_ranks import standalone_rank
 
 # isort: split
+from services.commands.bench.fake_ranks.prompt_timer import PromptTimer
 from services.commands.bench.fake_ranks.row_filler import RowFiller
 from services.commands.bench.fake_ranks.step_timer import StepTimer
 from services.commands.bench.measuring.orders import answer_orders, write_answer
@@ -74,13 +76,16 @@ def main(path: str, backend: Backend) -> None:
     rows = RowFiller(executor, config.scheduler, loaded.context_tokens_max, kv_budget_bytes)
     whole_model: Any = loaded.model
     layers = len(whole_model.layers)
-    timer = StepTimer(executor, rows, layers, device.kind != "cpu", SystemClock())
+    has_queue = device.kind != "cpu"
+    step_timer = StepTimer(executor, rows, layers, has_queue, SystemClock())
+    step_tokens_max = config.scheduler.step_tokens_max
+    prompt_timer = PromptTimer(executor, rows, step_tokens_max, has_queue, SystemClock())
     gc.collect()
     gc.freeze()
 
     def answer(**order: int) -> dict[str, Any]:
         try:
-            return dict(timer.measure(**order))
+            return (prompt_timer if "prompts" in order else step_timer).measure(**order)
         except UsageError as error:
             return {"refused": str(error)}
 

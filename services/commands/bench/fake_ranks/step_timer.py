@@ -6,9 +6,12 @@ the device computes another.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
+from services.commands.bench.fake_ranks.plan_runs import (
+    run_one_by_one,
+    run_prepared,
+    run_queued,
+)
 from services.commands.bench.fake_ranks.row_filler import RowFiller
 from services.rank_worker.execution.executor import Executor, LaunchedStep
 from services.rank_worker.profiling.part_timer import count_primitives
@@ -117,46 +120,12 @@ class StepTimer:
     def _time_ahead(self, steps: int, drafts: int) -> float:
         """Return the milliseconds from the end of a step to the end of the next, on average."""
         ends_s: list[float] = []
-        run = self._run_queued if self.has_queue else self._run_prepared
-        if drafts:
-            # A plan says how many of the drafts before it are accepted.
-            run = functools.partial(self._run_one_by_one, drafts)
-        run(WARM_STEPS + steps + 1, lambda: ends_s.append(self.clock.now()))
+        plans = (self.rows.plan_decodes(drafts) for _ in range(WARM_STEPS + steps + 1))
+        # With drafts a plan says how many of those before it are accepted.
+        ahead = run_queued if self.has_queue else run_prepared
+        run = run_one_by_one if drafts else ahead
+        run(self.executor, plans, lambda: ends_s.append(self.clock.now()))
         return (ends_s[-1] - ends_s[WARM_STEPS]) / steps * 1e3
-
-    def _run_one_by_one(self, drafts: int, count: int, on_end: Callable[[], None]) -> None:
-        for _ in range(count):
-            self.executor.finish(self.executor.launch(self.rows.plan_decodes(drafts)))
-            on_end()
-
-    def _run_queued(self, count: int, on_end: Callable[[], None]) -> None:
-        """Decode `count` times as the step loop does on a device with a queue."""
-        flight: list[LaunchedStep] = []
-
-        def finish_oldest() -> None:
-            self.executor.finish(flight.pop(0))
-            on_end()
-
-        for _ in range(count):
-            plan = self.rows.plan_decodes()
-            flight.append(self.executor.launch(plan, finish_oldest if flight else None))
-            if len(flight) > 1:
-                finish_oldest()
-        finish_oldest()
-
-    def _run_prepared(self, count: int, on_end: Callable[[], None]) -> None:
-        """Decode `count` times as the step loop does on a CPU, which builds one step ahead."""
-        running = self._prepare()
-        self.executor.start(running)
-        for _ in range(count - 1):
-            following = self._prepare()
-            self.executor.start_first_layers(following)
-            self.executor.finish(running)
-            on_end()
-            self.executor.start(following)
-            running = following
-        self.executor.finish(running)
-        on_end()
 
     def _count_bytes(self, batch: int, drafts: int) -> tuple[int, int]:
         """Return the bytes of weights, and of KV and other state, that one step moves.

@@ -24,8 +24,8 @@ def uneven_lengths(batch: int, context: int) -> list[int]:
     if spread < batch - 1:
         needed = ceil((batch - 1) / (1 - SHORTEST_SHARE))
         raise UsageError(
-            f"{batch} rows of up to {context} tokens cannot have different lengths: give a context "
-            f"of {needed} tokens or more."
+            f"{batch} rows of up to {context} tokens cannot have different lengths: {needed} or "
+            "more tokens are needed."
         )
     lengths = [context - spread * row // max(1, batch - 1) for row in range(batch)]
     random.Random(0).shuffle(lengths)

@@ -1,4 +1,4 @@
-"""`lockstep bench step`: its command line and the lengths of its rows."""
+"""`lockstep bench step` and `prefill`: their command lines and the lengths of their rows."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.measuring.row_lengths import uneven_lengths
-from services.commands.bench.parts import step
+from services.commands.bench.parts import prefill, step, worlds
 from shared.errors import ConfigError, UsageError
 from tests.unit.commands.bench.bench_arguments import plan_of
 
@@ -46,10 +46,22 @@ def test_bench_step_refuses_wrong_command_line_before_any_process_starts(
 ) -> None:
     """Settings are checked as a rank worker checks them."""
     started: list[object] = []
-    monkeypatch.setattr(step, "_start_ranks", lambda *args: started.append(args))
+    monkeypatch.setattr(worlds, "_start_ranks", lambda *args: started.append(args))
     with pytest.raises(error):
         step.measure(_plan(tmp_path, *argv), Report(benchmark="step", machine={}))
     assert not started
+
+
+def test_bench_prefill_without_flags_uses_documented_defaults(tmp_path: Path) -> None:
+    """New prompts are measured besides those of later turns, so 0 cached tokens are allowed."""
+    plan: prefill.PrefillPlan = plan_of(tmp_path, "prefill", "--model", "demo")
+    assert (plan.prompts, plan.tokens, plan.cached) == ([1, 4, 16], [128, 512], [0, 1_024])
+    assert (plan.ranks, plan.rounds, plan.compare) == ([1], 3, {})
+    with pytest.raises(UsageError, match="not an integer of 1 or more"):
+        plan_of(tmp_path, "prefill", "--model", "demo", "--tokens", "0")
+    uneven = plan_of(tmp_path, "prefill", "--model", "demo", "--prompts", "64", "--tokens", "100")
+    with pytest.raises(UsageError, match="158 or more tokens"):
+        prefill.measure(uneven, Report(benchmark="prefill", machine={}))
 
 
 def test_rows_have_different_lengths_from_six_tenths_of_the_context() -> None:
@@ -61,5 +73,5 @@ def test_rows_have_different_lengths_from_six_tenths_of_the_context() -> None:
         lengths = uneven_lengths(batch, context)
         assert len(set(lengths)) == batch
         assert (min(lengths) >= 0.6 * context, max(lengths)) == (True, context)
-        with pytest.raises(UsageError, match=f"context of {context} tokens"):
+        with pytest.raises(UsageError, match=f"{context} or more tokens"):
             uneven_lengths(batch, context - 1)
