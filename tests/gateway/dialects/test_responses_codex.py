@@ -220,8 +220,11 @@ def test_events_flow_while_codex_waits(codex_gateway: RunningGateway) -> None:
 def test_official_client_reads_stream_with_keep_alives(codex_gateway: RunningGateway) -> None:
     """Keep-alives before and inside the answer leave what the client collects as it is."""
     codex_gateway.scheduler.reply = _slow_reply
-    client = openai.OpenAI(base_url=f"{codex_gateway.url}/v1", api_key="none", timeout=20)
-    with client.responses.stream(model="tiny", input="Hello", store=False) as stream:
+    url = f"{codex_gateway.url}/v1"
+    with (
+        openai.OpenAI(base_url=url, api_key="none", timeout=20) as client,
+        client.responses.stream(model="tiny", input="Hello", store=False) as stream,
+    ):
         kinds = Counter(event.type for event in stream)
         assert stream.get_final_response().output_text == "Hello you"
     assert kinds["response.in_progress"] > 1
