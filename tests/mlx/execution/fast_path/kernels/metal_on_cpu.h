@@ -1,14 +1,15 @@
 // What Metal kernels need, on a CPU: the threads of one group run in turn in one thread of the system.
 // At a barrier, and where the threads of a warp exchange numbers, a thread gives up its turn until all
-// others have come there too.
+// others have come there too. Turns are given by longjmp: swapcontext asks the system for the signals of
+// each thread, which takes longer than most kernels compute.
 #include <sched.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <string.h>
 #include <ucontext.h>
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
+// <cmath> takes half of the time in which a kernel is compiled.
+#define INFINITY __builtin_inff()
 #define device
 #define constant
 #define threadgroup static
@@ -22,73 +23,94 @@ namespace mem_flags {
 constexpr int mem_threadgroup = 0;
 }
 namespace metal {
-inline float max(float one, float other) { return std::fmax(one, other); }
-inline float exp(float value) { return std::exp(value); }
+inline float max(float one, float other) { return __builtin_fmaxf(one, other); }
+inline float exp(float value) { return __builtin_expf(value); }
 // Ties to even numbers, as MLX quantizes on a CPU.
-inline float round(float value) { return std::rint(value); }
-inline float exp2(float value) { return std::exp2(value); }
+inline float round(float value) { return __builtin_rintf(value); }
+inline float exp2(float value) { return __builtin_exp2f(value); }
 namespace precise {
-inline float rsqrt(float value) { return 1.0f / std::sqrt(value); }
+inline float rsqrt(float value) { return 1.0f / __builtin_sqrtf(value); }
 }
 }  // namespace metal
 
 namespace group {
 constexpr int STACK_BYTES = 64 * 1024;
-std::vector<ucontext_t> threads;
-std::vector<std::vector<char>> stacks;
-std::vector<bool> ended;
-ucontext_t turns;
-int current;
+constexpr int THREADS_MAX = 1024;
+jmp_buf turns, places[THREADS_MAX];  // where the loop over the threads goes on, and where each thread does
+char* stacks[THREADS_MAX];
+bool ended[THREADS_MAX];
+int current, thread_count;
 float exchanged[1024];
 uint3 id, count;
 
+inline void give_up_turn() {
+  if (_setjmp(places[current]) == 0) {
+    _longjmp(turns, 1);
+  }
+}
+
 struct Barrier {
   int arrived = 0, passed = 0;
-  void wait(int thread_count) {
+  void wait(int count) {
     const int own = passed;
-    if (++arrived == thread_count) {
+    if (++arrived == count) {
       arrived = 0;
       ++passed;
     }
     while (own == passed) {
-      swapcontext(&threads[current], &turns);
+      give_up_turn();
     }
   }
 };
 Barrier all, warps[32];
 inline void wait_for_warp() { warps[current / 32].wait(32); }
 
+inline void take_turn(int thread, void (*begin)()) {
+  current = thread;
+  if (_setjmp(turns) != 0) {
+    return;  // the thread has given it up
+  }
+  if (stacks[thread] != nullptr) {
+    _longjmp(places[thread], 1);
+  }
+  stacks[thread] = new char[STACK_BYTES];
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = stacks[thread];
+  context.uc_stack.ss_size = STACK_BYTES;
+  context.uc_link = nullptr;
+  makecontext(&context, begin, 0);
+  setcontext(&context);
+}
+
+// A thread waits on its stack for the next group.
 template <typename Body>
-void run(int thread_count, Body body) {
+void run(int threads, Body body) {
   static Body* running;
   running = &body;
-  threads.assign(thread_count, {});
-  ended.assign(thread_count, false);
-  stacks.resize(thread_count);
-  for (int thread = 0; thread < thread_count; ++thread) {
-    stacks[thread].resize(STACK_BYTES);
-    getcontext(&threads[thread]);
-    threads[thread].uc_stack.ss_sp = stacks[thread].data();
-    threads[thread].uc_stack.ss_size = STACK_BYTES;
-    threads[thread].uc_link = &turns;
-    makecontext(&threads[thread], +[] {
-      (*running)();
-      ended[current] = true;
-    }, 0);
+  thread_count = threads;
+  for (int thread = 0; thread < threads; ++thread) {
+    ended[thread] = false;
   }
-  for (int left = thread_count; left > 0;) {
+  for (int left = threads; left > 0;) {
     left = 0;
-    for (current = 0; current < thread_count; ++current) {
-      if (!ended[current]) {
-        swapcontext(&turns, &threads[current]);
-        left += !ended[current];
+    for (int thread = 0; thread < threads; ++thread) {
+      if (!ended[thread]) {
+        take_turn(thread, +[] {
+          for (;;) {
+            (*running)();
+            ended[current] = true;
+            give_up_turn();
+          }
+        });
+        left += !ended[thread];
       }
     }
   }
 }
 }  // namespace group
 
-inline void threadgroup_barrier(int) { group::all.wait(group::threads.size()); }
+inline void threadgroup_barrier(int) { group::all.wait(group::thread_count); }
 inline void simdgroup_barrier(int) { group::wait_for_warp(); }
 inline float simd_shuffle_xor(float value, ushort mask) {
   group::exchanged[group::current] = value;
@@ -130,7 +152,7 @@ int best_of_warp(int number, Better better) {
 template <typename To, typename From>
 To as_type(From from) {
   To to;
-  std::memcpy(&to, &from, sizeof(To));
+  memcpy(&to, &from, sizeof(To));
   return to;
 }
 #define FENCE
@@ -180,12 +202,12 @@ inline void multiply_low(float* totals, Eight low, Eight given) {
 }
 
 // Packed numbers: integers, or floats e2m1 (4 bits) and e4m3 (8 bits).
-#define READ_WORDS(words, pointer) std::memcpy(words, pointer, sizeof(words))
+#define READ_WORDS(words, pointer) memcpy(words, pointer, sizeof(words))
 #define UNPACK(words, scale, bias) unpack(words, scale, bias, BITS, FLOATS)
 inline float small_float(unsigned bits, int mantissa_bits, int bias) {
   const int exponent = bits >> mantissa_bits, one = 1 << mantissa_bits;
   const int mantissa = bits % one + (exponent ? one : 0);
-  return std::ldexp(float(mantissa), (exponent ? exponent : 1) - bias - mantissa_bits);
+  return __builtin_ldexpf(mantissa, (exponent ? exponent : 1) - bias - mantissa_bits);
 }
 inline Eight unpack(const unsigned* words, float scale, float bias, int bits, bool floats) {
   Eight eight;
