@@ -66,6 +66,9 @@ def test_log_files_hold_the_same_lines_and_are_read_by_the_logs_command(
     with contextlib.closing(RunningLockstep(tmp_path / "run")) as running:
         running.wait_until_listening()
         wait_until(lambda: running.readiness() == 200, READY_DEADLINE_S, poll_s=0.1)
+        # On a busy machine a role's line may come to the file after the role has answered.
+        file = tmp_path / "logs" / "lockstep.log"
+        wait_until(lambda: "gateway_listening" in file.read_text(), READY_DEADLINE_S)
         # The variable is not set for the command: the running Lockstep says where its files are.
         monkeypatch.delenv("LOCKSTEP_LOG_DIRECTORY")
         done = subprocess.run(

@@ -140,7 +140,7 @@ def test_constrained_text_is_the_same_on_1_and_2_ranks_with_any_drafts(
 def test_slow_grammar_delays_its_own_request_and_not_the_stream_beside_it() -> None:
     """Ranks compile in threads, and the plan that samples waits until all of them have."""
     grammar = Grammar(
-        text=json.dumps({"grammars": [{"json_schema": slow_schema(3_000)}]}), end_ids=[END]
+        text=json.dumps({"grammars": [{"json_schema": slow_schema(6_000)}]}), end_ids=[END]
     )
     with cluster(2) as client:
         client.submit("plain", [5, 6, 7], max_tokens=6_000)
