@@ -1,4 +1,4 @@
-"""A rank of `lockstep bench step` and `prefill`: loads its share like a rank worker, times steps.
+"""A rank of `lockstep bench step` and `bench prefill`: loads a share of the model, times steps.
 
     python -m services.commands.bench.fake_ranks.step_rank MODEL BACKEND
 

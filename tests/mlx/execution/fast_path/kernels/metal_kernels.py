@@ -123,8 +123,8 @@ extern "C" void run({parameters}) {{
         if not library.exists():
             source = library.with_suffix(".cpp")
             source.write_text(text)
-            # Checks of longjmp take a jump to another stack for a mistake.
             command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-std=c++17", "-w"]
+            # Otherwise longjmp to another stack ends the process where a compiler checks it.
             command += ["-U_FORTIFY_SOURCE"]
             subprocess.run([*command, str(source), "-o", str(library)], check=True)
         return ctypes.CDLL(str(library)).run

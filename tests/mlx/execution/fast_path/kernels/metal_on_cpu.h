@@ -36,16 +36,17 @@ inline float rsqrt(float value) { return 1.0f / __builtin_sqrtf(value); }
 namespace group {
 constexpr int STACK_BYTES = 64 * 1024;
 constexpr int THREADS_MAX = 1024;
-jmp_buf turns, places[THREADS_MAX];  // where the loop over the threads goes on, and where each thread does
+jmp_buf loop_place;  // where the loop over the threads goes on
+jmp_buf places[THREADS_MAX];  // where each thread goes on
 char* stacks[THREADS_MAX];
 bool ended[THREADS_MAX];
 int current, thread_count;
-float exchanged[1024];
+float exchanged[THREADS_MAX];
 uint3 id, count;
 
 inline void give_up_turn() {
   if (_setjmp(places[current]) == 0) {
-    _longjmp(turns, 1);
+    _longjmp(loop_place, 1);
   }
 }
 
@@ -67,7 +68,7 @@ inline void wait_for_warp() { warps[current / 32].wait(32); }
 
 inline void take_turn(int thread, void (*begin)()) {
   current = thread;
-  if (_setjmp(turns) != 0) {
+  if (_setjmp(loop_place) != 0) {
     return;  // the thread has given it up
   }
   if (stacks[thread] != nullptr) {
@@ -136,7 +137,7 @@ inline int atomic_add(int* pointer, int number) {
 }
 #define ATOMIC_ADD(pointer, number) atomic_add(pointer, number)
 namespace group {
-int numbers[1024];
+int numbers[THREADS_MAX];
 template <typename Better>
 int best_of_warp(int number, Better better) {
   numbers[current] = number;
@@ -174,7 +175,7 @@ inline int simd_min(int number) {
 #define MULTIPLY_TILES(totals, low, high, given) multiply_tiles(totals, low, high, given)
 #define MULTIPLY_LOW(totals, low, given) multiply_low(totals, low, given)
 namespace group {
-Eight lows[1024], highs[1024], givens[1024];
+Eight lows[THREADS_MAX], highs[THREADS_MAX], givens[THREADS_MAX];
 }
 inline void multiply_tiles(float* totals, Eight low, Eight high, Eight given) {
   const int own = group::current, first = own / 32 * 32;
