@@ -13,6 +13,7 @@ from services.rank_worker.model.fast_path.gated_mlp import (
     has_gated_matrices,
     single_product,
 )
+from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
 from services.rank_worker.model.fast_path.kernels.few_experts import TOKENS_MAX
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.kernels.matrices import PlainMatrix
@@ -158,8 +159,8 @@ class RoutedBlock:
             self._shared_gate = single_product(form.shared_gate, kernels.few_rows)
         # A view, once: otherwise each step would have a node for it.
         self._transposed = None if matrix is None else matrix.T
-        self._factor = mx.array([form.factor], dtype=mx.float32)
-        mx.eval(self._transposed, self._factor)
+        self._factor = device_numbers(form.factor)
+        mx.eval(self._transposed)
 
     def takes(self, x: mx.array) -> bool:
         """Tell whether the kernels compute the block for tokens [..., dim]."""

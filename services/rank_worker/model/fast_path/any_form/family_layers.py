@@ -26,6 +26,7 @@ from services.rank_worker.model.fast_path.any_form.merged_products import (
 )
 from services.rank_worker.model.fast_path.compared_rows import PlainForward
 from services.rank_worker.model.fast_path.compiled_decodes import CompiledDecodes, RowArrays
+from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
 from services.rank_worker.model.fast_path.kernels.head_attention import (
     AttentionShape,
     AttentionWeights,
@@ -290,6 +291,5 @@ def _read_attention(
 
 def _weights(attention: PlainAttention) -> AttentionWeights:
     unused = mx.zeros((1,))
-    constants = mx.array([attention.scale, 0.0, 0.0], dtype=mx.float32)
-    mx.eval(unused, constants)
-    return AttentionWeights(unused, unused, constants)
+    mx.eval(unused)
+    return AttentionWeights(unused, unused, device_numbers(attention.scale, 0.0, 0.0))

@@ -20,6 +20,8 @@ VECTOR_BYTES = 16
 """Bytes that a thread reads at once."""
 _ROW_THREADS_MAX = 512
 """Most threads of a group that normalizes a row."""
+_NUMBERS_MIN = 4
+"""Fewest numbers of an array that MLX keeps in the memory of a GPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,6 +170,23 @@ def norm_threads(dim: int, dtype: mx.Dtype) -> int:
         dtype: of the numbers.
     """
     return min(-(-dim // (vector_size(dim, dtype) * 32)) * 32, _ROW_THREADS_MAX)
+
+
+def device_numbers(*numbers: float) -> mx.array:
+    """Return numbers that kernels read in every step, in the memory of the GPU.
+
+    On CUDA MLX keeps arrays of up to 8 bytes, and those made of Python's numbers, where the host
+    can read them too. Each group of threads fetches them from there: of 128 rows a norm took 17
+    microseconds, and takes 2 without.
+
+    Returns:
+        float32 [count], of which kernels may read the first `len(numbers)`; computed.
+    """
+    host = mx.array([*numbers, *[0.0] * (_NUMBERS_MIN - len(numbers))], dtype=mx.float32)
+    # A result has its own memory as long as something refers to what it is computed from.
+    copied = host + 0.0
+    mx.eval(copied)
+    return copied
 
 
 def start_norm(

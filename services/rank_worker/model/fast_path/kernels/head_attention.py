@@ -82,7 +82,7 @@ class AttentionWeights:
     key_norm: mx.array
     """The same for keys."""
     constants: mx.array
-    """float32 [3]: factor of the scores, epsilon of the queries' norm, epsilon of the keys'."""
+    """`device_numbers`: factor of the scores, epsilons of the queries' norm and of the keys'."""
 
 
 class HeadAttentionKernels:

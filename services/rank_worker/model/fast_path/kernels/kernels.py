@@ -118,7 +118,7 @@ class Kernels:
             hidden: [..., dim].
             change: like `hidden`.
             weight: [dim], of the norm.
-            epsilon: float32 [1], of the norm.
+            epsilon: `device_numbers`, of the norm.
 
         Returns:
             (sum, normalized sum), both like `hidden`.

@@ -80,7 +80,7 @@ class LatentWeights:
     norm: mx.array
     """[latent], of the norm of new latents."""
     constants: mx.array
-    """float32 [2]: factor of the scores, epsilon of that norm."""
+    """`device_numbers`: factor of the scores, epsilon of that norm."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class LatentAttentionKernels:
         Args:
             rows: [rows, any], row-contiguous.
             weight: [width], of the norm.
-            epsilon: float32 [1], of the norm.
+            epsilon: `device_numbers`, of the norm.
 
         Returns:
             [rows, width].

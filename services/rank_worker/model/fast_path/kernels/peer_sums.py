@@ -121,7 +121,7 @@ class PeerSums:
             hidden: [rows, dim], equal on all ranks.
             change: this rank's summand of the output, like `hidden`.
             weight: [dim], of the norm.
-            epsilon: float32 [1], of the norm.
+            epsilon: `device_numbers`, of the norm.
 
         Returns:
             (sum, normalized sum), both like `hidden`, to the bit the same on all ranks.

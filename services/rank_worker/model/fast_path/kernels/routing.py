@@ -92,7 +92,7 @@ class RoutingKernels:
         Args:
             logits: [tokens, experts].
             bias: [experts], added to the scores for the choice, not for the weights; or None.
-            factor: float32 [1], of the weights.
+            factor: `device_numbers`, of the weights.
             rule: how.
             sorted_for: experts whose weights this rank has, by which assignments are sorted (CUDA
                 only); None: they are not sorted.
@@ -152,7 +152,7 @@ class RoutingKernels:
             hidden: the layer's input, [tokens, dim] in the dtype of the results.
             results: of the experts.
             weight: [dim], of the norm.
-            epsilon: float32 [1], of the norm.
+            epsilon: `device_numbers`, of the norm.
 
         Returns:
             (sum with `hidden`, normalized sum), as `Kernels.add_norm` of `add_experts`.

@@ -13,6 +13,7 @@ from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView, InPlaceView
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.compiled_decodes import CompiledDecodes, RowArrays
+from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.kernels.peer_sums import PeerSums
 from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
@@ -60,8 +61,7 @@ class LayerStack:
         self._layers[0].compile_products(apart=batch_invariant)
         self._following = [*(one.input_norm for one in form.layers[1:]), form.norm]
         norms = [*(one.mlp_norm for one in form.layers), *self._following]
-        self._epsilons = {id(norm): mx.array([norm.eps], dtype=mx.float32) for norm in norms}
-        mx.eval(list(self._epsilons.values()))
+        self._epsilons = {id(norm): device_numbers(norm.eps) for norm in norms}
         attentions = [one.attention for one in form.layers]
         self._rotations: dict[int, Rotation] = {
             id(one.rotation): one.rotation for one in attentions if one.rotation is not None

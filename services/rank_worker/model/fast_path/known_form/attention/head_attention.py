@@ -15,6 +15,7 @@ from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView
 from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
 from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
+from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
 from services.rank_worker.model.fast_path.kernels.head_attention import (
     AttentionShape,
     AttentionWeights,
@@ -135,12 +136,10 @@ class HeadAttention:
         if shape.normalizes:
             norms = [module.q_norm.weight, module.k_norm.weight]
             epsilons = [module.q_norm.eps, module.k_norm.eps]
-        self._weights = AttentionWeights(
-            norms[0], norms[1], mx.array([form.scale, *epsilons], dtype=mx.float32)
-        )
+        self._weights = AttentionWeights(norms[0], norms[1], device_numbers(form.scale, *epsilons))
         self._head_norm = self._merge_head_norms() if shape.normalizes else None
         self._prepares_together = on_cpu and form.has_one_norm
-        mx.eval(self._weights.constants, self._head_norm)
+        mx.eval(self._head_norm)
 
     def compile_products(self, *, apart: bool) -> None:
         """See `Attention`."""

@@ -19,6 +19,7 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
 from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
+from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.kernels.latent_attention import (
     LatentShape,
@@ -150,11 +151,8 @@ class LatentAttention:
         self._unembed = HeadMatrices(module.unembed_out, products)
         self._output = single_product(module.o_proj, few_rows)
         norm = module.kv_a_layernorm
-        self._weights = LatentWeights(
-            norm.weight, mx.array([form.scale, norm.eps], dtype=mx.float32)
-        )
-        self._query_epsilon = mx.array([module.q_a_layernorm.eps if form.is_narrow else 0.0])
-        mx.eval(self._weights.constants, self._query_epsilon)
+        self._weights = LatentWeights(norm.weight, device_numbers(form.scale, norm.eps))
+        self._query_epsilon = device_numbers(module.q_a_layernorm.eps if form.is_narrow else 0.0)
 
     @property
     def _products(self) -> list[Any]:
