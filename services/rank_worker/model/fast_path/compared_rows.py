@@ -14,7 +14,7 @@ from services.rank_worker.kv_cache.rows.row_layers import (
     make_row_layer,
 )
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView
-from services.rank_worker.model.fast_path.kernels.row_places import TILE_TOKENS
+from services.rank_worker.model.fast_path.kernels.attention.row_places import TILE_TOKENS
 
 LENGTHS, LENGTHS_OF_KERNELS = (0, 5, 37), (0, 37, TILE_TOKENS + 88)
 """Tokens in the rows before the compared decode: an empty row and others, for kernels one of two

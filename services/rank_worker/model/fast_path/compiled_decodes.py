@@ -11,7 +11,7 @@ import mlx.core as mx
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces, tile_count
+from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces, tile_count
 
 RowArrays = Sequence[mx.array]
 """Keys and values of all rows in one layer, as `RowLayer.arrays`."""

@@ -26,13 +26,13 @@ from services.rank_worker.model.fast_path.any_form.merged_products import (
 )
 from services.rank_worker.model.fast_path.compared_rows import PlainForward
 from services.rank_worker.model.fast_path.compiled_decodes import CompiledDecodes, RowArrays
-from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
-from services.rank_worker.model.fast_path.kernels.head_attention import (
+from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
     AttentionShape,
     AttentionWeights,
 )
+from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
+from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
-from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
 from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 from services.rank_worker.model.forward import Observe
 

@@ -30,7 +30,7 @@ from services.rank_worker.model.fast_path.compared_rows import (
     relative_difference,
     set_view,
 )
-from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
+from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
 
 
 def find_difference(

@@ -183,7 +183,7 @@ def device_numbers(*numbers: float) -> mx.array:
         float32 [count], of which kernels may read the first `len(numbers)`; computed.
     """
     host = mx.array([*numbers, *[0.0] * (_NUMBERS_MIN - len(numbers))], dtype=mx.float32)
-    # A result has its own memory as long as something refers to what it is computed from.
+    # While `host` exists, MLX does not reuse its memory for the result.
     copied = host + 0.0
     mx.eval(copied)
     return copied

@@ -4,6 +4,14 @@ from collections.abc import Callable, Collection
 
 import mlx.core as mx
 
+from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
+    AttentionShape,
+    HeadAttentionKernels,
+)
+from services.rank_worker.model.fast_path.kernels.attention.latent_attention import (
+    LatentAttentionKernels,
+    LatentShape,
+)
 from services.rank_worker.model.fast_path.kernels.dialects import (
     Gpu,
     make_kernel,
@@ -12,14 +20,6 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
-from services.rank_worker.model.fast_path.kernels.head_attention import (
-    AttentionShape,
-    HeadAttentionKernels,
-)
-from services.rank_worker.model.fast_path.kernels.latent_attention import (
-    LatentAttentionKernels,
-    LatentShape,
-)
 from shared.log import Log
 
 _log = Log("rank_worker.fast_path")

@@ -13,10 +13,10 @@ from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView, InPlaceView
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.compiled_decodes import CompiledDecodes, RowArrays
+from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
 from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.kernels.peer_sums import PeerSums
-from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces
 from services.rank_worker.model.fast_path.known_form.attention.interface import NewTokens
 from services.rank_worker.model.fast_path.known_form.decoder_layer import DecoderLayer
 from services.rank_worker.model.fast_path.known_form.forms import StackForm

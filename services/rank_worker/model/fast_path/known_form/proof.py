@@ -33,7 +33,7 @@ from services.rank_worker.model.fast_path.compared_rows import (
     relative_difference,
     set_view,
 )
-from services.rank_worker.model.fast_path.kernels.row_places import TILE_TOKENS
+from services.rank_worker.model.fast_path.kernels.attention.row_places import TILE_TOKENS
 from services.rank_worker.model.fast_path.known_form.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
 

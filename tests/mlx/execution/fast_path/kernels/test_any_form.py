@@ -14,7 +14,8 @@ from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path import opening
 from services.rank_worker.model.fast_path.any_form import proof as any_form_proof
 from services.rank_worker.model.fast_path.any_form.merged_products import MergedProducts
-from services.rank_worker.model.fast_path.kernels import head_attention, tensor_cores
+from services.rank_worker.model.fast_path.kernels import tensor_cores
+from services.rank_worker.model.fast_path.kernels.attention import head_attention
 from services.rank_worker.model.fast_path.merged_linear import MergedLinear
 from services.rank_worker.model.fast_path.opening import FastPathSettings, open_fast_path
 from services.rank_worker.model.forward import Forward

@@ -10,7 +10,8 @@ from mlx import nn
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
-from services.rank_worker.model.fast_path.kernels import head_attention, tensor_cores
+from services.rank_worker.model.fast_path.kernels import tensor_cores
+from services.rank_worker.model.fast_path.kernels.attention import head_attention
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.sharding.local_experts import expert_layers, keep_all

@@ -9,12 +9,9 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
-from services.rank_worker.model.fast_path.kernels import (
-    head_attention,
-    row_places,
-    tensor_cores,
-)
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL, device_numbers
+from services.rank_worker.model.fast_path.kernels import tensor_cores
+from services.rank_worker.model.fast_path.kernels.attention import head_attention, row_places
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
@@ -394,10 +391,3 @@ def test_experts_of_few_tokens_are_those_of_mlx_lm_and_zero_for_other_ranks(
     assert mx.allclose(found, expected, rtol=1e-4, atol=1e-3).item()
     alone = FewExperts()(layer, x[-1:], indices[-1:], local)
     assert mx.array_equal(alone[0], found[-1]).item()
-
-
-def test_numbers_of_a_kernel_are_too_many_for_the_memory_of_the_host() -> None:
-    """MLX on CUDA keeps arrays of up to 8 bytes where each read of a GPU takes microseconds."""
-    numbers = device_numbers(0.5)
-    assert numbers.nbytes > 8
-    assert numbers[0].item() == 0.5

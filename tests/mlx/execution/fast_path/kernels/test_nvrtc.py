@@ -15,11 +15,11 @@ from services.rank_worker.device.cuda.kept_kernels.compiler import Compiler
 from services.rank_worker.device.cuda.kept_kernels.kept_kernel import KernelFolder
 from services.rank_worker.kv_cache.blocks import host_copier
 from services.rank_worker.model.fast_path.kernels import expert_counts
+from services.rank_worker.model.fast_path.kernels.attention.head_attention import AttentionShape
+from services.rank_worker.model.fast_path.kernels.attention.latent_attention import LatentShape
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
-from services.rank_worker.model.fast_path.kernels.head_attention import AttentionShape
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
-from services.rank_worker.model.fast_path.kernels.latent_attention import LatentShape
 from services.rank_worker.model.fast_path.kernels.peer_sums import PeerSums
 from services.rank_worker.model.fast_path.kernels.routing import (
     ExpertResults,

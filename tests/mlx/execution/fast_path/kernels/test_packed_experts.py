@@ -8,7 +8,8 @@ from mlx import nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
-from services.rank_worker.model.fast_path.kernels import head_attention, tensor_cores
+from services.rank_worker.model.fast_path.kernels import tensor_cores
+from services.rank_worker.model.fast_path.kernels.attention import head_attention
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.matrices import Matrix, PackedMatrix

@@ -10,8 +10,8 @@ from mlx import nn
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.kernels import head_attention, row_places
-from services.rank_worker.model.fast_path.kernels.row_places import TILE_TOKENS
+from services.rank_worker.model.fast_path.kernels.attention import head_attention, row_places
+from services.rank_worker.model.fast_path.kernels.attention.row_places import TILE_TOKENS
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from shared.messages import RolledBack
 from tests.mlx.drafting.drafter_driver import DrafterDriver, random_eagle_head

@@ -1,12 +1,12 @@
-"""The tiles of a row are added up, however many there are."""
+"""What kernels share: sums of the tiles of a row, and numbers that all groups read."""
 
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from services.rank_worker.model.fast_path.kernels import head_attention, row_places
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
+from services.rank_worker.model.fast_path.kernels.attention import head_attention, row_places
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL, device_numbers
 
 TILE = row_places.TILE_TOKENS
 
@@ -59,3 +59,10 @@ def test_last_group_of_a_row_of_many_tiles_adds_them_up(monkeypatch: pytest.Monk
         found = attended(mx.fast.cuda_kernel, CUDA, lengths)
         expected = attended(mx.fast.metal_kernel, METAL, lengths)
         assert mx.allclose(found, expected, rtol=1e-4, atol=1e-5).item()
+
+
+def test_numbers_of_a_kernel_are_too_many_for_the_memory_of_the_host() -> None:
+    """MLX on CUDA keeps arrays of up to 8 bytes where each read of a GPU takes microseconds."""
+    numbers = device_numbers(0.5)
+    assert numbers.nbytes > 8
+    assert numbers[0].item() == 0.5

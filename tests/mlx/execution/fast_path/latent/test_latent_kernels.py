@@ -10,16 +10,17 @@ from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path import opening
-from services.rank_worker.model.fast_path.kernels import latent_attention, tensor_cores
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
-from services.rank_worker.model.fast_path.kernels.head_products import HeadProducts
-from services.rank_worker.model.fast_path.kernels.latent_attention import (
+from services.rank_worker.model.fast_path.kernels import tensor_cores
+from services.rank_worker.model.fast_path.kernels.attention import latent_attention
+from services.rank_worker.model.fast_path.kernels.attention.head_products import HeadProducts
+from services.rank_worker.model.fast_path.kernels.attention.latent_attention import (
     LatentAttentionKernels,
     LatentShape,
     LatentWeights,
     NewLatents,
 )
-from services.rank_worker.model.fast_path.kernels.row_places import RowPlaces, tile_count
+from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces, tile_count
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 from services.rank_worker.model.fast_path.known_form.rotation import read_rotation
 from services.rank_worker.profiling.part_timer import count_primitives
 from tests.mlx.execution.fast_path.attention_models import open_of

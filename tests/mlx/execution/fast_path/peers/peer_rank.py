@@ -20,7 +20,8 @@ import numpy as np
 
 from services.rank_worker.device import ring_sockets
 from services.rank_worker.device.execution_profile import ExecutionProfile
-from services.rank_worker.model.fast_path.kernels import head_attention, peer_sums, tensor_cores
+from services.rank_worker.model.fast_path.kernels import peer_sums, tensor_cores
+from services.rank_worker.model.fast_path.kernels.attention import head_attention
 from services.rank_worker.model.fast_path.kernels.peer_sums import ROWS_MAX, open_peer_sums
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.sharding.apply import apply_split

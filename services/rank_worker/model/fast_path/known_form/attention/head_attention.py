@@ -15,11 +15,11 @@ from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView
 from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
 from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
-from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
-from services.rank_worker.model.fast_path.kernels.head_attention import (
+from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
     AttentionShape,
     AttentionWeights,
 )
+from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.known_form.attention.interface import (
     NewTokens,

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
-from services.rank_worker.model.fast_path.kernels.head_products import (
+from services.rank_worker.model.fast_path.kernels.attention.head_products import (
     ROWS_OF_KERNELS,
     HeadProducts,
 )

@@ -19,13 +19,13 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
 from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
-from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
-from services.rank_worker.model.fast_path.kernels.kernels import Kernels
-from services.rank_worker.model.fast_path.kernels.latent_attention import (
+from services.rank_worker.model.fast_path.kernels.attention.latent_attention import (
     LatentShape,
     LatentWeights,
     NewLatents,
 )
+from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.known_form.attention.head_matrices import (
     HeadMatrices,
     head_shape,

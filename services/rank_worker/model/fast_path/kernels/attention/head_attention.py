@@ -13,15 +13,7 @@ import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
-from services.rank_worker.model.fast_path.kernels.dialects import (
-    CUDA,
-    VECTOR_BYTES,
-    Dialect,
-    largest_divisor,
-    read_source,
-    vector_size,
-)
-from services.rank_worker.model.fast_path.kernels.row_places import (
+from services.rank_worker.model.fast_path.kernels.attention.row_places import (
     TILE_TOKENS,
     RowPlaces,
     TileSums,
@@ -29,6 +21,14 @@ from services.rank_worker.model.fast_path.kernels.row_places import (
     halves,
     tile_count,
     write_first,
+)
+from services.rank_worker.model.fast_path.kernels.dialects import (
+    CUDA,
+    VECTOR_BYTES,
+    Dialect,
+    largest_divisor,
+    read_source,
+    vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.tensor_cores import DTYPES, HEADER
 from shared.log import Log

@@ -8,16 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.dialects import (
-    CUDA,
-    Dialect,
-    largest_divisor,
-    norm_threads,
-    read_source,
-    vector_size,
-)
-from services.rank_worker.model.fast_path.kernels.head_products import HeadProducts
-from services.rank_worker.model.fast_path.kernels.row_places import (
+from services.rank_worker.model.fast_path.kernels.attention.head_products import HeadProducts
+from services.rank_worker.model.fast_path.kernels.attention.row_places import (
     TILE_TOKENS,
     RowPlaces,
     TileSums,
@@ -25,6 +17,14 @@ from services.rank_worker.model.fast_path.kernels.row_places import (
     halves,
     tile_count,
     write_first,
+)
+from services.rank_worker.model.fast_path.kernels.dialects import (
+    CUDA,
+    Dialect,
+    largest_divisor,
+    norm_threads,
+    read_source,
+    vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,

@@ -1,0 +1,1 @@
+"""Attention by kernels: of heads, of latents, and where the rows of a forward are."""
