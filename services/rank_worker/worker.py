@@ -253,6 +253,7 @@ class Worker:
             "rank_worker.kv_bits": str(self.config.rank_worker.kv_bits),
             "rank_worker.fast_path": self.config.rank_worker.fast_path,
             "rank_worker.peer_memory": str(self.config.rank_worker.peer_memory),
+            "rank_worker.prompts_in_place": str(self.config.rank_worker.prompts_in_place),
             "rank_worker.batch_invariant": str(self.config.rank_worker.batch_invariant),
             "grammars (version of llguidance, tokenizer.json)": grammars.fingerprint,
         }

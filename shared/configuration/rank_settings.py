@@ -82,6 +82,11 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Have kernels of the fast path sum over ranks in decodes, through GPU memory that the ranks
     share, instead of NCCL. Used where all ranks are NVIDIA GPUs of one host, and a trial at the
     start succeeds. Must be equal on all ranks."""
+    prompts_in_place: bool = False
+    """On NVIDIA GPUs have kernels of the fast path attend also for prompts: chunks of any lengths
+    share a forward, which need not wait for the steps before. Used up to 2,048 tokens of a step at
+    not too late places of their prompts, for keys and values in the model's own type. Must be equal
+    on all ranks."""
     batch_invariant: bool = False
     """Give a request the same numbers, to the last bit, beside any other requests and with any
     content of the cache, unless it is preempted or goes on after a fault. Steps are slower. The

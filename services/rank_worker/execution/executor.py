@@ -146,9 +146,9 @@ class Executor:
         """Tell whether a plan reads or writes rows other than by decodes."""
         size = (self.store.row_count, self.store.row_tokens)
         return bool(
-            plan.admitted
+            any(one.reused_tokens for one in plan.admitted)
             or plan.moves
-            or plan.prefill_chunks
+            or (plan.prefill_chunks and not self._prefill.runs_in_place(plan.prefill_chunks))
             or plan.draft_chunks
             or (plan.row_count, plan.row_tokens) != size
         )

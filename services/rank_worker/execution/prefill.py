@@ -21,8 +21,14 @@ from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.model.forward import Forward
 from services.rank_worker.model.sharding.local_experts import allow_device_wait
 from services.rank_worker.speculation.proposer import RankProposer
+from shared import limits
 from shared.errors import InvariantBroken
 from shared.messages import PrefillChunk
+
+IN_PLACE_PAIRS_MAX = 1 << 21
+"""Most pairs of a new token and one that it attends to, of the chunks of a plan that kernels write
+in place: those of a prompt of 2,048 tokens. With more, MLX's attention gains more than the host
+loses by its operations for each chunk."""
 
 
 class PrefillExecutor:
@@ -71,13 +77,32 @@ class PrefillExecutor:
             InvariantBroken: a chunk does not start where its row ends.
         """
         with allow_device_wait():
+            in_place = self.runs_in_place(chunks)
             for groups in self._forwards(chunks, self._store.row_tokens):
-                if len(groups) > 1:
-                    self._run_concatenated([one for (one,) in groups], forwards)
+                if in_place or len(groups) > 1:
+                    self._run_concatenated([one for (one,) in groups], forwards, in_place=in_place)
                 elif len(groups[0]) > 1:
                     self._run_group(groups[0], forwards)
                 else:
                     self._run_single(groups[0][0], forwards)
+
+    def runs_in_place(self, chunks: Sequence[PrefillChunk]) -> bool:
+        """Tell whether kernels write the rows of these chunks, see `InPlaceView`.
+
+        All chunks of a plan do so, or none: MLX would copy rows that both use. More than one
+        forward keeps the device busy while the host starts the next one, also without.
+
+        Args:
+            chunks: prefill chunks of a plan.
+        """
+        if not (self._store.prefills_in_place and self._pads_chunks):
+            return False
+        tokens = sum(one.length for one in chunks)
+        pairs = sum(one.length * (one.start + one.length // 2) for one in chunks)
+        # A forward that waits for the device cannot be compiled.
+        waits = self._forward.device_wait_tokens
+        tokens_max = limits.FORWARD_TOKENS_MAX if waits is None else waits - 1
+        return padded_width(tokens) <= tokens_max and pairs <= IN_PLACE_PAIRS_MAX
 
     def waits_for_earlier_steps(self, chunks: Sequence[PrefillChunk], row_tokens: int) -> bool:
         """Tell whether `run` waits for the device, and so for all earlier steps.
@@ -86,6 +111,8 @@ class PrefillExecutor:
             chunks: prefill chunks of a plan.
             row_tokens: capacity of each row in tokens under this plan.
         """
+        if self.runs_in_place(chunks):
+            return False
         tokens_min = self._forward.device_wait_tokens
         for groups in self._forwards(chunks, row_tokens):
             # The longest chunk of a group is its first and determines its width.
@@ -105,6 +132,8 @@ class PrefillExecutor:
         def width(chunk: PrefillChunk) -> int:
             return self._width(chunk, row_tokens)
 
+        if self.runs_in_place(chunks):
+            return concatenate_groups([[one] for one in chunks], lambda one: one.length)
         groups = group_chunks(chunks, self._grouped_tokens_max, width)
         if self._store.can_concatenate and self.shares_forwards:
             return concatenate_groups(groups, width)
@@ -149,29 +178,46 @@ class PrefillExecutor:
         rows = [(sequence, 0, length) for sequence, length in zip(sequences, lengths, strict=True)]
         self._proposer.on_prefill(rows, self._forward.hidden, forwards)
 
-    def _run_concatenated(self, chunks: Sequence[PrefillChunk], forwards: ForwardOutputs) -> None:
-        """Build a forward over chunks side by side, each padded to its width."""
+    def _run_concatenated(
+        self, chunks: Sequence[PrefillChunk], forwards: ForwardOutputs, *, in_place: bool
+    ) -> None:
+        """Build a forward over chunks side by side, each padded to its width.
+
+        `in_place`: kernels write their rows, and only the forward as a whole is padded.
+        """
         sequences = [self._check(one) for one in chunks]
         lengths = [one.length for one in chunks]
         widths = [self._width(one, self._store.row_tokens) for one in chunks]
+        if in_place:
+            widths = [*lengths[:-1], lengths[-1] + padded_width(sum(lengths)) - sum(lengths)]
         *firsts, total = itertools.accumulate(widths, initial=0)
         parts = list(zip(sequences, chunks, firsts, strict=True))
         tokens = np.zeros((1, total), dtype=np.int32)
-        for sequence, chunk, first in parts:
+        for (sequence, chunk, first), width in zip(parts, widths, strict=True):
             stop = chunk.start + chunk.length
             tokens[0, first : first + chunk.length] = sequence.tokens[chunk.start : stop]
+            # Padding repeats the last token: it is written with the same numbers.
+            tokens[0, first + chunk.length : first + width] = sequence.tokens[stop - 1]
         slots = [sequence.slot for sequence in sequences]
-        caches = self._store.prefill_concatenated(slots, lengths, widths)
+        store = self._store
+        prefill = store.prefill_in_place if in_place else store.prefill_concatenated
+        caches = prefill(slots, lengths, widths)
         real = _real(lengths, widths)
         ends = {one.sequence_id: first + one.length - 1 for _, one, first in parts if one.samples}
         if ends:
             wanted = list(ends.values())
             logits = self._forward.selected_logits(mx.array(tokens), caches, wanted, real)
-            marker = self._store.marker() if len(ends) < len(chunks) else None
+            # In place all tokens are computed in one operation, on which all logits depend.
+            needs_marker = len(ends) < len(chunks) and not in_place
+            marker = store.marker() if needs_marker else None
             forwards.start_prefill(logits, list(ends), marker)
+        elif in_place:
+            # MLX knows of no other result of a forward that writes rows in place.
+            logits = self._forward.selected_logits(mx.array(tokens), caches, [total - 1], real)
+            forwards.start_fill(logits[:, :1])
         else:
             self._forward.fill_caches(mx.array(tokens), caches, real)
-            forwards.start_fill(self._store.marker())
+            forwards.start_fill(store.marker())
         hidden = self._forward.hidden
         for sequence, chunk, first in parts:
             own = None if hidden is None else hidden[:, first : first + chunk.length]

@@ -48,6 +48,8 @@ class KVStore(abc.ABC):
     writes_in_place: bool = False
     """Whether decodes write rows without MLX's knowledge, see `InPlaceView`. Nothing else may use
     rows before such a decode has ended. Only then there is `decode_tokens`."""
+    prefills_in_place: bool = False
+    """Whether prompts can write rows in this way too. Only then there is `prefill_in_place`."""
     can_concatenate: bool = False
     """Whether chunks of several rows can be computed side by side. Only then there is
     `prefill_concatenated`."""
@@ -177,6 +179,30 @@ class KVStore(abc.ABC):
         """
         del columns
         raise InvariantBroken(f"slots {list(slots)} ({list(counts)} tokens) cannot be concatenated")
+
+    def prefill_in_place(
+        self, slots: Sequence[int], counts: Sequence[int], columns: Sequence[int]
+    ) -> list[Any]:
+        """Do as `prefill_concatenated`, for a forward that writes rows in place.
+
+        Only where `prefills_in_place`. Rows need no room for padding, which repeats the last token
+        of its chunk.
+
+        Args:
+            slots: the rows, each once.
+            counts: number of tokens of each.
+            columns: width of each in the input, padded on the right.
+
+        Returns:
+            One cache per layer, passed to the model as `cache`.
+
+        Raises:
+            InvariantBroken: when a row has no room, or prompts do not write rows in place.
+        """
+        del columns
+        raise InvariantBroken(
+            f"slots {list(slots)} ({list(counts)} tokens) are not prefilled in place"
+        )
 
     @abc.abstractmethod
     def decode(self, slots: Sequence[int], count: int) -> BatchView:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockLayout, BlockPart
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
@@ -19,6 +20,7 @@ from services.rank_worker.kv_cache.rows.row_views import (
     PaddedView,
     RaggedView,
     UniformView,
+    prompt_blocks,
 )
 from shared.errors import InvariantBroken
 
@@ -149,6 +151,25 @@ class RowStore(KVStore):
             for slot, start, width in zip(slots, starts, columns, strict=True)
         ]
         return self._set_view(ConcatenatedView(parts))
+
+    def prefill_in_place(
+        self, slots: Sequence[int], counts: Sequence[int], columns: Sequence[int]
+    ) -> list[Any]:
+        """Lengthen several rows and return the caches for a forward that writes them in place.
+
+        Arguments and results are those of `KVStore.prefill_in_place`.
+        """
+        chunks = list(zip([self._lengths[slot] for slot in slots], counts, columns, strict=True))
+        self._lengthen(slots, counts)
+        lengths = [
+            start + np.minimum(np.arange(width), count - 1) for start, count, width in chunks
+        ]
+        token_slots = np.repeat(np.array(slots), columns)
+        blocks = prompt_blocks(columns)
+        view = InPlaceView(
+            token_slots, np.concatenate(lengths), tokens_share_rows=True, blocks=blocks
+        )
+        return self._set_view(view)
 
     def decode(self, slots: Sequence[int], count: int) -> BatchView:
         """Lengthen rows by `count` tokens each and return the caches for their forward.

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 from mlx_lm.models.base import create_causal_mask
+
+Indices = Sequence[int] | npt.NDArray[np.int64]
+"""Of rows, or of tokens in them."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -230,15 +235,42 @@ class ConcatenatedView:
         return target
 
 
+PROMPT_BLOCK = 64
+"""Most tokens of a prompt that kernels attend for together."""
+_BLOCKS_STEP = 4
+"""Divides the number of blocks of a forward."""
+
+
+def prompt_blocks(widths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first token of each block, and the number of its tokens.
+
+    Args:
+        widths: of the chunks that stand side by side, in their order.
+    """
+    firsts = list(itertools.accumulate(widths, initial=0))[:-1]
+    blocks = [
+        (first + place, min(PROMPT_BLOCK, width - place))
+        for first, width in zip(firsts, widths, strict=True)
+        for place in range(0, width, PROMPT_BLOCK)
+    ]
+    # Repeated ones compute the same again. A compiled forward has few shapes so.
+    return blocks + blocks[-1:] * (-len(blocks) % _BLOCKS_STEP)
+
+
 class InPlaceView:
-    """Tokens that are decoded by kernels, which write keys and values into the arrays.
+    """New tokens for which kernels attend, which write keys and values into the arrays.
 
     MLX does not know that they change. So a forward with this view can be started behind others
     without waiting and without copies, but nothing else may use the rows before it has ended.
     """
 
     def __init__(
-        self, slots: Sequence[int], lengths: Sequence[int], *, tokens_share_rows: bool = False
+        self,
+        slots: Indices,
+        lengths: Indices,
+        *,
+        tokens_share_rows: bool = False,
+        blocks: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Build the indices.
 
@@ -246,10 +278,14 @@ class InPlaceView:
             slots: the row of each token.
             lengths: tokens before it in its row.
             tokens_share_rows: some are of the same row.
+            blocks: of prompts, see `prompt_blocks`; the lengths of a block do not fall. None: each
+                token attends by itself.
         """
-        self.slots = mx.array(list(slots), dtype=mx.int32)
-        self.lengths = mx.array(list(lengths), dtype=mx.int32)
-        self.longest = max(lengths)
+        self.slots = mx.array(np.asarray(slots, dtype=np.int32))
+        self.lengths = mx.array(np.asarray(lengths, dtype=np.int32))
+        self.longest = int(np.max(lengths))
         """Tokens before the last one of the longest row."""
         self.tokens_share_rows = tokens_share_rows
+        self.blocks = mx.array(np.array(blocks, dtype=np.int32)) if blocks else None
+        """int32 [blocks, 2]; None: each token attends by itself."""
         self.offset = self.lengths

@@ -13,7 +13,7 @@ from services.rank_worker.kv_cache.rows.row_layers import (
     RowLayer,
     make_row_layer,
 )
-from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView
+from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView, prompt_blocks
 from services.rank_worker.model.fast_path.kernels.attention.row_places import TILE_TOKENS
 
 LENGTHS, LENGTHS_OF_KERNELS = (0, 5, 37), (0, 37, TILE_TOKENS + 88)
@@ -66,6 +66,11 @@ class ComparedRows:
         return layer
 
 
+def order_of_prompts(count: int) -> list[tuple[int, int]]:
+    """Return (slot, place) of chunks of `count` tokens, one of each row, side by side."""
+    return [(slot, place) for slot in _SLOTS for place in range(count)]
+
+
 def order_of_kernels(count: int) -> list[tuple[int, int]]:
     """Return (slot, place) of `count` new tokens per row; a forward has rows in any order.
 
@@ -74,11 +79,21 @@ def order_of_kernels(count: int) -> list[tuple[int, int]]:
     return [(slot, place) for slot in _SLOTS for place in reversed(range(count))]
 
 
-def in_place_view(tokens: Sequence[tuple[int, int]], lengths: Sequence[int]) -> InPlaceView:
-    """Return the view of a decode of new tokens (slot, place) of rows with these lengths."""
+def in_place_view(
+    tokens: Sequence[tuple[int, int]], lengths: Sequence[int], *, are_prompts: bool = False
+) -> InPlaceView:
+    """Return the view of a forward that writes in place.
+
+    Args:
+        tokens: (slot, place) of each new token.
+        lengths: of the rows.
+        are_prompts: they are in the order of `order_of_prompts`.
+    """
     slots = [slot for slot, _ in tokens]
     before = [lengths[slot] + place for slot, place in tokens]
-    return InPlaceView(slots, before, tokens_share_rows=len(tokens) > len(_SLOTS))
+    widths = [len(tokens) // len(_SLOTS)] * len(_SLOTS)
+    blocks = prompt_blocks(widths) if are_prompts else ()
+    return InPlaceView(slots, before, tokens_share_rows=len(tokens) > len(_SLOTS), blocks=blocks)
 
 
 def new_tokens(cache: RowLayer, lengths: Sequence[int], count: int) -> list[mx.array]:

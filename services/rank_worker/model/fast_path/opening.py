@@ -55,6 +55,8 @@ class FastPathSettings:
     """Opens memory in which kernels sum over ranks; None: collectives do."""
     keeps_layers: bool = False
     """mlx-lm's code computes the layers, and kernels only attend and multiply."""
+    prompts_in_place: bool = False
+    """Kernels also write the rows of prompts, where they can."""
     batch_invariant: bool = False
     """What a decode computes for a row must not depend on the other rows."""
 
@@ -80,6 +82,7 @@ def fast_path_settings(
         world.world_size,
         functools.partial(open_peer_memory, world) if shares_memory else None,
         keeps_layers=config.fast_path == "attention",
+        prompts_in_place=config.prompts_in_place,
         batch_invariant=config.batch_invariant,
     )
 
@@ -132,6 +135,9 @@ def open_fast_path(
     store.writes_in_place = found.layers is not None and found.layers.has_kernels
     can_concatenate = isinstance(found.layers, LayerStack) and found.layers.can_concatenate
     store.can_concatenate = can_concatenate and not store.reads_copies
+    store.prefills_in_place = (
+        isinstance(found.layers, LayerStack) and found.layers.prefills_in_place
+    )
     _log.info("fast_path", detail=found.state)
     return found
 
@@ -300,7 +306,7 @@ def _open_kernels(
     if settings.device != "cpu" and dtype not in _KERNEL_DTYPES:
         fault = f"the model is {dtype}"
     elif settings.device != "cpu":
-        kernels = Kernels(settings.device, kv_bits)
+        kernels = Kernels(settings.device, kv_bits, prompts_in_place=settings.prompts_in_place)
         fault = kernels.find_fault(shapes, dtype, dim, packed_bits(inner))
     # A rank on a CPU votes too: beside it no rank has kernels.
     has_kernels = settings.all_agree(kernels is not None and not fault)

@@ -25,7 +25,7 @@ from services.rank_worker.model.fast_path.any_form.merged_products import (
     matrices_noted,
 )
 from services.rank_worker.model.fast_path.compared_rows import PlainForward
-from services.rank_worker.model.fast_path.compiled_decodes import CompiledDecodes, RowArrays
+from services.rank_worker.model.fast_path.compiled_forwards import CompiledForwards, RowArrays
 from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
     AttentionShape,
     AttentionWeights,
@@ -95,7 +95,7 @@ class FamilyLayers:
         self.products = MergedProducts(form.matrices, kernels.few_rows)
         self.products.compile()
         query_heads = max(one.shape.query_heads for one in form.attentions)
-        self._decodes = CompiledDecodes(self._build_decode, query_heads, counter)
+        self._compiled = CompiledForwards(self._build_forward, query_heads, counter)
         self.observe: Observe | None = None
         """Set while a step is measured: mlx-lm's modules are observed themselves then."""
 
@@ -105,7 +105,7 @@ class FamilyLayers:
         if not isinstance(view, InPlaceView):
             return self._plain(tokens, caches)
         is_measured = self.observe is not None
-        hidden = self._decodes(tokens.reshape(-1), view, caches, is_measured=is_measured)
+        hidden = self._compiled(tokens.reshape(-1), view, caches, is_measured=is_measured)
         return hidden.reshape(*tokens.shape, -1)
 
     def attend(
@@ -133,10 +133,10 @@ class FamilyLayers:
         )
         return attended.reshape(new[0].shape)
 
-    def _build_decode(
+    def _build_forward(
         self, tokens: mx.array, places: RowPlaces, rows: Sequence[RowArrays]
     ) -> mx.array:
-        """Build a decode whose kernels write the rows; see `BuildDecode`."""
+        """Build a decode whose kernels write the rows; see `BuildForward`."""
 
         def attend_in(attention: PlainAttention, its_rows: RowArrays) -> Attend:
             return lambda queries, keys, values, _scale: self.attend(

@@ -12,6 +12,7 @@ from services.rank_worker.model.fast_path.kernels.attention.latent_attention imp
     LatentAttentionKernels,
     LatentShape,
 )
+from services.rank_worker.model.fast_path.kernels.attention.prompt_attention import PromptAttention
 from services.rank_worker.model.fast_path.kernels.dialects import (
     Gpu,
     make_kernel,
@@ -34,16 +35,20 @@ _ROW_THREADS = 256
 class Kernels:
     """Starts kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
-    def __init__(self, device: Gpu, kv_bits: int = 0) -> None:
+    def __init__(self, device: Gpu, kv_bits: int = 0, *, prompts_in_place: bool = False) -> None:
         """Prepare for a kind of device; nothing is compiled yet.
 
         Args:
             device: the kind.
             kv_bits: as for `HeadAttentionKernels`.
+            prompts_in_place: write the rows of prompts too, where that is possible.
         """
         make, dialect = maker_and_dialect(device)
         self.head_attention = HeadAttentionKernels(make, dialect, kv_bits)
         self.latent_attention = LatentAttentionKernels(make, dialect)
+        can_prefill = prompts_in_place and device == "cuda" and not kv_bits
+        self.prompt_attention = PromptAttention() if can_prefill else None
+        """Attention of prompts in place; None: MLX attends, chunk by chunk."""
         names = ["input", "change", "weight", "constants"]
         self._add_norm = make_kernel(device, "add_norm", names, ["added", "normalized"])
         self._silu_product = make_kernel(device, "silu_product", ["gate_up"], ["product"])
@@ -78,10 +83,22 @@ class Kernels:
         if fault := self.head_attention.find_fault_of_prompts(of_heads, dtype) if dim else "":
             _log.info("mlx_prepares_prompts", detail=fault)
             self.head_attention.can_prepare = False
+        self._try_prompts(of_heads, dtype, is_known=bool(dim) and not of_latents)
         if self.few_rows is not None and (fault := self.few_rows.find_fault(dtype, bits)):
             _log.info("mlx_products", detail=fault)
             self.few_rows = None
         return ""
+
+    def _try_prompts(
+        self, shapes: Collection[AttentionShape], dtype: mx.Dtype, *, is_known: bool
+    ) -> None:
+        """Leave the attention of prompts if it cannot serve, or the layers are of another form."""
+        if self.prompt_attention is None:
+            return
+        fault = self.prompt_attention.find_fault(shapes, dtype) if is_known else "another form"
+        if fault:
+            _log.info("mlx_attends_to_prompts", detail=fault)
+            self.prompt_attention = None
 
     def _find_fault_of_norms(self, dtype: mx.Dtype, dim: int) -> str:
         hidden, epsilon = mx.ones((1, dim), dtype=dtype), mx.zeros((1,), dtype=mx.float32)
@@ -104,6 +121,8 @@ class Kernels:
             self.few_rows = None
         if not all_agree(self.head_attention.can_prepare):
             self.head_attention.can_prepare = False
+        if not all_agree(self.prompt_attention is not None):
+            self.prompt_attention = None
         attentions = (self.head_attention, self.latent_attention)
         if not all_agree(all(one.has_tensor_cores for one in attentions)):
             for one in attentions:

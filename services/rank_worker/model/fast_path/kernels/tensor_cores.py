@@ -4,6 +4,9 @@ An instruction multiplies a tile of 16 rows by 8 columns, 32 numbers of each. Th
 warp holds 8 numbers of rows lane / 4 (low) and lane / 4 + 8 (high) and of column lane / 4 (given).
 It gets these rows' sums for columns lane % 4 * 2 and the next one. Which 8 of the 32 numbers a
 thread holds does not matter as long as both sides agree, so it reads 8 that stand side by side.
+
+`READ_TURNED` reads 32 rows of 8 numbers, of which thread `lane` names row `lane`: it gets number
+lane / 4 of the 8 rows of which it also has the sums, when these rows were columns of 4 tiles.
 """
 
 from collections.abc import Sequence
@@ -35,6 +38,9 @@ HEADER = (
 #define MIN(one, other) ((one) < (other) ? (one) : (other))
 #define READ(pointer) __ldg(reinterpret_cast<const uint4*>(pointer))
 #define READ_ONCE(pointer) lockstep_read_once(pointer)
+#define COPY_EIGHT(to, from) lockstep_copy_eight(to, from)
+#define READ_TURNED(pointer) lockstep_read_turned(pointer)
+#define WAIT_FOR_COPIES asm volatile("cp.async.wait_all;" ::: "memory")
 #define MULTIPLY_TILES(totals, low, high, given) lockstep_multiply(totals, low, high, given, T())
 #define MULTIPLY_LOW(totals, low, given) lockstep_multiply_low(totals, low, given, T())
 static __device__ __forceinline__ uint4 lockstep_read_once(const void* pointer) {
@@ -42,6 +48,17 @@ static __device__ __forceinline__ uint4 lockstep_read_once(const void* pointer) 
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
       : "=r"(read.x), "=r"(read.y), "=r"(read.z), "=r"(read.w) : "l"(pointer));
   return read;
+}
+static __device__ __forceinline__ uint4 lockstep_read_turned(const uint4* pointer) {
+  uint4 read;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(read.x), "=r"(read.y), "=r"(read.z), "=r"(read.w)
+      : "r"(static_cast<unsigned>(__cvta_generic_to_shared(pointer))));
+  return read;
+}
+static __device__ __forceinline__ void lockstep_copy_eight(uint4* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+      :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
 #define LOCKSTEP_MULTIPLY(type, name)                                                            \\
   static __device__ __forceinline__ void lockstep_multiply_half(                                 \\
@@ -95,6 +112,7 @@ def cuda_kernel(
     header: str = HEADER,
     start: str = "",
     suffix: str = "",
+    ensure_row_contiguous: bool = True,
 ) -> Any:
     """Return a kernel that only CUDA has, as `mx.fast.cuda_kernel` does; nothing is compiled yet.
 
@@ -105,6 +123,7 @@ def cuda_kernel(
         header: definitions before its function.
         start: text before that of the file.
         suffix: of its name, where kernels of different `start` have one file.
+        ensure_row_contiguous: whether MLX copies inputs that have gaps.
     """
     return kept_kernel.kept_cuda_kernel(
         name=f"lockstep_{path.rpartition('/')[2]}{suffix}",
@@ -112,4 +131,5 @@ def cuda_kernel(
         output_names=list(outputs),
         source=CUDA.prologue + start + read_source(path),
         header=header,
+        ensure_row_contiguous=ensure_row_contiguous,
     )

@@ -7,7 +7,7 @@ third axis costs two operations per product.
 import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
-from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
+from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
 from services.rank_worker.model.fast_path.gated_mlp import GatedMlp
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.known_form.attention.interface import NewTokens

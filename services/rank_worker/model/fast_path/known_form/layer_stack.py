@@ -12,7 +12,7 @@ import mlx.core as mx
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView, InPlaceView
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.compiled_decodes import CompiledDecodes, RowArrays
+from services.rank_worker.model.fast_path.compiled_forwards import CompiledForwards, RowArrays
 from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
 from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
@@ -68,7 +68,7 @@ class LayerStack:
         }
         self._wants_mask_array = any(one.is_expanded for one in attentions)
         query_heads = max(one.shape.query_heads for one in attentions)
-        self._decodes = CompiledDecodes(self._build_decode, query_heads, counter)
+        self._compiled = CompiledForwards(self._build_forward, query_heads, counter)
         self.sums: PeerSums | None = None
         """Sums over ranks in decodes; None: collectives do."""
         self.observe: Observe | None = None
@@ -78,6 +78,11 @@ class LayerStack:
     def has_kernels(self) -> bool:
         """Whether decodes write rows in place, see `InPlaceView`."""
         return self._kernels is not None
+
+    @property
+    def prefills_in_place(self) -> bool:
+        """Whether kernels also write the rows of prompts, see `InPlaceView`."""
+        return self._kernels is not None and self._kernels.prompt_attention is not None
 
     @property
     def has_sums_over_ranks(self) -> bool:
@@ -121,7 +126,7 @@ class LayerStack:
         view = caches[0].view
         if isinstance(view, InPlaceView):
             is_measured = self.observe is not None
-            hidden = self._decodes(tokens.reshape(-1), view, caches, is_measured=is_measured)
+            hidden = self._compiled(tokens.reshape(-1), view, caches, is_measured=is_measured)
         elif isinstance(view, ConcatenatedView):
             tables = self._concatenated_tables(view)
             new = NewTokens(rows, count, view.offset, tables, are_concatenated=True)
@@ -138,12 +143,14 @@ class LayerStack:
             hidden = self._run(tokens.reshape(-1), caches, new)
         return hidden.reshape(rows, count, -1)
 
-    def _build_decode(
+    def _build_forward(
         self, tokens: mx.array, places: RowPlaces, rows: Sequence[RowArrays]
     ) -> mx.array:
-        """Build a decode whose kernels write the rows; see `BuildDecode`."""
-        tables, apart = self._tables(places.lengths, tokens.shape[0], 1), self._batch_invariant
-        new = NewTokens(tokens.shape[0], 1, places.lengths, tables, places=places, apart=apart)
+        """Build a forward whose kernels write the rows; see `BuildForward`."""
+        count = tokens.shape[0]
+        tables, apart = self._tables(places.lengths, count, 1), self._batch_invariant
+        shape = (count, 1) if places.blocks is None else (1, count)
+        new = NewTokens(*shape, places.lengths, tables, places=places, apart=apart)
         return self._run(tokens, rows, new)
 
     def _run(
@@ -151,7 +158,8 @@ class LayerStack:
     ) -> mx.array:
         hidden: mx.array = self._form.embedding(tokens)
         normalized: mx.array = self._form.layers[0].input_norm(hidden)
-        if new.places is not None and self._sums_in_peer_memory(hidden):
+        decodes = new.places is not None and new.places.blocks is None
+        if decodes and self._sums_in_peer_memory(hidden):
             new = dataclasses.replace(new, leaves_summand=True)
         for place, (layer, norm) in enumerate(zip(self._layers, self._following, strict=True)):
             cache = caches[place]

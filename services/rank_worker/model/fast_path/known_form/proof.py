@@ -7,7 +7,7 @@ up over the layers, and a layer that computes anything else is found.
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx import nn
@@ -16,7 +16,12 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import (
     RowLayer,
 )
-from services.rank_worker.kv_cache.rows.row_views import InPlaceView, RaggedView, UniformView
+from services.rank_worker.kv_cache.rows.row_views import (
+    PROMPT_BLOCK,
+    InPlaceView,
+    RaggedView,
+    UniformView,
+)
 from services.rank_worker.model.fast_path.compared_rows import (
     LENGTHS,
     LENGTHS_OF_DRAFTS,
@@ -29,6 +34,7 @@ from services.rank_worker.model.fast_path.compared_rows import (
     in_place_view,
     new_tokens,
     order_of_kernels,
+    order_of_prompts,
     ragged_view,
     relative_difference,
     set_view,
@@ -36,6 +42,10 @@ from services.rank_worker.model.fast_path.compared_rows import (
 from services.rank_worker.model.fast_path.kernels.attention.row_places import TILE_TOKENS
 from services.rank_worker.model.fast_path.known_form.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.row_tiles import TILE_ROWS
+
+Way = Literal["tokens", "prompts", "caches"]
+"""How attention is computed: by kernels, for each new token alone or for those of a prompt
+together; or by MLX from the rows of caches."""
 
 _OTHER_ARGUMENTS = "layers are given more than a mask and a cache"
 
@@ -72,25 +82,27 @@ def find_difference(
         differs = _compare_layer(stack, number, block, own_rows, lengths)
         found.append(f"layer {number} differs by {differs:.1%}" if differs else None)
         # Kernels verify drafts and prepare the heads of prompts: both have several tokens per row.
-        ways = [(True, LENGTHS_OF_DRAFTS)] if stack.has_kernels else []
-        ways += [(False, lengths)] if stack.has_kernels or stack.is_expanded(number) else []
-        for in_place, of_rows in ways:
+        ways: list[tuple[Way, Sequence[int]]] = []
+        ways += [("tokens", LENGTHS_OF_DRAFTS)] if stack.has_kernels else []
+        ways += [("prompts", lengths)] if stack.prefills_in_place else []
+        ways += [("caches", lengths)] if stack.has_kernels or stack.is_expanded(number) else []
+        for way, of_rows in ways:
             differs = _compare_attention(
-                stack, number, block, own_rows, of_rows, TOKENS_OF_ROW, in_place=in_place
+                stack, number, block, own_rows, of_rows, TOKENS_OF_ROW, way
             )
             said = f"attention {number} to several new tokens differs by {differs:.1%}"
             found.append(said if differs else None)
     if stack.has_kernels:
         for number in {shape: place for place, shape in enumerate(stack.shapes)}.values():
-            differs = _compare_attention(
-                stack, number, blocks[number], rows[number], LENGTHS, 1, in_place=True
-            )
+            its = (stack, number, blocks[number], rows[number])
+            differs = _compare_attention(*its, LENGTHS, 1, "tokens")
             said = f"attention {number} to rows of one tile differs by {differs:.1%}"
             found.append(said if differs else None)
-        # In short rows most numbers depend on the new tokens that are written first.
-        for of_rows, count in ((lengths, 1), (SHORT_LENGTHS, TOKENS_OF_ROW)):
-            differs = _compare_graph(stack, rows, of_rows, count)
-            found.append(f"the compiled decode differs by {differs:.1%}" if differs else None)
+            if stack.prefills_in_place:
+                differs = _compare_attention(*its, LENGTHS, PROMPT_BLOCK + TOKENS_OF_ROW, "prompts")
+                said = f"attention {number} to prompts differs by {differs:.1%}"
+                found.append(said if differs else None)
+        found += _compare_graphs(stack, rows, lengths)
     return next(filter(None, found), None)
 
 
@@ -196,8 +208,8 @@ def _compare_layer(
     Attention is compared alone, and the rest with equal results of it: otherwise rounding of the
     scores could give a token another expert, which is a difference of a tenth.
     """
-    kernels = stack.has_kernels
-    attention = _compare_attention(stack, number, block, rows, lengths, 1, in_place=kernels)
+    way: Way = "tokens" if stack.has_kernels else "caches"
+    attention = _compare_attention(stack, number, block, rows, lengths, 1, way)
     return max(attention, _compare_rest(stack, number, block, rows))
 
 
@@ -208,19 +220,19 @@ def _compare_attention(
     rows: ComparedRows,
     lengths: Sequence[int],
     count: int,
-    *,
-    in_place: bool,
+    way: Way,
 ) -> float:
-    """Do so for attention to `count` new tokens per row; `in_place`: kernels compute it."""
+    """Do so for attention to `count` new tokens per row, computed in this way."""
     hidden, own, other = _random_input(number, block, rows, lengths, count)
     x = block.input_layernorm(hidden)
     view = ragged_view(lengths, count)
     set_view(other, view)
     expected = block.self_attn(x, view.mask(count, None, return_array=False), other)
     set_view(own, view)
-    if in_place:
-        tokens = order_of_kernels(count)
-        set_view(own, in_place_view(tokens, lengths))
+    if way != "caches":
+        are_prompts = way == "prompts"
+        tokens = order_of_prompts(count) if are_prompts else order_of_kernels(count)
+        set_view(own, in_place_view(tokens, lengths, are_prompts=are_prompts))
         order = mx.array([slot * count + place for slot, place in tokens], dtype=mx.int32)
         expected, x = (one.reshape(-1, 1, one.shape[-1])[order] for one in (expected, x))
     found = stack.run_attention(number, x, own)
@@ -278,20 +290,42 @@ def _random_input(
     return hidden, own, other
 
 
-def _compare_graph(
-    stack: LayerStack, rows: Sequence[ComparedRows], lengths: Sequence[int], count: int
-) -> float:
-    """Return how much a compiled decode differs from one that is not compiled; 0 if little.
+def _compare_graphs(
+    stack: LayerStack, rows: Sequence[ComparedRows], lengths: Sequence[int]
+) -> list[str | None]:
+    """Return how each kind of compiled forward differs from one that is not compiled.
 
-    `count`: new tokens per row.
+    In short rows most numbers depend on the new tokens that are written first.
     """
-    places = order_of_kernels(count)
-    tokens = mx.arange(1, len(places) + 1, dtype=mx.int32)[:, None]
+    found: list[str | None] = []
+    for of_rows, count in ((lengths, 1), (SHORT_LENGTHS, TOKENS_OF_ROW)):
+        differs = _compare_graph(stack, rows, of_rows, order_of_kernels(count))
+        found.append(f"the compiled decode differs by {differs:.1%}" if differs else None)
+    if stack.prefills_in_place:
+        tokens = order_of_prompts(TOKENS_OF_ROW)
+        differs = _compare_graph(stack, rows, SHORT_LENGTHS, tokens, are_prompts=True)
+        found.append(f"the compiled prefill differs by {differs:.1%}" if differs else None)
+    return found
+
+
+def _compare_graph(
+    stack: LayerStack,
+    rows: Sequence[ComparedRows],
+    lengths: Sequence[int],
+    places: Sequence[tuple[int, int]],
+    *,
+    are_prompts: bool = False,
+) -> float:
+    """Return how much a compiled forward differs from one that is not compiled; 0 if little.
+
+    `places`: (slot, place) of each new token.
+    """
+    tokens, count = mx.arange(1, len(places) + 1, dtype=mx.int32)[:, None], len(places)
     results = []
     for observe in (None, _call):
         caches = [one.empty(len(lengths), max(lengths) + count) for one in rows]
         for cache in caches:
-            set_view(cache, in_place_view(places, lengths))
+            set_view(cache, in_place_view(places, lengths, are_prompts=are_prompts))
         # A stack whose parts are observed is not compiled.
         stack.observe = observe
         try:

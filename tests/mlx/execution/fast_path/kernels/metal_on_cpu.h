@@ -130,6 +130,8 @@ struct Eight {
 #define MIN(one, other) ((one) < (other) ? (one) : (other))
 #define READ(pointer) (*reinterpret_cast<const Eight*>(pointer))
 #define READ_ONCE(pointer) READ(pointer)
+#define COPY_EIGHT(to, from) (*(to) = READ(from))
+#define WAIT_FOR_COPIES
 inline int atomic_add(int* pointer, int number) {
   const int before = *pointer;
   *pointer += number;
@@ -194,6 +196,22 @@ inline void multiply_tiles(float* totals, Eight low, Eight high, Eight given) {
     }
   }
   group::wait_for_warp();
+}
+#define READ_TURNED(pointer) read_turned(pointer)
+namespace group {
+const Eight* rows[THREADS_MAX];
+}
+inline Eight read_turned(const Eight* row) {
+  const int own = group::current, first = own / 32 * 32;
+  group::rows[own] = row;
+  group::wait_for_warp();
+  Eight turned;
+  for (int place = 0; place < 8; ++place) {
+    const Eight* other = group::rows[first + place / 2 * 8 + own % 4 * 2 + place % 2];
+    turned.numbers[place] = other->numbers[own % 32 / 4];
+  }
+  group::wait_for_warp();
+  return turned;
 }
 inline void multiply_low(float* totals, Eight low, Eight given) {
   float all[4] = {totals[0], totals[1], 0.0f, 0.0f};

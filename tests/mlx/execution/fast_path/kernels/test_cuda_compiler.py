@@ -20,6 +20,7 @@ _TYPES |= {
     "weights": "float",
     "factor": "float",
     "arrived": "int",
+    "blocks": "int",
     "counts": "unsigned",
     "counted": "unsigned",
     "written": "int",
@@ -76,6 +77,13 @@ _CONSTANTS["heads/prepare_heads"] = _CONSTANTS["heads/decode_attention"] | {"THR
 _ARGUMENTS["heads/prepare_heads"] = (
     "qkv rotations query_weight key_weight constants",
     "queries keys values",
+)
+_CONSTANTS["heads/write_prompts"] = _CONSTANTS["heads/prepare_heads"]
+_ARGUMENTS["heads/write_prompts"] = (_HEADS_INPUTS, "queries")
+_CONSTANTS["heads/prompt_attention"] = _CONSTANTS["heads/decode_attention"]
+_ARGUMENTS["heads/prompt_attention"] = (
+    "queries lengths slots blocks constants keys values",
+    "attended",
 )
 _CONSTANTS["experts/expert_products"] = _CONSTANTS["few_rows"] | {"FIRST": 0, "SHARING": 8}
 _ARGUMENTS["experts/expert_products"] = ("rows weight up experts groups", "product")
@@ -189,7 +197,15 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
         header = SUMS_HEADER
     if name == "experts/count_experts":
         body = f"const unsigned* given[] = {{experts0, experts1}};\n{body}"
-    of_cuda = ("experts/", "few_rows", "packed", "peers/", "heads/tensor", "latent/tensor")
+    of_cuda = (
+        "experts/",
+        "few_rows",
+        "packed",
+        "peers/",
+        "heads/tensor",
+        "heads/prompt",
+        "latent/tensor",
+    )
     is_of_cuda = name.startswith((*of_cuda, "latent/head"))
     is_of_cuda &= name not in ("experts/route", "experts/add_experts", "experts/add_experts_norm")
     arguments = []

@@ -16,6 +16,7 @@ from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.kernels.matrices import PlainMatrix
+from services.rank_worker.model.fast_path.known_form.layer_stack import LayerStack
 from services.rank_worker.model.fast_path.merged_linear import MergedLinear
 from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
 
@@ -41,10 +42,14 @@ def test_kernels_compute_and_write_like_mlx_lm_for_every_attention_shape(
 def test_attention_of_tensor_cores_computes_and_writes_like_mlx_lm(
     kind: str, query_heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It passes the same proof. Here its products are of numbers of 4 bytes."""
-    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
-    opened = open_of(make(kind, query_heads, kv_heads, head_dim), device="cuda")
+    """It passes the same proof, also for prompts. Here its products are of numbers of 4 bytes."""
+    for module in (head_attention, tensor_cores):
+        monkeypatch.setattr(module, "DTYPES", (mx.float32,))
+    model = make(kind, query_heads, kv_heads, head_dim)
+    opened = open_of(model, device="cuda", prompts_in_place=True)
     assert opened.state == "fast path with kernels"
+    assert isinstance(opened.layers, LayerStack)
+    assert opened.layers.prefills_in_place == (head_dim <= 128)
 
 
 @pytest.mark.usefixtures("kernels_on_cpu")
@@ -205,7 +210,8 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
     failing_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others round differently, and ranks would route a token to different experts."""
-    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
+    for module in (head_attention, tensor_cores):
+        monkeypatch.setattr(module, "DTYPES", (mx.float32,))
     real: Any = mx.fast.cuda_kernel
 
     def failing(**made: Any) -> object:
@@ -216,7 +222,7 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
 
     if failing_rank == "this one":
         monkeypatch.setattr(mx.fast, "cuda_kernel", failing)
-    kernels, votes = Kernels("cuda"), []
+    kernels, votes = Kernels("cuda", prompts_in_place=True), []
     shapes = [head_attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)]
     assert kernels.find_fault(shapes, mx.float32, 32) == ""
 
@@ -225,7 +231,8 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
         return vote and failing_rank != "another one"
 
     kernels.keep_common(all_agree)
-    assert votes == [False, True, failing_rank != "this one"]
+    assert votes == [True, True, True, failing_rank != "this one"]
+    assert (kernels.prompt_attention is not None) == (failing_rank != "another one")
     assert kernels.head_attention.can_prepare == (failing_rank != "another one")
     assert kernels.head_attention.has_tensor_cores == (failing_rank == "none")
 

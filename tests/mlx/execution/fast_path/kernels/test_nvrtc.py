@@ -19,7 +19,7 @@ from services.rank_worker.model.fast_path.kernels.attention.head_attention impor
 from services.rank_worker.model.fast_path.kernels.attention.latent_attention import LatentShape
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
-from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.kernels.peer_sums import PeerSums
 from services.rank_worker.model.fast_path.kernels.routing import (
     ExpertResults,
@@ -82,14 +82,15 @@ def test_kernels_of_layers_compile_for_each_type_of_numbers(
     """With all that a kernel needs of MLX's includes, which they do not have."""
     if folder is None:
         return
-    for bits in (0, 8, 4):
-        shapes: list[Shape] = [HEADS] if bits else [HEADS, LATENT]
-        assert not Kernels("cuda", bits).find_fault(shapes, dtype, DIM, {4, 8})
+    for bits, shapes in ((0, [HEADS, LATENT]), (0, [HEADS]), (8, [HEADS]), (4, [HEADS])):
+        kernels = Kernels("cuda", bits, prompts_in_place=True)
+        assert not kernels.find_fault(shapes, dtype, DIM, {4, 8})
     assert not _missing(
         folder, "quantized_attention", "write_quantized_rows", "add_tiles", "add_norm"
     )
     is_half = dtype != mx.float32
     names = ["tensor_attention", "tensor_latent_attention", "few_rows", "packed_few_rows"]
+    names += ["write_prompts", "prompt_attention"]
     assert not _missing(folder, *(names if is_half else ["decode_attention", "latent_attention"]))
 
 

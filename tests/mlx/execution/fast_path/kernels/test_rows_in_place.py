@@ -87,7 +87,7 @@ def test_plan_that_uses_rows_otherwise_waits_for_decodes_in_place() -> None:
     assert not waits(driver.plan(decodes=[1], drafts=[[5]]))
     assert not waits(driver.plan(decodes=[1], draft_counts=[1]))
     assert waits(driver.plan(decodes=[1], moves=[(1, 0)]))
-    assert waits(driver.plan(admitted=[admission(3, 2, PROMPTS[3])]))
+    assert not waits(driver.plan(admitted=[admission(3, 2, PROMPTS[3])]))
     assert waits(driver.plan(decodes=[1], row_tokens=96))
 
 

@@ -40,12 +40,16 @@ class RowPlaces:
     first."""
     are_written: bool = False
     """Those that share rows are in the arrays already."""
+    blocks: mx.array | None = None
+    """Of prompts, see `InPlaceView`; None: each token attends by itself."""
 
     @classmethod
     def of(cls, view: InPlaceView) -> Self:
         """Return the places of a forward with one attention, given where its tokens are."""
-        tiles = tile_count(view.longest)
-        return cls(view.lengths, view.slots, tiles, tokens_share_rows=view.tokens_share_rows)
+        tiles, shares_rows = tile_count(view.longest), view.tokens_share_rows
+        return cls(
+            view.lengths, view.slots, tiles, tokens_share_rows=shares_rows, blocks=view.blocks
+        )
 
     @property
     def must_be_written(self) -> bool:

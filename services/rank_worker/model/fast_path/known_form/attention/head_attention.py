@@ -13,7 +13,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView
-from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
+from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
 from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
 from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
     AttentionShape,
@@ -173,7 +173,10 @@ class HeadAttention:
         if tokens.places is not None:
             assert self._kernels is not None
             stored = cache.arrays if isinstance(cache, RowLayer) else cache
-            attended = self._kernels.head_attention.attend(
+            of_prompts = (
+                self._kernels.prompt_attention if tokens.places.blocks is not None else None
+            )
+            attended = (of_prompts or self._kernels.head_attention).attend(
                 self._form.shape, self._weights, qkv, stored, tokens.places, table
             )
         else:

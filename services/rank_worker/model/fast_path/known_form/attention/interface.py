@@ -13,7 +13,7 @@ from mlx.utils import tree_map
 
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView, InPlaceView
-from services.rank_worker.model.fast_path.compiled_decodes import RowArrays
+from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
 from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.known_form.rotation import Rotation, read_rotation

@@ -1,6 +1,6 @@
-"""Decodes whose kernels write the rows, as graphs that MLX compiles.
+"""Forwards whose kernels write the rows, as graphs that MLX compiles.
 
-B is the number of new tokens, each of which is a row of the forward.
+B is the number of new tokens.
 """
 
 import functools
@@ -16,15 +16,17 @@ from services.rank_worker.model.fast_path.kernels.attention.row_places import Ro
 RowArrays = Sequence[mx.array]
 """Keys and values of all rows in one layer, as `RowLayer.arrays`."""
 
-BuildDecode = Callable[[mx.array, RowPlaces, list[RowArrays]], mx.array]
-"""Builds a decode: token ids, int32 [B], where they are, and the rows of each layer -> hidden
+BuildForward = Callable[[mx.array, RowPlaces, list[RowArrays]], mx.array]
+"""Builds a forward: token ids, int32 [B], where they are, and the rows of each layer -> hidden
 states [B, dim]."""
 
 
-class CompiledDecodes:
-    """Has MLX compile each kind of decode when it first occurs."""
+class CompiledForwards:
+    """Has MLX compile each kind of forward when it first occurs."""
 
-    def __init__(self, build: BuildDecode, query_heads: int, counter: ExpertCounter | None) -> None:
+    def __init__(
+        self, build: BuildForward, query_heads: int, counter: ExpertCounter | None
+    ) -> None:
         """Prepare; nothing is compiled yet.
 
         Args:
@@ -36,8 +38,8 @@ class CompiledDecodes:
         self._query_heads = query_heads
         self._counter = counter
         self._compiled: dict[tuple[int, bool], Callable[..., list[mx.array]]] = {}
-        """By the number of tiles and whether tokens share rows: hidden states, then the experts of
-        each layer that the counter has noted."""
+        """By the number of tiles, 0 for prompts, and whether tokens share rows: hidden states, then
+        the experts of each layer that the counter has noted."""
         self._noted_layers: list[int] = []
         """What the counter calls these layers."""
 
@@ -49,7 +51,7 @@ class CompiledDecodes:
         *,
         is_measured: bool,
     ) -> mx.array:
-        """Build a decode.
+        """Build a forward.
 
         Args:
             tokens: int32 [B].
@@ -60,8 +62,11 @@ class CompiledDecodes:
         Returns:
             [B, dim].
         """
-        kind = (tile_count(view.longest), view.tokens_share_rows)
-        arrays = [array for cache in caches for array in cache.arrays]
+        tiles, blocks = (
+            (tile_count(view.longest), []) if view.blocks is None else (0, [view.blocks])
+        )
+        kind = (tiles, view.tokens_share_rows)
+        arrays = [*blocks, *(array for cache in caches for array in cache.arrays)]
         if is_measured:
             return self._build_with(len(caches), *kind, tokens, view.lengths, view.slots, *arrays)
         if kind not in self._compiled:
@@ -75,15 +80,15 @@ class CompiledDecodes:
     def _build_and_note(
         self, layers: int, tiles: int, tokens_share_rows: bool, *args: mx.array
     ) -> list[mx.array]:
-        """Build a decode; return also the arrays that layers of experts note while it is built."""
+        """Build a forward; return also the arrays that layers of experts note while it is built."""
         if self._counter is not None:
-            # Those of earlier decodes outside of a counted forward, as in the proof.
+            # Those of earlier forwards that are not counted, as in the proof.
             self._counter.take_noted()
         hidden = self._build_with(layers, tiles, tokens_share_rows, *args)
         if self._counter is None:
             return [hidden]
         noted = self._counter.take_noted()
-        # All decodes call the same layers in the same order.
+        # All forwards call the same layers in the same order.
         self._noted_layers = [layer for layer, _ in noted]
         return [hidden, *(experts for _, experts in noted)]
 
@@ -95,22 +100,25 @@ class CompiledDecodes:
         tokens: mx.array,
         lengths: mx.array,
         slots: mx.array,
-        *arrays: mx.array,
+        *given: mx.array,
     ) -> mx.array:
-        """Build a decode of arrays alone, which are what MLX's graph depends on.
+        """Build a forward of arrays alone, which are what MLX's graph depends on.
 
         Args:
             layers: number of layers.
-            tiles: of the longest row.
+            tiles: of the longest row; 0: of prompts, whose blocks come before the other arrays.
             tokens_share_rows: see `RowPlaces`.
             tokens: int32 [B].
             lengths: see `RowPlaces`; so is `slots`.
             slots: of the rows.
-            arrays: those of each layer in turn.
+            given: those of each layer in turn.
         """
+        arrays, blocks = list(given), None
+        if not tiles:
+            blocks, *arrays = arrays
         shape = (tokens.shape[0], self._query_heads)
         arrived = mx.zeros(shape, dtype=mx.int32) if tiles > 1 else None
-        places = RowPlaces(lengths, slots, tiles, arrived, tokens_share_rows)
+        places = RowPlaces(lengths, slots, tiles, arrived, tokens_share_rows, blocks=blocks)
         per_layer = len(arrays) // layers
         starts = range(0, len(arrays), per_layer)
         return self._build(tokens, places, [arrays[one : one + per_layer] for one in starts])

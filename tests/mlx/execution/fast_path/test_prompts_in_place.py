@@ -1,0 +1,117 @@
+"""Prompts whose rows kernels write in place: chunks of any rows and lengths in one forward."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from services.rank_worker.device.execution_profile import ExecutionProfile
+from services.rank_worker.execution import prefill
+from services.rank_worker.model.expert_counter import ExpertCounter
+from services.rank_worker.model.fast_path.kernels import tensor_cores
+from services.rank_worker.model.fast_path.kernels.attention import head_attention
+from services.rank_worker.model.fast_path.opening import FastPathSettings
+from tests.mlx.execution.fast_path.attention_models import make
+from tests.mlx.executor_driver import (
+    ExecutorDriver,
+    admission,
+    generate_with_mlx_lm,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
+from tests.mlx.sharding.moe_models import LAYERS, make_moe_model
+
+pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
+
+PROMPTS = {one: make_prompt(one, length) for one, length in {1: 150, 2: 20, 3: 33, 4: 66}.items()}
+
+
+@pytest.fixture(autouse=True)
+def _tensor_cores_multiply_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (head_attention, tensor_cores):
+        monkeypatch.setattr(module, "DTYPES", (mx.float32,))
+
+
+def _driver(model: nn.Module, **changes: Any) -> ExecutorDriver:
+    driver = ExecutorDriver(model, row_count=4, row_tokens=192)
+    driver.executor = make_executor(
+        model,
+        profile=ExecutionProfile(has_queue=True, pads_prefill=True),
+        fast_path=FastPathSettings("cuda", prompts_in_place=True),
+        **changes,
+    )
+    return driver
+
+
+def _chunk(sequence: int, start: int, stop: int) -> Any:
+    return prefill_chunk(sequence, start, stop, len(PROMPTS[sequence]))
+
+
+def _serve(driver: ExecutorDriver) -> None:
+    """Prefill four prompts while others decode: whole ones, parts of some, and two of one."""
+    driver.start(2, 1, PROMPTS[2])
+    driver.step(
+        admitted=[admission(one, one - 1, PROMPTS[one]) for one in (1, 3, 4)],
+        prefill_chunks=[_chunk(4, 0, 66), _chunk(1, 0, 70), _chunk(3, 0, 17)],
+        decodes=[2],
+    )
+    # No chunk of this plan ends a prompt.
+    driver.step(prefill_chunks=[_chunk(1, 70, 90)])
+    driver.step(
+        prefill_chunks=[_chunk(1, 90, 100), _chunk(1, 100, 149), _chunk(3, 17, 33)], decodes=[2, 4]
+    )
+    driver.step(prefill_chunks=[_chunk(1, 149, 150)], decodes=[2, 3, 4])
+    for _ in range(3):
+        driver.step(decodes=[1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("pairs_max", [prefill.IN_PLACE_PAIRS_MAX, 2_000], ids=["all", "some"])
+def test_prompts_written_in_place_give_tokens_of_mlx_lm(
+    pairs_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where plans with more pairs of tokens than a limit are computed by MLX."""
+    monkeypatch.setattr(prefill, "IN_PLACE_PAIRS_MAX", pairs_max)
+    model = make("qwen3", 4, 2, 16)
+    driver = _driver(model)
+    assert driver.executor.store.prefills_in_place
+    _serve(driver)
+    for one, tokens in driver.tokens.items():
+        assert tokens == generate_with_mlx_lm(model, PROMPTS[one], len(tokens))[0]
+
+
+def test_plan_with_prompts_in_place_does_not_wait_for_earlier_steps() -> None:
+    """MLX does not use their rows, unless they have more pairs of tokens or are restored."""
+    driver = _driver(make("qwen3", 4, 2, 16))
+    waits = driver.executor.waits_for_earlier_steps
+    driver.step()
+    admitted = admission(1, 0, PROMPTS[1])
+    assert not waits(driver.plan(admitted=[admitted], prefill_chunks=[_chunk(1, 0, 150)]))
+    long = prefill_chunk(1, 2_000, 3_000, 3_000)
+    assert waits(driver.plan(prefill_chunks=[long]))
+    restored = type(admitted)(**{**_fields(admitted), "reused_tokens": 8})
+    assert waits(driver.plan(admitted=[restored]))
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__struct_fields__}
+
+
+def test_forward_of_prompts_in_place_is_padded_as_a_whole(widths: list[int]) -> None:
+    """A chunk by itself is not padded, and chunks of one sequence have a forward each."""
+    _serve(_driver(make("qwen3", 4, 2, 16)))
+    assert widths == [32, 160, 32, 16, 80, 1]
+
+
+def test_experts_of_prompts_in_place_are_counted_without_padding() -> None:
+    """Tokens that pad a forward are computed and not counted."""
+    counter = ExpertCounter(model := make_moe_model("qwen3_moe"), 0, "none", 1)
+    driver = _driver(model, expert_counter=counter)
+    assert driver.executor.store.prefills_in_place
+    driver.step(
+        admitted=[admission(one, one - 1, PROMPTS[one]) for one in (2, 3)],
+        prefill_chunks=[_chunk(2, 0, 20), _chunk(3, 0, 17)],
+    )
+    # Two experts per token.
+    assert counter.counts.sum(axis=1).tolist() == [2 * 37] * LAYERS
