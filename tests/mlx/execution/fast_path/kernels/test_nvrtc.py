@@ -19,7 +19,7 @@ from services.rank_worker.model.fast_path.kernels.attention.head_attention impor
 from services.rank_worker.model.fast_path.kernels.attention.latent_attention import LatentShape
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
-from services.rank_worker.model.fast_path.kernels.kernels import Kernels
+from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.kernels.peer_sums import PeerSums
 from services.rank_worker.model.fast_path.kernels.routing import (
     ExpertResults,
@@ -82,7 +82,13 @@ def test_kernels_of_layers_compile_for_each_type_of_numbers(
     """With all that a kernel needs of MLX's includes, which they do not have."""
     if folder is None:
         return
-    for bits, shapes in ((0, [HEADS, LATENT]), (0, [HEADS]), (8, [HEADS]), (4, [HEADS])):
+    cases: list[tuple[int, list[Shape]]] = [
+        (0, [HEADS, LATENT]),
+        (0, [HEADS]),
+        (8, [HEADS]),
+        (4, [HEADS]),
+    ]
+    for bits, shapes in cases:
         kernels = Kernels("cuda", bits, prompts_in_place=True)
         assert not kernels.find_fault(shapes, dtype, DIM, {4, 8})
     assert not _missing(
