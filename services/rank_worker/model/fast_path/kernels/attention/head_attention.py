@@ -170,7 +170,7 @@ class HeadAttentionKernels:
         return first_error(functools.partial(self._prepare_once, dtype=dtype), shapes)
 
     def _prepare_once(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
-        weights, qkv, rotations = _made_up(shape, dtype)
+        weights, qkv, rotations = made_up_token(shape, dtype)
         mx.eval(self.prepare(shape, weights, qkv, 1, rotations))
 
     def _attend_once(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
@@ -178,7 +178,7 @@ class HeadAttentionKernels:
         part = BlockPart(shape.kv_heads, shape.head_dim, dtype)
         layer = make_row_layer([part, part], self._kv_bits)
         layer.resize(1, TILE_TOKENS + 1, 0, 0)
-        weights, qkv, rotations = _made_up(shape, dtype)
+        weights, qkv, rotations = made_up_token(shape, dtype)
         for length in (1, TILE_TOKENS):
             places = RowPlaces(
                 *(mx.array([length]), mx.array([0]), tile_count(length)),
@@ -325,10 +325,15 @@ class HeadAttentionKernels:
         return self._attend, largest_divisor(heads_per_key, _heads_max(shape)), False
 
 
-def _made_up(
+def made_up_token(
     shape: AttentionShape, dtype: mx.Dtype
 ) -> tuple[AttentionWeights, mx.array, mx.array | None]:
-    """Return weights, new heads and rotations of one token, to try a kernel with."""
+    """Return weights, new heads and rotations of one token, to try a kernel with.
+
+    Args:
+        shape: of the attention.
+        dtype: of the model.
+    """
     heads = shape.query_heads + 2 * shape.kv_heads
     norm = mx.zeros((shape.head_dim,), dtype=dtype)
     weights = AttentionWeights(norm, norm, mx.ones((3,), dtype=mx.float32))

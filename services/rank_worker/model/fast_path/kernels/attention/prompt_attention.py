@@ -14,6 +14,7 @@ from services.rank_worker.kv_cache.rows.row_views import PROMPT_BLOCK
 from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
     AttentionShape,
     AttentionWeights,
+    made_up_token,
 )
 from services.rank_worker.model.fast_path.kernels.attention.row_places import (
     RowPlaces,
@@ -64,13 +65,10 @@ class PromptAttention:
         return first_error(functools.partial(self._attend_once, dtype=dtype), shapes)
 
     def _attend_once(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
-        norm, numbers = mx.zeros((shape.head_dim,), dtype=dtype), mx.ones((4,), dtype=mx.float32)
-        qkv = mx.ones((1, (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim), dtype=dtype)
+        weights, qkv, rotations = made_up_token(shape, dtype)
         stored = [mx.zeros((1, shape.kv_heads, 1, shape.head_dim), dtype=dtype) for _ in range(2)]
         first = mx.zeros((1,), dtype=mx.int32)
         places = RowPlaces(first, first, 1, blocks=mx.array([[0, 1]], dtype=mx.int32))
-        rotations = mx.ones((1, shape.rotated), dtype=mx.float32) if shape.rotated else None
-        weights = AttentionWeights(norm, norm, numbers)
         mx.eval(stored)
         mx.eval(self.attend(shape, weights, qkv, stored, places, rotations))
 

@@ -173,10 +173,10 @@ class HeadAttention:
         if tokens.places is not None:
             assert self._kernels is not None
             stored = cache.arrays if isinstance(cache, RowLayer) else cache
-            of_prompts = (
-                self._kernels.prompt_attention if tokens.places.blocks is not None else None
-            )
-            attended = (of_prompts or self._kernels.head_attention).attend(
+            of_tokens, of_prompts = self._kernels.head_attention, self._kernels.prompt_attention
+            kernels = of_tokens if tokens.places.blocks is None else of_prompts
+            assert kernels is not None
+            attended = kernels.attend(
                 self._form.shape, self._weights, qkv, stored, tokens.places, table
             )
         else:
