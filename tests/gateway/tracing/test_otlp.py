@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -262,19 +263,22 @@ def test_trace_id_of_client_is_in_log_lines_of_its_request(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """Without export too; a request without a trace has none."""
+    begun = threading.Event()
 
     def fail(request: Any) -> Iterator[Any]:
         yield RequestAccepted(request_id=request.request_id, queued_ahead=0)
         yield generated(request, 0, [5])
-        # On a busy machine the gateway may begin the stream late; a failure before it is no event.
-        yield 0.5
+        # A failure before the stream has begun is no event of it.
+        while not begun.is_set():
+            yield 0.02
         yield RequestFailed(request_id=request.request_id, cause="failed", detail="It broke.")
 
     with RunningGateway.start(model_folder, tmp_path) as running:
         running.scheduler.reply = fail
         body = {**_BODY, "stream": True, "new_field": 1}
         for headers in ({"traceparent": f"00-{_TRACE}-{_SPAN}-01"}, {}):
-            _send_stream(running, body, headers)
+            begun.clear()
+            _send_stream(running, body, headers, begun)
         lines = running.stop().splitlines()
     failed = [line for line in lines if "stream_failed" in line]
     assert len(failed) == 2
@@ -283,10 +287,21 @@ def test_trace_id_of_client_is_in_log_lines_of_its_request(
     assert any("field_ignored" in line and _TRACE in line for line in lines)
 
 
-def _send_stream(running: RunningGateway, body: dict[str, Any], headers: dict[str, str]) -> None:
-    """POST a request whose answer is a stream, and read it to the end."""
+def _send_stream(
+    running: RunningGateway,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    begun: threading.Event | None = None,
+) -> None:
+    """POST a request whose answer is a stream, and read it to the end.
+
+    `begun` is set when the stream has begun.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
     fields = {"Content-Type": "application/json", **headers}
     connection.request("POST", _CHAT, json.dumps(body), fields)
-    connection.getresponse().read()
+    response = connection.getresponse()
+    if begun is not None:
+        begun.set()
+    response.read()
     connection.close()
