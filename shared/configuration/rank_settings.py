@@ -84,9 +84,10 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     start succeeds. Must be equal on all ranks."""
     prompts_in_place: bool = False
     """On NVIDIA GPUs have kernels of the fast path attend also for prompts: chunks of any lengths
-    share a forward, which need not wait for the steps before. Used up to 2,048 tokens of a step at
-    not too late places of their prompts, for keys and values in the model's own type. Must be equal
-    on all ranks."""
+    share a forward, which need not wait for the steps before. Used for steps with up to 2,048 new
+    tokens of the first 8,192 of their prompts, in models of 16 bits whose layers are of a known
+    form, with heads of up to 128 numbers; not for latent attention, with kv_bits or
+    batch_invariant, or over a ring. Must be equal on all ranks."""
     batch_invariant: bool = False
     """Give a request the same numbers, to the last bit, beside any other requests and with any
     content of the cache, unless it is preempted or goes on after a fault. Steps are slower. The

@@ -11,7 +11,7 @@ WIDTH_STEP_SHARE = 8
 gives 25 widths up to the longest chunk and, above 64 tokens, at most 20 % padding."""
 
 CONCATENATED_MAX = 32
-"""Most concatenated chunks of a forward: each has an attention of its own in every layer."""
+"""Most concatenated chunks of a forward: with MLX's attention each has its own in every layer."""
 
 PADDING_SHARE_MAX = 0.125
 """Largest part of a grouped forward that may be padding."""

@@ -143,7 +143,7 @@ class Executor:
         return self._prefill.shares_forwards
 
     def _uses_rows_otherwise(self, plan: StepPlan) -> bool:
-        """Tell whether a plan reads or writes rows other than by decodes."""
+        """Tell whether MLX uses rows in a plan, which must wait for kernels that write in place."""
         size = (self.store.row_count, self.store.row_tokens)
         return bool(
             any(one.reused_tokens for one in plan.admitted)

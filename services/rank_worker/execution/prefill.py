@@ -27,8 +27,10 @@ from shared.messages import PrefillChunk
 
 IN_PLACE_PAIRS_MAX = 1 << 21
 """Most pairs of a new token and one that it attends to, of the chunks of a plan that kernels write
-in place: those of a prompt of 2,048 tokens. With more, MLX's attention gains more than the host
-loses by its operations for each chunk."""
+in place: those of a prompt of 2,048 tokens. Above it MLX's faster attention saves more than the
+host's extra work for each chunk costs."""
+IN_PLACE_STOP_MAX = 8_192
+"""Last token of such a chunk in its prompt: a group of threads reads all keys before it in turn."""
 
 
 class PrefillExecutor:
@@ -89,13 +91,18 @@ class PrefillExecutor:
     def runs_in_place(self, chunks: Sequence[PrefillChunk]) -> bool:
         """Tell whether kernels write the rows of these chunks, see `InPlaceView`.
 
-        All chunks of a plan do so, or none: MLX would copy rows that both use. More than one
-        forward keeps the device busy while the host starts the next one, also without.
+        Either all chunks of a plan do so or none: if MLX and kernels used the same rows in one
+        plan, MLX would copy them. Plans larger than one forward use MLX: the host then starts a
+        forward while the device computes another. So do those whose hidden states a drafter reads,
+        for which MLX writes rows of its own.
 
         Args:
             chunks: prefill chunks of a plan.
         """
-        if not (self._store.prefills_in_place and self._pads_chunks):
+        may = self._store.prefills_in_place and self._pads_chunks
+        if not may or self._forward.keeps_hidden:
+            return False
+        if any(one.start + one.length > IN_PLACE_STOP_MAX for one in chunks):
             return False
         tokens = sum(one.length for one in chunks)
         pairs = sum(one.length * (one.start + one.length // 2) for one in chunks)

@@ -253,7 +253,7 @@ def prompt_blocks(widths: Sequence[int]) -> list[tuple[int, int]]:
         for first, width in zip(firsts, widths, strict=True)
         for place in range(0, width, PROMPT_BLOCK)
     ]
-    # Repeated ones compute the same again. A compiled forward has few shapes so.
+    # Repeats of the last block compute the same again; so a compiled forward has few shapes.
     return blocks + blocks[-1:] * (-len(blocks) % _BLOCKS_STEP)
 
 
@@ -278,7 +278,7 @@ class InPlaceView:
             slots: the row of each token.
             lengths: tokens before it in its row.
             tokens_share_rows: some are of the same row.
-            blocks: of prompts, see `prompt_blocks`; the lengths of a block do not fall. None: each
+            blocks: of prompts, see `prompt_blocks`; the lengths of a block do not fall. Empty: each
                 token attends by itself.
         """
         self.slots = mx.array(np.asarray(slots, dtype=np.int32))

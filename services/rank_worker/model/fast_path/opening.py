@@ -110,8 +110,8 @@ def open_fast_path(
 
     Args:
         forward: of the loaded model.
-        store: its rows; told whether kernels write them in place, and whether chunks can be
-            concatenated.
+        store: its rows; told whether kernels write them in place, also those of prompts, and
+            whether chunks can be concatenated.
         shape: the result of `read_shape`.
         settings: of this rank; None: the fast path is switched off.
         kv_bits: bits per number of stored KV; 0: the model's own dtype.
@@ -177,7 +177,8 @@ def _open_known(
     if not settings.all_agree(difference is None):
         return FastPath(None, difference or "a difference on another rank")
     if kernels is not None:
-        return FastPath(stack, f"fast path with kernels{how_sums}")
+        prompts = ", also of prompts" if stack.prefills_in_place else ""
+        return FastPath(stack, f"fast path with kernels{prompts}{how_sums}")
     return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
 
 

@@ -88,8 +88,8 @@ def test_plan_with_prompts_in_place_does_not_wait_for_earlier_steps() -> None:
     driver.step()
     admitted = admission(1, 0, PROMPTS[1])
     assert not waits(driver.plan(admitted=[admitted], prefill_chunks=[_chunk(1, 0, 150)]))
-    long = prefill_chunk(1, 2_000, 3_000, 3_000)
-    assert waits(driver.plan(prefill_chunks=[long]))
+    for start, stop in [(2_000, 3_500), (0, 2_049), (8_190, 8_193)]:
+        assert waits(driver.plan(prefill_chunks=[prefill_chunk(1, start, stop, stop)]))
     restored = type(admitted)(**{**_fields(admitted), "reused_tokens": 8})
     assert waits(driver.plan(admitted=[restored]))
 

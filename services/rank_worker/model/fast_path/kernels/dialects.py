@@ -21,7 +21,7 @@ VECTOR_BYTES = 16
 _ROW_THREADS_MAX = 512
 """Most threads of a group that normalizes a row."""
 _NUMBERS_MIN = 4
-"""Fewest numbers of an array that MLX keeps in the memory of a GPU."""
+"""Numbers that an array has at least, so that MLX keeps it in the memory of the GPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def device_numbers(*numbers: float) -> mx.array:
     microseconds, and takes 2 without.
 
     Returns:
-        float32 [count], of which kernels may read the first `len(numbers)`; computed.
+        float32, the numbers and then zeros, 4 in all or more; computed.
     """
     host = mx.array([*numbers, *[0.0] * (_NUMBERS_MIN - len(numbers))], dtype=mx.float32)
     # While `host` exists, MLX does not reuse its memory for the result.

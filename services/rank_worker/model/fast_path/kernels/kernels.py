@@ -64,8 +64,8 @@ class Kernels:
     ) -> str:
         """Compile and run all kernels once; return why they cannot serve, "" if they can.
 
-        Without a kernel for products of few rows, or for the heads of prompts, the others still
-        serve, and MLX computes these.
+        Without a kernel for products of few rows, or for the heads or the attention of prompts, the
+        others still serve, and MLX computes these.
 
         Args:
             shapes: of the attentions, each once.
@@ -95,7 +95,11 @@ class Kernels:
         """Leave the attention of prompts if it cannot serve, or the layers are of another form."""
         if self.prompt_attention is None:
             return
-        fault = self.prompt_attention.find_fault(shapes, dtype) if is_known else "another form"
+        fault = (
+            self.prompt_attention.find_fault(shapes, dtype)
+            if is_known
+            else "layers are not of a known form, or have latent attention"
+        )
         if fault:
             _log.info("mlx_attends_to_prompts", detail=fault)
             self.prompt_attention = None

@@ -5,8 +5,8 @@ warp holds 8 numbers of rows lane / 4 (low) and lane / 4 + 8 (high) and of colum
 It gets these rows' sums for columns lane % 4 * 2 and the next one. Which 8 of the 32 numbers a
 thread holds does not matter as long as both sides agree, so it reads 8 that stand side by side.
 
-`READ_TURNED` reads 32 rows of 8 numbers, of which thread `lane` names row `lane`: it gets number
-lane / 4 of the 8 rows of which it also has the sums, when these rows were columns of 4 tiles.
+`READ_TURNED` transposes 32 rows of 8 numbers in shared memory. Thread `lane` passes the address of
+row `lane`, and gets number lane / 4 of rows 8 i + lane % 4 * 2 and the next one, i = 0 to 3.
 """
 
 from collections.abc import Sequence

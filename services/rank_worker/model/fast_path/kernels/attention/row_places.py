@@ -1,4 +1,4 @@
-"""The rows of a decode as kernels of all kinds of attention see them.
+"""The rows of a forward as kernels of all kinds of attention see them.
 
 Owns how a row is divided into tiles, how these are added up, and how new tokens that attend to each
 other are written first.
@@ -24,14 +24,15 @@ _ADDING_THREADS = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Where the new tokens of one decode are in the KV arrays."""
+    """Where the new tokens of one forward are in the KV arrays."""
 
     lengths: mx.array
     """int32 [tokens]: tokens before each in its row."""
     slots: mx.array
     """int32 [tokens]: index of each one's row in the arrays."""
     tiles: int
-    """Tiles of TILE_TOKENS that the longest row needs, its new tokens included."""
+    """Tiles of TILE_TOKENS that the longest row needs, its new tokens included; not used for
+    prompts."""
     arrived: mx.array | None = None
     """int32 zeros [tokens, query heads], with which one forward's kernels count groups of threads
     that have finished; None: the forward has one attention, or its rows one tile."""
