@@ -100,9 +100,8 @@ class PrefillExecutor:
             chunks: prefill chunks of a plan.
         """
         may = self._store.prefills_in_place and self._pads_chunks
-        if not may or self._forward.keeps_hidden:
-            return False
-        if any(one.start + one.length > IN_PLACE_STOP_MAX for one in chunks):
+        ends_late = any(one.start + one.length > IN_PLACE_STOP_MAX for one in chunks)
+        if not may or self._forward.keeps_hidden or ends_late:
             return False
         tokens = sum(one.length for one in chunks)
         pairs = sum(one.length * (one.start + one.length // 2) for one in chunks)
@@ -200,11 +199,9 @@ class PrefillExecutor:
         *firsts, total = itertools.accumulate(widths, initial=0)
         parts = list(zip(sequences, chunks, firsts, strict=True))
         tokens = np.zeros((1, total), dtype=np.int32)
-        for (sequence, chunk, first), width in zip(parts, widths, strict=True):
+        for sequence, chunk, first in parts:
             stop = chunk.start + chunk.length
             tokens[0, first : first + chunk.length] = sequence.tokens[chunk.start : stop]
-            # Padding repeats the last token: it is written with the same numbers.
-            tokens[0, first + chunk.length : first + width] = sequence.tokens[stop - 1]
         slots = [sequence.slot for sequence in sequences]
         store = self._store
         prefill = store.prefill_in_place if in_place else store.prefill_concatenated

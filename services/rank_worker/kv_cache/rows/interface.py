@@ -185,8 +185,7 @@ class KVStore(abc.ABC):
     ) -> list[Any]:
         """Do as `prefill_concatenated`, for a forward that writes rows in place.
 
-        Only where `prefills_in_place`. Rows need no room for padding, which repeats the last token
-        of its chunk.
+        Only where `prefills_in_place`. Rows need no room for padding, which is not written.
 
         Args:
             slots: the rows, each once.

@@ -62,10 +62,8 @@ class CompiledForwards:
         Returns:
             [B, dim].
         """
-        tiles, blocks = (
-            (tile_count(view.longest), []) if view.blocks is None else (0, [view.blocks])
-        )
-        kind = (tiles, view.tokens_share_rows)
+        blocks = [] if view.blocks is None else [view.blocks]
+        kind = (0 if blocks else tile_count(view.longest), view.tokens_share_rows)
         arrays = [*blocks, *(array for cache in caches for array in cache.arrays)]
         if is_measured:
             return self._build_with(len(caches), *kind, tokens, view.lengths, view.slots, *arrays)

@@ -30,7 +30,8 @@ class NewTokens:
     count: int
     """Per row."""
     offset: int | mx.array
-    """Position of each row's first new token: of all rows, or int32 [rows]."""
+    """Position of each row's first new token: of all rows, or int32 [rows]; of prompts in place
+    those of all tokens, int32 [count]."""
     tables: dict[int, mx.array]
     """Table of each rotation, by its `id`; not used where the modules rotate."""
     mask: Any = None
