@@ -8,8 +8,14 @@ from shared.messages.rank_link import Backend
 GROUPED_TOKENS_MAX, _CUDA_GROUPED_TOKENS_MAX = 512, 1_024
 """Longest prompt that shares a forward: a longer one keeps a device busy by itself. But a GPU with
 CUDA multiplies the rows of two prompts of 1,024 tokens faster together."""
-FREED_SHARE = 0.1
-"""Part of the free memory that MLX may keep as freed buffers."""
+FREED_SHARE, _CUDA_FREED_SHARE = 0.1, 0.25
+"""Part of the free memory that MLX may keep as freed buffers. With CUDA two forwards of 2,048
+tokens are under way, and none of their activations is free before a forward has ended: 14 GB of a
+model of 8 GB."""
+RESIZE_AT_ONCE_BYTES_MAX = 256 * 1024 * 1024
+"""Rows up to this size are resized in all layers at once on any device."""
+_RESIZE_AT_ONCE_SHARE = 0.05
+"""Part of the free memory of a GPU that may hold rows twice."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +31,9 @@ class ExecutionProfile:
     of lengths, which delays all rows by 45 to 90 ms."""
     freed_bytes_max: int = 0
     """Limit for freed buffers that MLX keeps for reuse, in bytes."""
+    resize_at_once_bytes_max: int = RESIZE_AT_ONCE_BYTES_MAX
+    """Larger rows are resized layer by layer, so that KV is never held twice. The device then waits
+    for each layer, which takes tens of milliseconds."""
 
 
 def execution_profile(
@@ -45,11 +54,15 @@ def execution_profile(
     # Other backends allow different devices in one world. If only some ranks padded, or grouped
     # long prompts, the sizes of their collectives would differ. An invariant batch does neither:
     # the room for padding depends on the other rows.
-    all_are_cuda = device.kind == "cuda" and backend in ("off", "nccl")
+    is_cuda = device.kind == "cuda"
+    all_are_cuda = is_cuda and backend in ("off", "nccl")
     pads = all_are_cuda and not batch_invariant
     return ExecutionProfile(
         has_queue=True,
         grouped_tokens_max=_CUDA_GROUPED_TOKENS_MAX if pads else grouped_tokens_max,
         pads_prefill=pads,
-        freed_bytes_max=int(FREED_SHARE * free_bytes),
+        freed_bytes_max=int((_CUDA_FREED_SHARE if is_cuda else FREED_SHARE) * free_bytes),
+        resize_at_once_bytes_max=max(
+            RESIZE_AT_ONCE_BYTES_MAX, int(_RESIZE_AT_ONCE_SHARE * free_bytes)
+        ),
     )

@@ -105,7 +105,7 @@ class Executor:
         Raises:
             ConfigError: the state cannot be batched or quantized, or the drafter does not fit.
         """
-        shape, self.store, forward = _open_model(model, kv_bits, traits, expert_counter)
+        shape, self.store, forward = _open_model(model, kv_bits, profile, traits, expert_counter)
         self._launcher = SplitLauncher(self.store, in_parts=profile.has_queue)
         self.blocks, self._batch = BlockExecutor(self.store, take_restored), SequenceBatch()
         self.vocabulary = vocabulary or VocabularyPart(shape.vocab_size)
@@ -369,11 +369,13 @@ class Executor:
 def _open_model(
     model: nn.Module,
     kv_bits: int,
+    profile: ExecutionProfile,
     traits: UnshardedTraits | None,
     expert_counter: ExpertCounter | None,
 ) -> tuple[ModelShape, KVStore, Forward]:
     model.eval()
     shape = read_shape(model)
     store = open_store(model, shape, kv_bits, traits.row_kind if traits else None)
+    store.resize_at_once_bytes_max = profile.resize_at_once_bytes_max
     can_select = traits.can_select if traits else None
     return shape, store, Forward(model, expert_counter, can_select=can_select)

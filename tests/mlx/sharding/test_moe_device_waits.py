@@ -6,10 +6,16 @@ from contextlib import contextmanager
 import mlx.core as mx
 import pytest
 
+from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution.executor import Executor
-from services.rank_worker.kv_cache.rows import row_store
 from services.rank_worker.model.sharding import local_experts
-from tests.mlx.executor_driver import ExecutorDriver, admission, make_prompt, prefill_chunk
+from tests.mlx.executor_driver import (
+    ExecutorDriver,
+    admission,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
 from tests.mlx.sharding.moe_models import make_half_of_experts, make_moe_model
 
 ROWS = 40
@@ -102,12 +108,14 @@ def test_rank_with_all_experts_never_waits_for_device(waits: list[int]) -> None:
     assert waits == []
 
 
-def test_resizing_large_rows_waits_for_earlier_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resizing_large_rows_waits_for_earlier_steps() -> None:
     """A plan that resizes large rows, layer by layer, waits for earlier steps."""
-    monkeypatch.setattr(row_store, "RESIZE_AT_ONCE_BYTES_MAX", 100_000)
-    driver = ExecutorDriver(make_moe_model("qwen3_moe"), row_count=2, row_tokens=64)
+    model = make_moe_model("qwen3_moe")
+    driver = ExecutorDriver(model, row_count=2, row_tokens=64)
+    profile = ExecutionProfile(resize_at_once_bytes_max=100_000)
+    executor: Executor = make_executor(model, profile=profile)
+    driver.executor = executor
     driver.start(1, 0, make_prompt(1, 5))
-    executor: Executor = driver.executor
     assert (
         2 * 64 * executor.store.bytes_per_token < 100_000 < 4 * 64 * executor.store.bytes_per_token
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.rank_worker.device.execution_profile import RESIZE_AT_ONCE_BYTES_MAX
 from services.rank_worker.kv_cache.rows.block_layout import BlockLayout
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from shared.errors import InvariantBroken
@@ -55,6 +56,8 @@ class KVStore(abc.ABC):
     `prefill_concatenated`."""
     reads_copies: bool = False
     """Whether attention may read copies of KV, see `copies_wait_for_device`."""
+    resize_at_once_bytes_max: int = RESIZE_AT_ONCE_BYTES_MAX
+    """Larger rows may be resized layer by layer, see `resize_waits_for_device`."""
     needs_state: bool = False
     """Whether a row can be rebuilt from blocks only together with a checkpoint at their end."""
 

@@ -24,9 +24,6 @@ from services.rank_worker.kv_cache.rows.row_views import (
 )
 from shared.errors import InvariantBroken
 
-RESIZE_AT_ONCE_BYTES_MAX = 256 * 1024 * 1024
-"""A larger resize waits for each layer before the next one, so that KV is never held twice."""
-
 RUN_BYTES_MAX = 512 * 1024 * 1024
 """Limit for consecutive blocks that are copied together between blocks and a row on a GPU. A CPU
 copies each block by itself, which takes half the time there."""
@@ -95,7 +92,7 @@ class RowStore(KVStore):
         """
         if row_count == self.row_count and row_tokens == self.row_tokens:
             return False
-        return row_count * row_tokens * self.bytes_per_token > RESIZE_AT_ONCE_BYTES_MAX
+        return row_count * row_tokens * self.bytes_per_token > self.resize_at_once_bytes_max
 
     def copies_wait_for_device(self, rows: int, tokens: int, count: int) -> bool:
         """Tell whether a forward waits for the device, because its copies of KV are large.

@@ -7,7 +7,7 @@ from services.rank_worker.device.execution_profile import ExecutionProfile, exec
 from shared.messages.rank_link import Backend
 
 _CUDA = ExecutionProfile(
-    has_queue=True, grouped_tokens_max=1_024, pads_prefill=True, freed_bytes_max=7
+    has_queue=True, grouped_tokens_max=1_024, pads_prefill=True, freed_bytes_max=17
 )
 
 
@@ -20,14 +20,14 @@ _CUDA = ExecutionProfile(
         ("metal", "jaccl", ExecutionProfile(has_queue=True, freed_bytes_max=7)),
         ("cuda", "off", _CUDA),
         ("cuda", "nccl", _CUDA),
-        ("cuda", "ring", ExecutionProfile(has_queue=True, freed_bytes_max=7)),
+        ("cuda", "ring", ExecutionProfile(has_queue=True, freed_bytes_max=17)),
     ],
 )
 def test_only_gpus_queue_work_and_only_cuda_pads_prefills(
     kind: DeviceKind, backend: Backend, use: ExecutionProfile
 ) -> None:
-    """GPUs have a queue and may keep a tenth of their memory; only CUDA pads prefills, and joins
-    prompts of more than 512 tokens, where all ranks have CUDA.
+    """GPUs have a queue and may keep a tenth of their memory, with CUDA a quarter; only CUDA pads
+    prefills, and joins prompts of more than 512 tokens, where all ranks have CUDA.
     """
     here = Device(kind=kind, name="any", memory_bytes=100)
     assert execution_profile(here, backend, 70) == use
@@ -38,3 +38,12 @@ def test_invariant_batch_joins_no_prompts_and_pads_none() -> None:
     here = Device(kind="cuda", name="any", memory_bytes=100)
     found = execution_profile(here, "off", 70, batch_invariant=True)
     assert (found.grouped_tokens_max, found.pads_prefill) == (0, False)
+
+
+def test_gpu_with_much_memory_resizes_more_rows_at_once() -> None:
+    """A twentieth of a GPU's free memory may hold rows twice; on any device 256 MiB may."""
+    gpu = Device(kind="cuda", name="any", memory_bytes=2**37)
+    assert execution_profile(gpu, "off", 100 << 30).resize_at_once_bytes_max == 5 << 30
+    assert execution_profile(gpu, "off", 1 << 30).resize_at_once_bytes_max == 256 << 20
+    cpu = Device(kind="cpu", name="any", memory_bytes=2**37)
+    assert execution_profile(cpu, "off", 100 << 30).resize_at_once_bytes_max == 256 << 20
