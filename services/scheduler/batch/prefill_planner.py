@@ -120,7 +120,7 @@ class PrefillPlanner:
                 continue
             if self._waits_for_grammar(sequence, budget):
                 continue
-            if budget.would_cut_scrap(rest, position):
+            if budget.defers(rest, position):
                 return
             others = any(one.tenant != sequence.tenant for one in plan.samples)
             length_max = min(rest, budget.tokens_max(position))
@@ -138,7 +138,7 @@ class PrefillPlanner:
             return True
         found = sequence.blocks.resident_tokens
         rest = len(sequence.tokens) - found
-        if sequence.samples_in_flight or budget.would_cut_scrap(rest, found):
+        if sequence.samples_in_flight or budget.defers(rest, found):
             return False
         length_max = min(rest, budget.tokens_max(found))
         if plan.chunks and plan.chunk_tokens + length_max > joint_tokens_max:
@@ -146,7 +146,7 @@ class PrefillPlanner:
         if not self._admit(plan, sequence):
             self._refused = sequence
             return False
-        if budget.would_cut_scrap(_unplanned_tokens(sequence), sequence.planned_tokens):
+        if budget.defers(_unplanned_tokens(sequence), sequence.planned_tokens):
             # Blocks that it would have reused were evicted to make room for its row.
             return False
         if not self._waits_for_grammar(sequence, budget):

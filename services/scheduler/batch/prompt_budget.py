@@ -8,6 +8,8 @@ from shared import limits
 
 _SCRAP_PART = 8
 """A scrap is up to this fraction (1/8) of a step's or a forward's budget, and may exceed it."""
+_UNUSED_PART = 3
+"""Up to this fraction (1/3) of a step's budget stays unused if the next prompt stays whole so."""
 _PRICE_MAX = 4.0
 """The most budget tokens that one token costs, so that a full budget is always over a scrap."""
 
@@ -19,7 +21,9 @@ class PromptBudget:
     takes longer, so it takes its relative time, 1 to 4 tokens, off the budget. A forward has a
     fixed cost, so small chunks (scraps, up to an eighth of the step's tokens) are avoided: a
     remainder of that size is added to the chunk before it, and a beginning of that size waits for
-    the next step. A prompt that does not end in the step is cut on the grid of `chunk_grid`.
+    the next step. So does a prompt that fits into a step of its own, where at most a third of the
+    budget is left: on CUDA each chunk of another length, or at another position, may have to be
+    prepared first. Other prompts that do not end in the step are cut on the grid of `chunk_grid`.
 
     With a fixed grid a prompt is cut at multiples of its cell only, so that its chunks do not
     depend on other prompts. A cell that exceeds the budget left waits for the next step; the first
@@ -38,25 +42,29 @@ class PromptBudget:
             fixed_grid: whether the grid is fixed.
         """
         self._fixed_grid, self._is_untouched = fixed_grid, True
-        self._left = tokens
+        self._tokens = self._left = tokens
         self._scrap = min(tokens, limits.FORWARD_TOKENS_MAX) // _SCRAP_PART
         self._timing = timing
         self._token_ms = timing.prefill_token_ms(position)
 
-    def would_cut_scrap(self, rest: int, position: int) -> bool:
-        """Tell whether the budget left permits only a scrap, a small chunk, of a prompt.
+    def defers(self, rest: int, position: int) -> bool:
+        """Tell whether a prompt's next chunk waits for the next step.
 
         Args:
             rest: number of tokens of the prompt that are not prefilled.
             position: number of tokens before them.
 
         Returns:
-            True if the budget left is at most an eighth of a step's and cannot finish the prompt.
+            True if the budget left permits only a scrap, or no more than a part of a prompt that
+            the next step can take whole.
         """
         left = self._fitting(position)
         if self._fixed_grid:
             return not self._is_untouched and left < min(rest, chunk_grid.fixed_length(position))
-        return left <= self._scrap and rest > left + self._scrap
+        if rest <= left + self._scrap:
+            return False
+        fits_alone = self._count(rest, position) <= self._tokens
+        return left <= self._scrap or (fits_alone and self._left <= self._tokens // _UNUSED_PART)
 
     def tokens_max(self, position: int) -> int:
         """Return the most tokens that one prompt may prefill in this step.

@@ -24,9 +24,23 @@ def test_step_takes_whole_prompts_until_last_one_is_cut_at_budget() -> None:
 
     assert budget.take(400, 0, FAR) == 400
     assert budget.take(300, 0, FAR) == 300
-    assert not budget.would_cut_scrap(900, 0)
-    assert budget.take(900, 0, FAR) == 256
-    assert budget.would_cut_scrap(900, 0)
+    assert not budget.defers(1_200, 0)
+    assert budget.take(1_200, 0, FAR) == 256
+    assert budget.defers(1_200, 0)
+
+
+@pytest.mark.parametrize(("taken", "waits"), [(660, False), (670, True), (740, True)])
+def test_prompt_that_next_step_can_take_whole_waits_when_a_third_of_budget_is_left(
+    taken: int, waits: bool
+) -> None:
+    """A prompt that fits into a step of its own is not cut to fill the last third of a step; one
+    that fits into none is cut, as it is cut in any case."""
+    budget = PromptBudget(1_000, 0, StepTiming(150.0))
+
+    assert budget.take(taken, 0, FAR) == taken
+    assert budget.defers(900, 0) is waits
+    assert not budget.defers(1_100, 0)
+    assert not budget.defers(200, 0)
 
 
 def test_prompt_ending_within_an_eighth_over_budget_is_taken_whole() -> None:
@@ -34,9 +48,9 @@ def test_prompt_ending_within_an_eighth_over_budget_is_taken_whole() -> None:
     budget = PromptBudget(800, 0, StepTiming(150.0))
 
     assert budget.take(850, 0, FAR) == 850
-    assert not budget.would_cut_scrap(50, 0)
+    assert not budget.defers(50, 0)
     assert budget.take(50, 0, FAR) == 50
-    assert budget.would_cut_scrap(1, 0)
+    assert budget.defers(1, 0)
 
 
 def test_prompt_above_forward_limit_is_cut_and_fills_step_alone() -> None:
@@ -44,7 +58,7 @@ def test_prompt_above_forward_limit_is_cut_and_fills_step_alone() -> None:
     budget = PromptBudget(4 * limits.FORWARD_TOKENS_MAX, 0, StepTiming(150.0))
 
     assert budget.take(3 * limits.FORWARD_TOKENS_MAX, 0, FAR) == limits.FORWARD_TOKENS_MAX
-    assert budget.would_cut_scrap(limits.FORWARD_TOKENS_MAX, 0)
+    assert budget.defers(limits.FORWARD_TOKENS_MAX, 0)
 
 
 def test_next_prompt_fills_forward_of_prompt_that_stops_at_cache_boundary() -> None:
@@ -63,7 +77,7 @@ def test_step_reads_fewer_tokens_at_deep_prompt_positions() -> None:
 
     assert budget.take(500, 0, FAR) == 500
     assert budget.take(FAR, 30_000, FAR) == 720, "750 tokens, rounded down to a multiple of 256"
-    assert budget.would_cut_scrap(FAR, 0)
+    assert budget.defers(FAR, 0)
 
 
 def test_step_with_deep_prompt_takes_only_remaining_tokens_of_next_prompt() -> None:
@@ -81,7 +95,7 @@ def test_step_takes_first_prompt_however_expensive_its_tokens_are(tokens: int) -
     """The first prompt of a step is never refused, however expensive its tokens are."""
     budget = PromptBudget(tokens, 0, _timing({0: 0.001, 100_000: 100.0}))
 
-    assert not budget.would_cut_scrap(FAR, 100_000)
+    assert not budget.defers(FAR, 100_000)
     assert budget.take(FAR, 100_000, FAR) > 0
 
 
@@ -89,10 +103,10 @@ def test_fixed_grid_cuts_every_prompt_at_same_places_whatever_the_budget() -> No
     """A first chunk exceeds a small budget; a later one waits for the next step instead."""
     for tokens in (40, 300, 5_000):
         budget = PromptBudget(tokens, 0, StepTiming(150.0), fixed_grid=True)
-        assert not budget.would_cut_scrap(600, 0)
+        assert not budget.defers(600, 0)
         assert budget.tokens_max(0) == 256
         assert budget.take(600, 0, FAR) == 256
-        assert budget.would_cut_scrap(344, 256) == (tokens < 512)
+        assert budget.defers(344, 256) == (tokens < 512)
     budget = PromptBudget(5_000, 256, StepTiming(150.0), fixed_grid=True)
     assert [budget.take(344, 256, FAR), budget.take(88, 512, FAR)] == [256, 88]
     assert budget.take(900, 100, FAR) == 156
