@@ -82,7 +82,7 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Have kernels of the fast path sum over ranks in decodes, through GPU memory that the ranks
     share, instead of NCCL. Used where all ranks are NVIDIA GPUs of one host, and a trial at the
     start succeeds. Must be equal on all ranks."""
-    prompts_in_place: bool = False
+    prompts_in_place: bool = True
     """On NVIDIA GPUs have kernels of the fast path attend also for prompts: chunks of any lengths
     share a forward, which need not wait for the steps before. Used for steps with up to 2,048 new
     tokens of the first 8,192 of their prompts, in models of 16 bits whose layers are of a known
