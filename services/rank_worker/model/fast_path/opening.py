@@ -24,6 +24,7 @@ from services.rank_worker.model.fast_path.known_form.layer_stack import LayerSta
 from services.rank_worker.model.fast_path.known_form.proof import (
     depends_on_other_rows,
     find_difference,
+    find_difference_of_prompts,
 )
 from services.rank_worker.model.fast_path.merged_linear import packed_bits
 from services.rank_worker.model.fast_path.row_tiles import tile_head
@@ -177,9 +178,30 @@ def _open_known(
     if not settings.all_agree(difference is None):
         return FastPath(None, difference or "a difference on another rank")
     if kernels is not None:
-        prompts = ", also of prompts" if stack.prefills_in_place else ""
+        prompts = _try_prompts(stack, kernels, forward.inner, shape, settings)
         return FastPath(stack, f"fast path with kernels{prompts}{how_sums}")
     return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
+
+
+def _try_prompts(
+    stack: LayerStack,
+    kernels: Kernels,
+    inner: nn.Module,
+    shape: ModelShape,
+    settings: FastPathSettings,
+) -> str:
+    """Leave the kernels that write prompts in place if they compute anything else than mlx-lm.
+
+    Returns:
+        Text about prompts that is appended to the state that operators see, or "".
+    """
+    if not stack.prefills_in_place:
+        return ""
+    difference = find_difference_of_prompts(stack, inner, shape.layers())
+    if settings.all_agree(difference is None):
+        return ", also of prompts"
+    kernels.leave_prompts(difference or "a difference on another rank")
+    return ""
 
 
 def _open_sums(stack: LayerStack, settings: FastPathSettings, dim: int, dtype: mx.Dtype) -> str:

@@ -11,6 +11,7 @@ from services.rank_worker.execution import prefill
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.kernels import tensor_cores
 from services.rank_worker.model.fast_path.kernels.attention import head_attention
+from services.rank_worker.model.fast_path.kernels.attention.prompt_attention import PromptAttention
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from tests.mlx.execution.fast_path.attention_models import make
 from tests.mlx.executor_driver import (
@@ -76,6 +77,22 @@ def test_prompts_written_in_place_give_tokens_of_mlx_lm(
     model = make("qwen3", 4, 2, 16)
     driver = _driver(model)
     assert driver.executor.store.prefills_in_place
+    _serve(driver)
+    for one, tokens in driver.tokens.items():
+        assert tokens == generate_with_mlx_lm(model, PROMPTS[one], len(tokens))[0]
+
+
+def test_kernel_of_prompts_that_differs_is_left_and_decodes_keep_their_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLX attends to prompts then, as the state that operators see says."""
+    attend = PromptAttention.attend
+    monkeypatch.setattr(PromptAttention, "attend", lambda *given: 2 * attend(*given))
+    model = make("qwen3", 4, 2, 16)
+    driver = _driver(model)
+    assert driver.executor.layers_state == "fast path with kernels"
+    assert driver.executor.store.writes_in_place
+    assert not driver.executor.store.prefills_in_place
     _serve(driver)
     for one, tokens in driver.tokens.items():
         assert tokens == generate_with_mlx_lm(model, PROMPTS[one], len(tokens))[0]

@@ -101,8 +101,12 @@ class Kernels:
             else "layers are not of a known form, or have latent attention"
         )
         if fault:
-            _log.info("mlx_attends_to_prompts", detail=fault)
-            self.prompt_attention = None
+            self.leave_prompts(fault)
+
+    def leave_prompts(self, reason: str) -> None:
+        """Have MLX attend to prompts, and log the reason."""
+        _log.info("mlx_attends_to_prompts", detail=reason)
+        self.prompt_attention = None
 
     def _find_fault_of_norms(self, dtype: mx.Dtype, dim: int) -> str:
         hidden, epsilon = mx.ones((1, dim), dtype=dtype), mx.zeros((1,), dtype=mx.float32)

@@ -84,7 +84,6 @@ def find_difference(
         # Kernels verify drafts and prepare the heads of prompts: both have several tokens per row.
         ways: list[tuple[Way, Sequence[int]]] = []
         ways += [("tokens", LENGTHS_OF_DRAFTS)] if stack.has_kernels else []
-        ways += [("prompts", lengths)] if stack.prefills_in_place else []
         ways += [("caches", lengths)] if stack.has_kernels or stack.is_expanded(number) else []
         for way, of_rows in ways:
             differs = _compare_attention(
@@ -93,16 +92,49 @@ def find_difference(
             said = f"attention {number} to several new tokens differs by {differs:.1%}"
             found.append(said if differs else None)
     if stack.has_kernels:
-        for number in {shape: place for place, shape in enumerate(stack.shapes)}.values():
-            its = (stack, number, blocks[number], rows[number])
-            differs = _compare_attention(*its, LENGTHS, 1, "tokens")
+        for number in _one_of_each_shape(stack):
+            differs = _compare_attention(
+                stack, number, blocks[number], rows[number], LENGTHS, 1, "tokens"
+            )
             said = f"attention {number} to rows of one tile differs by {differs:.1%}"
             found.append(said if differs else None)
-            if stack.prefills_in_place:
-                differs = _compare_attention(*its, LENGTHS, PROMPT_BLOCK + TOKENS_OF_ROW, "prompts")
-                said = f"attention {number} to prompts differs by {differs:.1%}"
-                found.append(said if differs else None)
-        found += _compare_graphs(stack, rows, lengths)
+        for of_rows, count in ((lengths, 1), (SHORT_LENGTHS, TOKENS_OF_ROW)):
+            differs = _compare_graph(stack, rows, of_rows, order_of_kernels(count))
+            found.append(f"the compiled decode differs by {differs:.1%}" if differs else None)
+    return next(filter(None, found), None)
+
+
+def find_difference_of_prompts(
+    stack: LayerStack, inner: nn.Module, parts: list[list[BlockPart]]
+) -> str | None:
+    """Compare kernels that write the rows of prompts with mlx-lm's code.
+
+    Runs the collectives of each layer.
+
+    Args:
+        stack: the fast path, whose prompts are written in place.
+        inner: mlx-lm's model without its head.
+        parts: shapes of each layer's keys and values.
+
+    Returns:
+        What differs, as a clause; None: nothing.
+    """
+    rows = [ComparedRows(one, 0) for one in parts]
+    blocks: list[Any] = inner.children()["layers"]
+    cases = [(number, LENGTHS_OF_KERNELS, TOKENS_OF_ROW) for number in range(len(blocks))]
+    # Several blocks of a prompt.
+    cases += [
+        (number, LENGTHS, PROMPT_BLOCK + TOKENS_OF_ROW) for number in _one_of_each_shape(stack)
+    ]
+    found: list[str | None] = []
+    for number, lengths, count in cases:
+        differs = _compare_attention(
+            stack, number, blocks[number], rows[number], lengths, count, "prompts"
+        )
+        found.append(f"attention {number} differs by {differs:.1%}" if differs else None)
+    tokens = order_of_prompts(TOKENS_OF_ROW)
+    differs = _compare_graph(stack, rows, SHORT_LENGTHS, tokens, are_prompts=True)
+    found.append(f"the compiled forward differs by {differs:.1%}" if differs else None)
     return next(filter(None, found), None)
 
 
@@ -290,24 +322,6 @@ def _random_input(
     return hidden, own, other
 
 
-def _compare_graphs(
-    stack: LayerStack, rows: Sequence[ComparedRows], lengths: Sequence[int]
-) -> list[str | None]:
-    """Return how each kind of compiled forward differs from one that is not compiled.
-
-    In short rows most numbers depend on the new tokens that are written first.
-    """
-    found: list[str | None] = []
-    for of_rows, count in ((lengths, 1), (SHORT_LENGTHS, TOKENS_OF_ROW)):
-        differs = _compare_graph(stack, rows, of_rows, order_of_kernels(count))
-        found.append(f"the compiled decode differs by {differs:.1%}" if differs else None)
-    if stack.prefills_in_place:
-        tokens = order_of_prompts(TOKENS_OF_ROW)
-        differs = _compare_graph(stack, rows, SHORT_LENGTHS, tokens, are_prompts=True)
-        found.append(f"the compiled prefill differs by {differs:.1%}" if differs else None)
-    return found
-
-
 def _compare_graph(
     stack: LayerStack,
     rows: Sequence[ComparedRows],
@@ -317,6 +331,8 @@ def _compare_graph(
     are_prompts: bool = False,
 ) -> float:
     """Return how much a compiled forward differs from one that is not compiled; 0 if little.
+
+    In short rows most numbers depend on the new tokens that are written first.
 
     `places`: (slot, place) of each new token.
     """
@@ -339,6 +355,11 @@ def _compare_graph(
 
 def _call(_module: Any, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
+
+
+def _one_of_each_shape(stack: LayerStack) -> list[int]:
+    """Return the number of one layer for each shape of attention."""
+    return list({shape: place for place, shape in enumerate(stack.shapes)}.values())
 
 
 def _width(block: Any) -> int:
