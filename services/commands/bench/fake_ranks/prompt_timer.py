@@ -8,9 +8,7 @@ from services.commands.bench.fake_ranks.plan_runs import run_one_by_one, run_que
 from services.commands.bench.fake_ranks.row_filler import RowFiller
 from services.commands.bench.measuring.row_lengths import uneven_lengths
 from services.rank_worker.execution.executor import Executor
-from shared import limits
 from shared.clock import Clock
-from shared.errors import UsageError
 from shared.messages import PrefillChunk
 
 
@@ -33,7 +31,8 @@ class PromptTimer:
 
         Args:
             prompts: number of prompts.
-            tokens: tokens to compute of the longest one; the shortest has 0.6 times as many.
+            tokens: tokens to compute of the longest one, at most `limits.FORWARD_TOKENS_MAX`; the
+                shortest has 0.6 times as many.
             cached: tokens before them that are in the rows already, as uneven; 0: none.
             rounds: times that the prompts are computed in each of the two ways.
 
@@ -43,11 +42,6 @@ class PromptTimer:
         Raises:
             UsageError: there cannot be such prompts.
         """
-        if tokens > limits.FORWARD_TOKENS_MAX:
-            raise UsageError(
-                f"A chunk of {tokens} tokens is too long: the scheduler cuts prompts into chunks "
-                f"of {limits.FORWARD_TOKENS_MAX} tokens at most."
-            )
         lengths = uneven_lengths(prompts, tokens)
         begins = uneven_lengths(prompts, cached) if cached else [0] * prompts
         together_s, one_by_one_s = [], []

@@ -24,6 +24,8 @@ from services.commands.bench.parts.worlds import (
     measure_worlds,
     started_worlds,
 )
+from shared import limits
+from shared.errors import UsageError
 
 COLUMNS = ["together_ms", "one_by_one_ms", "together_per_one_by_one", "tokens_per_s"]
 COMPARED = ("together_ms",)
@@ -66,9 +68,14 @@ def measure(plan: PrefillPlan, report: Report) -> None:
     Raises:
         ConfigError: a setting is wrong.
         UnavailableError: a rank does not start, or nothing could be measured.
-        UsageError: prompts cannot be uneven.
+        UsageError: prompts cannot be uneven, or are longer than the scheduler's chunks.
     """
     check_settings(plan)
+    if max(plan.tokens) > limits.FORWARD_TOKENS_MAX:
+        raise UsageError(
+            f"--tokens {max(plan.tokens)} is too long: the scheduler cuts prompts into chunks of "
+            f"{limits.FORWARD_TOKENS_MAX} tokens at most."
+        )
     cases = [
         {"prompts": prompts, "tokens": tokens, "cached": cached}
         for cached in plan.cached

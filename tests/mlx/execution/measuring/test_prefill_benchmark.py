@@ -85,7 +85,6 @@ def test_prompts_of_every_kind_of_rows_are_computed(make_model: MakeModel, famil
 @pytest.mark.parametrize(
     ("prompts", "tokens", "cached", "message"),
     [
-        (2, 2_049, 0, "2048 tokens at most"),
         (10, 20, 0, "23 or more"),
         (10, 2_000, 20, "23 or more"),
         (2, 2_000, 2_097, "4096 at most"),

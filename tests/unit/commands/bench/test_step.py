@@ -59,9 +59,12 @@ def test_bench_prefill_without_flags_uses_documented_defaults(tmp_path: Path) ->
     assert (plan.ranks, plan.rounds, plan.compare) == ([1], 3, {})
     with pytest.raises(UsageError, match="not an integer of 1 or more"):
         plan_of(tmp_path, "prefill", "--model", "demo", "--tokens", "0")
-    uneven = plan_of(tmp_path, "prefill", "--model", "demo", "--prompts", "64", "--tokens", "100")
-    with pytest.raises(UsageError, match="158 or more tokens"):
-        prefill.measure(uneven, Report(benchmark="prefill", machine={}))
+    for tokens, message in (("100", "158 or more tokens"), ("128,2049", "chunks of 2048 tokens")):
+        wrong = plan_of(
+            tmp_path, "prefill", "--model", "demo", "--prompts", "64", "--tokens", tokens
+        )
+        with pytest.raises(UsageError, match=message):
+            prefill.measure(wrong, Report(benchmark="prefill", machine={}))
 
 
 def test_rows_have_different_lengths_from_six_tenths_of_the_context() -> None:
