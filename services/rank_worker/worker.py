@@ -288,7 +288,7 @@ class Worker:
             profile=execution_profile(
                 self.device,
                 order.backend,
-                self._free_bytes(),
+                self._free_beside_spare(),
                 batch_invariant=config.rank_worker.batch_invariant,
             ),
             take_restored=tier.take,
@@ -325,8 +325,12 @@ class Worker:
 
     def _free_kv_bytes(self) -> int:
         """Return the part of the free memory that KV may use, in bytes, beside a loaded spare."""
+        return int(KV_MEMORY_SHARE * self._free_beside_spare())
+
+    def _free_beside_spare(self) -> int:
+        """Return the free memory without what a loaded spare process of this rank needs."""
         copies = 0 if self.order.kv_budget_bytes else self.config.rank_worker.weight_copies - 1
-        return int(KV_MEMORY_SHARE * max(0, self._free_bytes() - copies * hardware.used_bytes()))
+        return max(0, self._free_bytes() - copies * hardware.used_bytes())
 
     def _free_bytes(self) -> int:
         """Return the memory that is free now for this rank, in bytes."""

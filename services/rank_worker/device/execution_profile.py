@@ -9,13 +9,13 @@ GROUPED_TOKENS_MAX, _CUDA_GROUPED_TOKENS_MAX = 512, 1_024
 """Longest prompt that shares a forward: a longer one keeps a device busy by itself. But a GPU with
 CUDA multiplies the rows of two prompts of 1,024 tokens faster together."""
 FREED_SHARE, _CUDA_FREED_SHARE = 0.1, 0.25
-"""Part of the free memory that MLX may keep as freed buffers. With CUDA two forwards of 2,048
-tokens are under way, and none of their activations is free before a forward has ended: 14 GB of a
-model of 8 GB."""
+"""Part of the free memory that MLX may keep as freed buffers. With CUDA the host starts forwards
+ahead of the device, so two of 2,048 tokens hold all their activations at once, 14 GB for a model
+with 8 GB of weights, and free them together. MLX frees buffers itself where memory gets scarce."""
 RESIZE_AT_ONCE_BYTES_MAX = 256 * 1024 * 1024
 """Rows up to this size are resized in all layers at once on any device."""
 _RESIZE_AT_ONCE_SHARE = 0.05
-"""Part of the free memory of a GPU that may hold rows twice."""
+"""Part of the free memory of a GPU with CUDA that may hold rows twice."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class ExecutionProfile:
     freed_bytes_max: int = 0
     """Limit for freed buffers that MLX keeps for reuse, in bytes."""
     resize_at_once_bytes_max: int = RESIZE_AT_ONCE_BYTES_MAX
-    """Larger rows are resized layer by layer, so that KV is never held twice. The device then waits
-    for each layer, which takes tens of milliseconds."""
+    """Larger rows are resized layer by layer, so that KV is never held twice. The rank then
+    waits for the device after each layer, which takes tens of milliseconds."""
 
 
 def execution_profile(
@@ -45,7 +45,7 @@ def execution_profile(
         device: the rank's device.
         backend: the world's backend for collectives; prompts are padded, and long ones grouped,
             only if all devices are alike.
-        free_bytes: free memory of the device after loading, which limits the freed buffers.
+        free_bytes: free memory of the device after loading, without that of a loaded spare.
         batch_invariant: prompts must not share a forward, nor depend on the room of rows.
     """
     grouped_tokens_max = 0 if batch_invariant else GROUPED_TOKENS_MAX
@@ -63,6 +63,6 @@ def execution_profile(
         pads_prefill=pads,
         freed_bytes_max=int((_CUDA_FREED_SHARE if is_cuda else FREED_SHARE) * free_bytes),
         resize_at_once_bytes_max=max(
-            RESIZE_AT_ONCE_BYTES_MAX, int(_RESIZE_AT_ONCE_SHARE * free_bytes)
+            RESIZE_AT_ONCE_BYTES_MAX, int(_RESIZE_AT_ONCE_SHARE * free_bytes) if is_cuda else 0
         ),
     )

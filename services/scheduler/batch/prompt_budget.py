@@ -9,7 +9,7 @@ from shared import limits
 _SCRAP_PART = 8
 """A scrap is up to this fraction (1/8) of a step's or a forward's budget, and may exceed it."""
 _UNUSED_PART = 3
-"""Up to this fraction (1/3) of a step's budget stays unused if the next prompt stays whole so."""
+"""Up to this fraction (1/3) of a step's budget may stay unused, so that a prompt is not cut."""
 _PRICE_MAX = 4.0
 """The most budget tokens that one token costs, so that a full budget is always over a scrap."""
 
@@ -21,7 +21,7 @@ class PromptBudget:
     takes longer, so it takes its relative time, 1 to 4 tokens, off the budget. A forward has a
     fixed cost, so small chunks (scraps, up to an eighth of the step's tokens) are avoided: a
     remainder of that size is added to the chunk before it, and a beginning of that size waits for
-    the next step. So does a prompt that fits into a step of its own, where at most a third of the
+    the next step. So does a prompt that the next step can take whole, where at most a third of the
     budget is left: on CUDA each chunk of another length, or at another position, may have to be
     prepared first. Other prompts that do not end in the step are cut on the grid of `chunk_grid`.
 
@@ -31,7 +31,13 @@ class PromptBudget:
     """
 
     def __init__(
-        self, tokens: int, position: int, timing: StepTiming, *, fixed_grid: bool = False
+        self,
+        tokens: int,
+        position: int,
+        timing: StepTiming,
+        *,
+        next_tokens: int | None = None,
+        fixed_grid: bool = False,
     ) -> None:
         """Begin a step.
 
@@ -39,10 +45,14 @@ class PromptBudget:
             tokens: budget of the step.
             position: position of the first chunk in its prompt.
             timing: measured step times.
+            next_tokens: expected budget of the next step; None: the same.
             fixed_grid: whether the grid is fixed.
         """
         self._fixed_grid, self._is_untouched = fixed_grid, True
         self._tokens = self._left = tokens
+        self._next_tokens = min(tokens, tokens if next_tokens is None else next_tokens)
+        self.has_cut = False
+        """A prompt that the step begins does not end in it, and goes on in the next one."""
         self._scrap = min(tokens, limits.FORWARD_TOKENS_MAX) // _SCRAP_PART
         self._timing = timing
         self._token_ms = timing.prefill_token_ms(position)
@@ -63,8 +73,9 @@ class PromptBudget:
             return not self._is_untouched and left < min(rest, chunk_grid.fixed_length(position))
         if rest <= left + self._scrap:
             return False
-        fits_alone = self._count(rest, position) <= self._tokens
-        return left <= self._scrap or (fits_alone and self._left <= self._tokens // _UNUSED_PART)
+        whole_max = int(self._next_tokens / self._price(position))
+        is_whole_then = rest <= min(whole_max, limits.FORWARD_TOKENS_MAX) + self._scrap
+        return left <= self._scrap or (is_whole_then and _UNUSED_PART * self._left <= self._tokens)
 
     def tokens_max(self, position: int) -> int:
         """Return the most tokens that one prompt may prefill in this step.
@@ -96,6 +107,7 @@ class PromptBudget:
             # Later prompts get no tokens while a long prompt is not finished.
             self._left = min(self._left, self._count(length, position))
         length = min(length, length_max)
+        self.has_cut |= length < rest
         self._left -= self._count(length, position)
         return length
 

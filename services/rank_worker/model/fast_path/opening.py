@@ -179,7 +179,7 @@ def _open_known(
         return FastPath(None, difference or "a difference on another rank")
     if kernels is not None:
         prompts = _try_prompts(stack, kernels, forward.inner, shape, settings)
-        return FastPath(stack, f"fast path with kernels{prompts}{how_sums}")
+        return FastPath(stack, f"fast path with kernels{how_sums}{prompts}")
     return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
 
 
@@ -199,9 +199,10 @@ def _try_prompts(
         return ""
     difference = find_difference_of_prompts(stack, inner, shape.layers())
     if settings.all_agree(difference is None):
-        return ", also of prompts"
-    kernels.leave_prompts(difference or "a difference on another rank")
-    return ""
+        return "; kernels attend to prompts too"
+    difference = difference or "a difference on another rank"
+    kernels.leave_prompts(difference)
+    return f"; MLX attends to prompts: {difference}"
 
 
 def _open_sums(stack: LayerStack, settings: FastPathSettings, dim: int, dtype: mx.Dtype) -> str:

@@ -1,5 +1,6 @@
 """Prompts whose rows kernels write in place: chunks of any rows and lengths in one forward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -35,12 +36,14 @@ def _tensor_cores_multiply_floats(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
 
 
-def _driver(model: nn.Module, **changes: Any) -> ExecutorDriver:
+def _driver(
+    model: nn.Module, *, all_agree: Callable[[bool], bool] = bool, **changes: Any
+) -> ExecutorDriver:
     driver = ExecutorDriver(model, row_count=4, row_tokens=192)
     driver.executor = make_executor(
         model,
         profile=ExecutionProfile(has_queue=True, pads_prefill=True),
-        fast_path=FastPathSettings("cuda", prompts_in_place=True),
+        fast_path=FastPathSettings("cuda", all_agree, prompts_in_place=True),
         **changes,
     )
     return driver
@@ -82,15 +85,36 @@ def test_prompts_written_in_place_give_tokens_of_mlx_lm(
         assert tokens == generate_with_mlx_lm(model, PROMPTS[one], len(tokens))[0]
 
 
+@pytest.mark.parametrize("differs_here", [True, False], ids=["here", "on another rank"])
 def test_kernel_of_prompts_that_differs_is_left_and_decodes_keep_their_kernels(
-    monkeypatch: pytest.MonkeyPatch,
+    differs_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLX attends to prompts then, as the state that operators see says."""
-    attend = PromptAttention.attend
-    monkeypatch.setattr(PromptAttention, "attend", lambda *given: 2 * attend(*given))
+    """MLX attends to prompts then, as the state that operators see says; on all ranks, which vote
+    equally often whether they differ or not."""
+    votes: list[bool] = []
     model = make("qwen3", 4, 2, 16)
-    driver = _driver(model)
-    assert driver.executor.layers_state == "fast path with kernels"
+
+    def agree(vote: bool) -> bool:
+        votes.append(vote)
+        return vote
+
+    _driver(model, all_agree=agree)
+    vote_count = len(votes)
+    votes.clear()
+
+    def last_vote_fails(vote: bool) -> bool:
+        votes.append(vote)
+        return vote and len(votes) < vote_count
+
+    if differs_here:
+        attend = PromptAttention.attend
+        monkeypatch.setattr(PromptAttention, "attend", lambda *given: 2 * attend(*given))
+    model = make("qwen3", 4, 2, 16)
+    driver = _driver(model, all_agree=last_vote_fails)
+    reason = "attention 0 differs by" if differs_here else "a difference on another rank"
+    state = driver.executor.layers_state
+    assert state.startswith(f"fast path with kernels; MLX attends to prompts: {reason}")
+    assert votes == [True] * (vote_count - 1) + [not differs_here]
     assert driver.executor.store.writes_in_place
     assert not driver.executor.store.prefills_in_place
     _serve(driver)

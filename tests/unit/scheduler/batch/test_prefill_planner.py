@@ -3,10 +3,11 @@
 import random
 
 import msgspec
+import pytest
 
 from services.rank_worker.batch.prefill_groups import padded_width
 from shared import limits
-from shared.messages import StepFinished
+from shared.messages import AdmittedSequence, StepFinished, StepPlan
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
@@ -90,3 +91,36 @@ def test_prompts_read_at_varying_speeds_are_cut_at_positions_of_earlier_prompts(
     assert min(forwards) > 80, forwards
     assert sum(new[1:]) <= 40, new
     assert sum(new[4:]) <= 6, new
+
+
+@pytest.mark.parametrize("newcomer_tokens", [700, 900])
+def test_prompt_left_for_next_step_is_its_first_however_many_tenants_arrive(
+    newcomer_tokens: int, make_world: MakeWorld
+) -> None:
+    """A new tenant's prompt takes most of a step before it once, and not again and again."""
+    world = make_world(decode_stall_ms=60_000.0, step_tokens_max=1_000, cache={"enabled": False})
+    for i in range(4):
+        world.submit(f"learnt{i}", [5 + i] * 1_000, 2)
+    world.settle()
+    world.submit("runs", [7], 40)
+    for _ in range(4):
+        world.step()
+    first_plan = len(world.plans)
+    world.submit("waits", [1] * 950, 2, tenant="waits")
+    for i in range(12):
+        world.submit(f"new{i}", [10 + i] * newcomer_tokens, 1, tenant=f"new{i}")
+        world.step()
+    world.settle()
+    plans = world.plans[first_plan:]
+    own = next(one.sequence_id for one in _admitted(plans) if one.tenant == "waits")
+    places = [
+        (number, chunk.length)
+        for number, plan in enumerate(plans)
+        for chunk in plan.prefill_chunks
+        if chunk.sequence_id == own
+    ]
+    assert places == [(1, 950)]
+
+
+def _admitted(plans: list[StepPlan]) -> list[AdmittedSequence]:
+    return [one for plan in plans for one in plan.admitted]

@@ -33,14 +33,31 @@ def test_step_takes_whole_prompts_until_last_one_is_cut_at_budget() -> None:
 def test_prompt_that_next_step_can_take_whole_waits_when_a_third_of_budget_is_left(
     taken: int, waits: bool
 ) -> None:
-    """A prompt that fits into a step of its own is not cut to fill the last third of a step; one
-    that fits into none is cut, as it is cut in any case."""
+    """Such a prompt, with an eighth more than a budget at most, is not cut to fill the last third
+    of a step; a longer one is cut, as it is cut in any case."""
     budget = PromptBudget(1_000, 0, StepTiming(150.0))
 
     assert budget.take(taken, 0, FAR) == taken
     assert budget.defers(900, 0) is waits
-    assert not budget.defers(1_100, 0)
+    assert budget.defers(1_100, 0) is waits
+    assert not budget.defers(1_200, 0)
     assert not budget.defers(200, 0)
+
+
+def test_prompt_that_next_step_would_cut_too_does_not_wait() -> None:
+    """A step takes no more of one prompt than a forward and an eighth, and the next one may have a
+    smaller budget."""
+    longest = limits.FORWARD_TOKENS_MAX * 9 // 8
+    budget = PromptBudget(8_192, 0, StepTiming(150.0))
+    assert [budget.take(2_100, 0, FAR) for _ in range(3)] == [2_100] * 3
+    assert not budget.has_cut
+    assert budget.defers(longest, 0)
+    assert not budget.defers(longest + 1, 0)
+    small = PromptBudget(8_192, 0, StepTiming(150.0), next_tokens=1_024)
+    assert [small.take(2_100, 0, FAR) for _ in range(3)] == [2_100] * 3
+    assert not small.defers(longest, 0)
+    assert small.take(FAR, 0, FAR) > 0
+    assert small.has_cut
 
 
 def test_prompt_ending_within_an_eighth_over_budget_is_taken_whole() -> None:

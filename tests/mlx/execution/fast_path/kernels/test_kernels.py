@@ -46,7 +46,7 @@ def test_attention_of_tensor_cores_computes_and_writes_like_mlx_lm(
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
     model = make(kind, query_heads, kv_heads, head_dim)
     opened = open_of(model, device="cuda", prompts_in_place=True)
-    prompts = ", also of prompts" if head_dim <= 128 else ""
+    prompts = "; kernels attend to prompts too" if head_dim <= 128 else ""
     assert opened.state == f"fast path with kernels{prompts}"
 
 
