@@ -3,10 +3,11 @@
     python -m tests.mlx.execution.fast_path.peers.peer_rank FOLDER DRIVER CASE
 
 `MLX_RANK` and `MLX_HOSTFILE` define the ring. FOLDER keeps compiled kernels, DRIVER is
-`driver_on_cpu.c` compiled. CASE is "sums", "faults", or a kind of split and a model family, such as
-"tensor:qwen2". Prints one JSON object.
+`driver_on_cpu.c` compiled. CASE is "sums", "faults", or a setting that is on or off, a kind of
+split and a model family, such as "peer_memory:tensor:qwen3_moe". Prints one JSON object.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -32,7 +33,13 @@ from services.rank_worker.peers.collectives import Collectives
 from services.rank_worker.peers.peer_memory import OpenPeerMemory, open_peer_memory
 from shared.model.sharding.shares import Split
 from tests.mlx.execution.fast_path.kernels.metal_kernels import KernelOnCpu
-from tests.mlx.executor_driver import ExecutorDriver, make_executor, make_prompt
+from tests.mlx.executor_driver import (
+    ExecutorDriver,
+    admission,
+    make_executor,
+    make_prompt,
+    prefill_chunk,
+)
 from tests.mlx.sharding.moe_models import make_moe_model, moe_config
 from tests.multirank.worlds.split_rank import CollectiveCounter
 
@@ -59,7 +66,16 @@ def main(folder: str, driver: str, case: str) -> None:
     elif case == "faults":
         found = {fault: _fail(world, open_memory, fault) for fault in FAULTS}
     else:
-        found = {"with": _run(world, open_memory, case), "without": _run(world, None, case)}
+        setting, sharding, family = case.split(":")
+        off = {
+            "peer_memory": FastPathSettings(open_memory=None),
+            "prompts_in_place": FastPathSettings(open_memory=open_memory),
+        }[setting]
+        on = FastPathSettings(open_memory=open_memory, prompts_in_place=setting != "peer_memory")
+        found = {
+            name: _run(world, settings, sharding, family)
+            for name, settings in (("with", on), ("without", off))
+        }
     world.check()
     sys.stdout.write(json.dumps(found) + "\n")
 
@@ -92,9 +108,13 @@ def _add_up(world: Collectives, open_memory: OpenPeerMemory) -> dict[str, Any]:
     return {"difference": difference, "bits": bits}
 
 
-def _run(world: Collectives, open_memory: OpenPeerMemory | None, case: str) -> dict[str, Any]:
-    """Decode three sequences; return their tokens and the collectives of a decode."""
-    sharding, family = case.split(":")
+def _run(
+    world: Collectives, settings: FastPathSettings, sharding: str, family: str
+) -> dict[str, Any]:
+    """Decode three sequences; return their tokens and the collectives of a decode.
+
+    Two prompts are computed at once, one of them in two chunks.
+    """
     model = make_moe_model(family, **SIZES)
     traits = read_traits(model)
     split: Any = Split(sharding, world.rank, world.world_size)  # type: ignore[arg-type]
@@ -107,11 +127,18 @@ def _run(world: Collectives, open_memory: OpenPeerMemory | None, case: str) -> d
         world_size=world.world_size,
         sum_ids=world.sum_ids,
         traits=traits,
-        profile=ExecutionProfile(has_queue=True),
-        fast_path=FastPathSettings("cuda", world.all_agree, world.world_size, open_memory),
+        profile=ExecutionProfile(has_queue=True, pads_prefill=True),
+        fast_path=dataclasses.replace(
+            settings, device="cuda", all_agree=world.all_agree, ranks=world.world_size
+        ),
     )
-    for number, length in enumerate((9, 5, 21), 1):
-        driver.start(number, number - 1, make_prompt(number, length))
+    driver.start(1, 0, make_prompt(1, 9))
+    driver.step(
+        admitted=[admission(2, 1, make_prompt(2, 5)), admission(3, 2, make_prompt(3, 21))],
+        prefill_chunks=[prefill_chunk(2, 0, 5, 5), prefill_chunk(3, 0, 13, 21)],
+        decodes=[1],
+    )
+    driver.step(prefill_chunks=[prefill_chunk(3, 13, 21, 21)], decodes=[1, 2])
     counter = CollectiveCounter()
     driver.step(decodes=[1, 2, 3])
     counter.stop()

@@ -61,9 +61,21 @@ def test_decodes_that_sum_in_memory_have_the_same_tokens(driver: Path, tmp_path:
 
     The model has a dense layer and two of experts.
     """
-    for found in _run_ranks(2, "tensor:deepseek_v3", driver, tmp_path):
+    for found in _run_ranks(2, "peer_memory:tensor:deepseek_v3", driver, tmp_path):
         assert found["with"]["state"].startswith(SUMS)
         assert not found["without"]["state"].startswith(SUMS)
         assert found["with"]["tokens"] == found["without"]["tokens"]
         saved = found["without"]["collectives"] - found["with"]["collectives"]
         assert saved == 2 * LAYERS
+
+
+@pytest.mark.proof
+def test_ranks_that_write_prompts_in_place_have_the_same_tokens(
+    driver: Path, tmp_path: Path
+) -> None:
+    """Collectives sum over ranks in prompts, and memory in the decodes between them."""
+    for found in _run_ranks(2, "prompts_in_place:tensor:qwen3_moe", driver, tmp_path):
+        assert found["with"]["state"].startswith(f"{SUMS}; kernels attend to prompts too")
+        assert found["without"]["state"].startswith(SUMS)
+        assert "prompts" not in found["without"]["state"]
+        assert found["with"]["tokens"] == found["without"]["tokens"]
