@@ -171,12 +171,12 @@ def test_grammar_that_comes_again_is_compiled_before_the_sequence_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent sends the same one with every turn; its matcher stands at the start."""
-    compiled: list[str] = []
+    grammar, compiled = regex("again [0-9]+"), list[str]()
     may_compile = threading.Event()
     may_compile.set()
 
     def counting(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-        if text != SLOW.text:
+        if text != grammar.text:
             return compile_grammar(tokenizer, text)  # compilers of other tests still work
         may_compile.wait()
         matcher = compile_grammar(tokenizer, text)
@@ -185,12 +185,12 @@ def test_grammar_that_comes_again_is_compiled_before_the_sequence_after_that(
 
     monkeypatch.setattr(compiler_module, "compile_grammar", counting)
     compiler = make_compiler(tmp_path)
-    compiler.matcher(SLOW, []).ready.result()
+    compiler.matcher(grammar, []).ready.result()
     assert len(compiled) == 1
-    compiler.matcher(SLOW, []).ready.result()
+    compiler.matcher(grammar, []).ready.result()
     wait_until(lambda: len(compiled) == 3, PROCESS_DEADLINE_S, failure="no spare was compiled")
     may_compile.clear()
-    again = compiler.matcher(SLOW, [])
+    again = compiler.matcher(grammar, [])
     again.ready.result(PROCESS_DEADLINE_S)
     may_compile.set()
     assert again.constrained_drafts([]) == (0, [])
@@ -200,7 +200,7 @@ def test_compiled_grammar_of_a_sequence_that_ended_is_freed_at_once(tmp_path: Pa
     """Grammars take megabytes that the garbage collector does not know of."""
     gc.disable()
     try:
-        matcher = make_compiler(tmp_path).matcher(SLOW, [])
+        matcher = make_compiler(tmp_path).matcher(regex("[0-9]+"), [])
         matcher.ready.result()
         state = matcher.grammar.state
         matcher.drop()
