@@ -5,8 +5,9 @@ too long; tenants take turns, chunk by chunk. Sequences that wait for cache bloc
 later ones.
 """
 
+import functools
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container
 
 from services.scheduler.batch.grammar_waits import GrammarWaits
 from services.scheduler.batch.plan_builder import PlanBuilder
@@ -54,9 +55,6 @@ class PrefillPlanner:
         self._grammars = grammars
         self._refused: Sequence | None = None
         """The waiting sequence that the last plan had no KV memory for."""
-        self._deferred: Sequence | None = None
-        """The sequence that the last plan left for the next one, as a chunk would have been short.
-        """
 
     def look_ahead(self, now_s: float, *, may_evict: bool) -> None:
         """Request restores of cache blocks for the first waiting sequences, before their admission.
@@ -100,8 +98,7 @@ class PrefillPlanner:
         candidates += [one for one in waiting if one is not plan.displaced]
         if not candidates:
             return
-        deferred, self._deferred = self._deferred, None
-        first = next(self._in_turn(candidates, deferred), None)
+        first = next(self._turns.in_turn(candidates), None)
         position = _position_of(first)
         # Without decodes one long prompt may fill a step, but several prompts may not.
         joint_tokens_max = math.inf if plan.decodes else self._timing.joint_tokens_max(position)
@@ -111,53 +108,36 @@ class PrefillPlanner:
             and len(first.tokens) - position > joint_tokens_max
             and any(one.tenant != first.tenant for one in candidates)
         )
-        # Prompts of this step decode in the next one.
-        tokens_max, next_max = (
-            min(
-                self._config.step_tokens_max,
-                self._timing.chunk_tokens(decoding=decoding, position=position),
-            )
-            for decoding in (delays_others, True)
-        )
         budget = PromptBudget(
-            *(tokens_max, position, self._timing),
-            next_tokens=next_max,
+            self._tokens_max(position, decoding=delays_others),
+            position,
+            self._timing,
+            # Prompts of this step decode then.
+            next_tokens=functools.partial(self._tokens_max, decoding=True),
             fixed_grid=self._fixed_grid,
         )
         admits = not plan.preempted
-        for sequence in self._in_turn(candidates, deferred):
+        for sequence in self._turns.in_turn(candidates):
             rest, position = _unplanned_tokens(sequence), sequence.planned_tokens
             if sequence.state is SequenceState.WAITING:
                 admits = admits and self._admit_next(plan, sequence, budget, joint_tokens_max)
                 continue
             if self._waits_for_grammar(sequence, budget):
                 continue
-            if self._defers(sequence, rest, position, budget):
-                return
             others = any(one.tenant != sequence.tenant for one in plan.samples)
             length_max = min(rest, budget.tokens_max(position))
-            if others and plan.chunk_tokens + length_max > joint_tokens_max:
+            exceeds = others and plan.chunk_tokens + length_max > joint_tokens_max
+            if exceeds or budget.defers(rest, position):
+                self._turns.pass_over(sequence.tenant)
                 return
             self._plan_chunk(plan, sequence, budget)
 
-    def _in_turn(
-        self, candidates: Iterable[Sequence], deferred: Sequence | None
-    ) -> Iterator[Sequence]:
-        """Yield sequences in turn, first the one whose turn it was when the last plan was full."""
-        if deferred is not None and any(one is deferred for one in candidates):
-            yield deferred
-            candidates = [one for one in candidates if one is not deferred]
-        yield from self._turns.in_turn(candidates)
-
-    def _defers(self, sequence: Sequence, rest: int, position: int, budget: PromptBudget) -> bool:
-        """Tell whether a sequence's next chunk waits for the next plan, where it is the first then.
-
-        It is not the first where a longer prompt goes on, as prompts are read in order of arrival.
-        """
-        if not budget.defers(rest, position):
-            return False
-        self._deferred = None if budget.has_cut else sequence
-        return True
+    def _tokens_max(self, position: int, *, decoding: bool) -> int:
+        """Return the most prompt tokens of a step whose first chunk begins at a position."""
+        return min(
+            self._config.step_tokens_max,
+            self._timing.chunk_tokens(decoding=decoding, position=position),
+        )
 
     def _admit_next(
         self, plan: PlanBuilder, sequence: Sequence, budget: PromptBudget, joint_tokens_max: float
@@ -169,16 +149,17 @@ class PrefillPlanner:
             return True
         found = sequence.blocks.resident_tokens
         rest = len(sequence.tokens) - found
-        if sequence.samples_in_flight or self._defers(sequence, rest, found, budget):
+        if sequence.samples_in_flight:
             return False
         length_max = min(rest, budget.tokens_max(found))
-        if plan.chunks and plan.chunk_tokens + length_max > joint_tokens_max:
+        exceeds = plan.chunks and plan.chunk_tokens + length_max > joint_tokens_max
+        if exceeds or budget.defers(rest, found):
+            self._turns.pass_over(sequence.tenant)
             return False
         if not self._admit(plan, sequence):
             self._refused = sequence
             return False
-        rest, position = _unplanned_tokens(sequence), sequence.planned_tokens
-        if self._defers(sequence, rest, position, budget):
+        if budget.defers(_unplanned_tokens(sequence), sequence.planned_tokens):
             # Blocks that it would have reused were evicted to make room for its row.
             return False
         if not self._waits_for_grammar(sequence, budget):

@@ -1,6 +1,7 @@
 """Prompt budget. Owns how many prompt tokens a step prefills; chooses no prompts."""
 
 import math
+from collections.abc import Callable
 
 from services.scheduler.batch import chunk_grid
 from services.scheduler.batch.step_timing import StepTiming
@@ -36,7 +37,7 @@ class PromptBudget:
         position: int,
         timing: StepTiming,
         *,
-        next_tokens: int | None = None,
+        next_tokens: Callable[[int], int] | None = None,
         fixed_grid: bool = False,
     ) -> None:
         """Begin a step.
@@ -45,14 +46,13 @@ class PromptBudget:
             tokens: budget of the step.
             position: position of the first chunk in its prompt.
             timing: measured step times.
-            next_tokens: expected budget of the next step; None: the same.
+            next_tokens: returns the expected budget of the next step if its first chunk begins at
+                a position; None: the same budget.
             fixed_grid: whether the grid is fixed.
         """
         self._fixed_grid, self._is_untouched = fixed_grid, True
         self._tokens = self._left = tokens
-        self._next_tokens = min(tokens, tokens if next_tokens is None else next_tokens)
-        self.has_cut = False
-        """A prompt that the step begins does not end in it, and goes on in the next one."""
+        self._next_tokens = next_tokens or (lambda _position: tokens)
         self._scrap = min(tokens, limits.FORWARD_TOKENS_MAX) // _SCRAP_PART
         self._timing = timing
         self._token_ms = timing.prefill_token_ms(position)
@@ -73,8 +73,8 @@ class PromptBudget:
             return not self._is_untouched and left < min(rest, chunk_grid.fixed_length(position))
         if rest <= left + self._scrap:
             return False
-        whole_max = int(self._next_tokens / self._price(position))
-        is_whole_then = rest <= min(whole_max, limits.FORWARD_TOKENS_MAX) + self._scrap
+        forward = min(self._next_tokens(position), limits.FORWARD_TOKENS_MAX)
+        is_whole_then = rest <= forward + forward // _SCRAP_PART
         return left <= self._scrap or (is_whole_then and _UNUSED_PART * self._left <= self._tokens)
 
     def tokens_max(self, position: int) -> int:
@@ -107,7 +107,6 @@ class PromptBudget:
             # Later prompts get no tokens while a long prompt is not finished.
             self._left = min(self._left, self._count(length, position))
         length = min(length, length_max)
-        self.has_cut |= length < rest
         self._left -= self._count(length, position)
         return length
 

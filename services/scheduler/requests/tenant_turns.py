@@ -19,6 +19,8 @@ class _Account:
     open_requests: int = 0
     served: float = 0.0
     """Tokens computed for it, divided by its weight."""
+    is_passed_over: bool = False
+    """Its last turn came, and it got nothing."""
 
 
 class TenantTurns:
@@ -63,6 +65,15 @@ class TenantTurns:
         if len(self._accounts) > 1:
             account = self._accounts[tenant]
             account.served += tokens / account.weight
+            account.is_passed_over = False
+
+    def pass_over(self, tenant: str) -> None:
+        """Record that a tenant with open requests had its turn, and got nothing.
+
+        It then comes before others that were served as much, such as new ones: without that, they
+        could come first again and again.
+        """
+        self._accounts[tenant].is_passed_over = True
 
     def weight(self, tenant: str) -> float:
         """Return the weight of a tenant with open requests."""
@@ -81,7 +92,10 @@ class TenantTurns:
         for sequence in sequences:
             by_tenant[sequence.tenant].append(sequence)
         # Of equal ones the last to come is first, since the others had turns before it came.
-        order = {tenant: -place for place, tenant in enumerate(self._accounts)}
+        order = {
+            tenant: (not account.is_passed_over, -place)
+            for place, (tenant, account) in enumerate(self._accounts.items())
+        }
         while by_tenant:
             tenant = min(by_tenant, key=lambda one: (self._accounts[one].served, order[one]))
             yield by_tenant[tenant].popleft()

@@ -93,7 +93,7 @@ def test_prompts_read_at_varying_speeds_are_cut_at_positions_of_earlier_prompts(
     assert sum(new[4:]) <= 6, new
 
 
-@pytest.mark.parametrize("newcomer_tokens", [700, 900])
+@pytest.mark.parametrize("newcomer_tokens", [700, 900, 1_500])
 def test_prompt_left_for_next_step_is_its_first_however_many_tenants_arrive(
     newcomer_tokens: int, make_world: MakeWorld
 ) -> None:

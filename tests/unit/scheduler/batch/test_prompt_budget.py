@@ -50,14 +50,15 @@ def test_prompt_that_next_step_would_cut_too_does_not_wait() -> None:
     longest = limits.FORWARD_TOKENS_MAX * 9 // 8
     budget = PromptBudget(8_192, 0, StepTiming(150.0))
     assert [budget.take(2_100, 0, FAR) for _ in range(3)] == [2_100] * 3
-    assert not budget.has_cut
     assert budget.defers(longest, 0)
     assert not budget.defers(longest + 1, 0)
-    small = PromptBudget(8_192, 0, StepTiming(150.0), next_tokens=1_024)
-    assert [small.take(2_100, 0, FAR) for _ in range(3)] == [2_100] * 3
-    assert not small.defers(longest, 0)
-    assert small.take(FAR, 0, FAR) > 0
-    assert small.has_cut
+    small = PromptBudget(8_192, 0, StepTiming(150.0), next_tokens=lambda _position: 1_024)
+    assert [small.take(length, 0, FAR) for length in (2_200, 2_200, 2_200, 800)] == [
+        *[2_200] * 3,
+        800,
+    ]
+    assert small.defers(1_152, 0)
+    assert not small.defers(1_153, 0)
 
 
 def test_prompt_ending_within_an_eighth_over_budget_is_taken_whole() -> None:
