@@ -45,7 +45,7 @@ def execution_profile(
         device: the rank's device.
         backend: the world's backend for collectives; prompts are padded, and long ones grouped,
             only if all devices are alike.
-        free_bytes: free memory of the device after loading, without that of a loaded spare.
+        free_bytes: free memory of the device after loading, without what a loaded spare needs.
         batch_invariant: prompts must not share a forward, nor depend on the room of rows.
     """
     grouped_tokens_max = 0 if batch_invariant else GROUPED_TOKENS_MAX

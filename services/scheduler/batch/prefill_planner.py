@@ -109,11 +109,11 @@ class PrefillPlanner:
             and any(one.tenant != first.tenant for one in candidates)
         )
         budget = PromptBudget(
-            self._tokens_max(position, decoding=delays_others),
+            self._step_tokens(position, decoding=delays_others),
             position,
             self._timing,
             # Prompts of this step decode then.
-            next_tokens=functools.partial(self._tokens_max, decoding=True),
+            next_tokens=functools.partial(self._step_tokens, decoding=True),
             fixed_grid=self._fixed_grid,
         )
         admits = not plan.preempted
@@ -132,8 +132,8 @@ class PrefillPlanner:
                 return
             self._plan_chunk(plan, sequence, budget)
 
-    def _tokens_max(self, position: int, *, decoding: bool) -> int:
-        """Return the most prompt tokens of a step whose first chunk begins at a position."""
+    def _step_tokens(self, position: int, *, decoding: bool) -> int:
+        """Return the budget in tokens of a step whose first chunk begins at a position."""
         return min(
             self._config.step_tokens_max,
             self._timing.chunk_tokens(decoding=decoding, position=position),

@@ -7,7 +7,7 @@ import pytest
 
 from services.rank_worker.batch.prefill_groups import padded_width
 from shared import limits
-from shared.messages import AdmittedSequence, StepFinished, StepPlan
+from shared.messages import StepFinished
 from tests.unit.scheduler.support.world_factory import MakeWorld
 
 
@@ -112,7 +112,8 @@ def test_prompt_left_for_next_step_is_its_first_however_many_tenants_arrive(
         world.step()
     world.settle()
     plans = world.plans[first_plan:]
-    own = next(one.sequence_id for one in _admitted(plans) if one.tenant == "waits")
+    admitted = [one for plan in plans for one in plan.admitted]
+    own = next(one.sequence_id for one in admitted if one.tenant == "waits")
     places = [
         (number, chunk.length)
         for number, plan in enumerate(plans)
@@ -120,7 +121,3 @@ def test_prompt_left_for_next_step_is_its_first_however_many_tenants_arrive(
         if chunk.sequence_id == own
     ]
     assert places == [(1, 950)]
-
-
-def _admitted(plans: list[StepPlan]) -> list[AdmittedSequence]:
-    return [one for plan in plans for one in plan.admitted]
