@@ -26,9 +26,9 @@ from shared.errors import InvariantBroken
 from shared.messages import PrefillChunk
 
 IN_PLACE_PAIRS_MAX = 1 << 21
-"""Most pairs of a new token and one that it attends to, of the chunks of a plan that kernels write
-in place: those of a prompt of 2,048 tokens. Above it MLX's faster attention saves more than the
-host's extra work for each chunk costs."""
+"""Most pairs of a new token and one that it attends to, of a forward whose chunks kernels write in
+place: those of a prompt of 2,048 tokens. Above it MLX's faster attention saves more than the host's
+extra work for each chunk costs."""
 IN_PLACE_STOP_MAX = 8_192
 """Last token of such a chunk in its prompt: a group of threads reads all keys before it in turn."""
 
@@ -92,9 +92,8 @@ class PrefillExecutor:
         """Tell whether kernels write the rows of these chunks, see `InPlaceView`.
 
         Either all chunks of a plan do so or none: if MLX and kernels used the same rows in one
-        plan, MLX would copy them. Plans larger than one forward use MLX: the host then starts a
-        forward while the device computes another. So do those whose hidden states a drafter reads,
-        for which MLX writes rows of its own.
+        plan, MLX would copy them. Plans whose hidden states a drafter reads use MLX, which writes
+        rows of its own for them.
 
         Args:
             chunks: prefill chunks of a plan.
@@ -103,12 +102,15 @@ class PrefillExecutor:
         ends_late = any(one.start + one.length > IN_PLACE_STOP_MAX for one in chunks)
         if not may or self._forward.keeps_hidden or ends_late:
             return False
-        tokens = sum(one.length for one in chunks)
-        pairs = sum(one.length * (one.start + one.length // 2) for one in chunks)
         # A forward that waits for the device cannot be compiled.
         waits = self._forward.device_wait_tokens
         tokens_max = limits.FORWARD_TOKENS_MAX if waits is None else waits - 1
-        return padded_width(tokens) <= tokens_max and pairs <= IN_PLACE_PAIRS_MAX
+        for groups in concatenate_groups([[one] for one in chunks], lambda one: one.length):
+            tokens = sum(one.length for (one,) in groups)
+            pairs = sum(one.length * (one.start + one.length // 2) for (one,) in groups)
+            if padded_width(tokens) > tokens_max or pairs > IN_PLACE_PAIRS_MAX:
+                return False
+        return True
 
     def waits_for_earlier_steps(self, chunks: Sequence[PrefillChunk], row_tokens: int) -> bool:
         """Tell whether `run` waits for the device, and so for all earlier steps.

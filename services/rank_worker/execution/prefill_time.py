@@ -19,9 +19,8 @@ from shared.messages import Sampling, StepPlan
 
 LENGTHS = (64, 256, 1_024)
 """Lengths of prompts in tokens, which are run in turn."""
-_PROMPT_COUNTS = (2, 3)
-"""Numbers of prompts of the longest of these lengths that run at once. Two of 1,024 tokens share a
-forward, and three need a second one, which another kind of attention may compute."""
+_SHARING = 2
+"""Prompts of the longest of these lengths that then share a forward."""
 BUDGET_S = 0.5
 """The next length is run if its expected time is not longer."""
 _ROOM_TOKENS = 256
@@ -45,9 +44,9 @@ def time_prefill(
 ) -> PrefillTime:
     """Time prompts of growing length; return the time of the longest.
 
-    Each length is run twice, as the first run compiles kernels. Then several prompts of the longest
-    length run at once, since those that share a forward need kernels of their own. All ranks call
-    this at the same point, also those of a device that times nothing.
+    Each length is run twice, as the first run compiles kernels. Then some prompts of the longest
+    length share a forward, which may need kernels of its own. All ranks call this at the same
+    point, also those of a device that times nothing.
 
     Args:
         executor: warm and without sequences, before and after.
@@ -67,11 +66,10 @@ def time_prefill(
         for _ in range(2):
             with infinite_logits_refused():
                 found = PrefillTime(length, _run_prompts(executor, clock, length, 1, steps))
-    for count in _PROMPT_COUNTS if found.tokens else ():
-        if not all_agree(executor.shares_forwards and count * found.tokens <= tokens_max):
-            break
+    fits = executor.shares_forwards and _SHARING * found.tokens <= tokens_max
+    if found.tokens and all_agree(fits):
         with infinite_logits_refused():
-            _run_prompts(executor, clock, found.tokens, count, steps)
+            _run_prompts(executor, clock, found.tokens, _SHARING, steps)
     executor.restart_receipts()
     return found
 

@@ -9,11 +9,20 @@ from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution import prefill
+from services.rank_worker.kv_cache.rows.block_layout import BlockPart
+from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
+from services.rank_worker.kv_cache.rows.row_views import prompt_blocks
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.kernels import tensor_cores
 from services.rank_worker.model.fast_path.kernels.attention import head_attention
+from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
+    AttentionShape,
+    AttentionWeights,
+)
 from services.rank_worker.model.fast_path.kernels.attention.prompt_attention import PromptAttention
+from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
 from services.rank_worker.model.fast_path.opening import FastPathSettings
+from shared import limits
 from tests.mlx.execution.fast_path.attention_models import make
 from tests.mlx.executor_driver import (
     ExecutorDriver,
@@ -71,18 +80,54 @@ def _serve(driver: ExecutorDriver) -> None:
         driver.step(decodes=[1, 2, 3, 4])
 
 
-@pytest.mark.parametrize("pairs_max", [prefill.IN_PLACE_PAIRS_MAX, 2_000], ids=["all", "some"])
+@pytest.mark.parametrize(
+    ("pairs_max", "forward_max"),
+    [(prefill.IN_PLACE_PAIRS_MAX, limits.FORWARD_TOKENS_MAX), (2_000, 2_048), (1 << 21, 96)],
+    ids=["all", "some", "in several forwards"],
+)
 def test_prompts_written_in_place_give_tokens_of_mlx_lm(
-    pairs_max: int, monkeypatch: pytest.MonkeyPatch
+    pairs_max: int, forward_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where plans with more pairs of tokens than a limit are computed by MLX."""
+    """Also where forwards with more pairs of tokens than a limit are computed by MLX."""
     monkeypatch.setattr(prefill, "IN_PLACE_PAIRS_MAX", pairs_max)
+    monkeypatch.setattr(limits, "FORWARD_TOKENS_MAX", forward_max)
     model = make("qwen3", 4, 2, 16)
     driver = _driver(model)
     assert driver.executor.store.prefills_in_place
     _serve(driver)
     for one, tokens in driver.tokens.items():
         assert tokens == generate_with_mlx_lm(model, PROMPTS[one], len(tokens))[0]
+
+
+@pytest.mark.parametrize("growth", [0.1, 1.0])
+def test_attention_to_keys_whose_scores_grow_is_that_of_mlx(growth: float) -> None:
+    """Sums so far are multiplied anew when a score is far above those before it."""
+    shape = AttentionShape(2, 1, 32, 0, is_traditional=False, normalizes=False)
+    cached, count, dim = 40, 150, shape.head_dim
+    numbers = mx.random.normal((4, cached + count, dim), key=mx.random.key(1))
+    positions = mx.arange(cached + count)[:, None]
+    # All queries have the same first number, and the keys' first numbers are the scores.
+    numbers[:2, :, 0] = 1.0
+    numbers[2, :, :1] = growth * positions
+    layer = make_row_layer([BlockPart(1, dim, mx.float32)] * 2, 0)
+    layer.resize(1, cached + count, 0, 0)
+    for one, stored in zip(numbers[2:], layer.arrays, strict=True):
+        stored[0, 0, :cached] = one[:cached]
+    mx.eval(layer.arrays)
+    lengths = mx.arange(cached, cached + count, dtype=mx.int32)
+    blocks = mx.array(prompt_blocks([count]), dtype=mx.int32)
+    places = RowPlaces(lengths, mx.zeros_like(lengths), 1, blocks=blocks)
+    norm = mx.zeros((dim,))
+    weights = AttentionWeights(norm, norm, mx.array([1.0, 0.0, 0.0]))
+    new = numbers[:, cached:].swapaxes(0, 1).reshape(count, -1)
+    attended = PromptAttention().attend(shape, weights, new, layer.arrays, places, None)
+    expected = mx.fast.scaled_dot_product_attention(
+        numbers[None, :2, cached:],
+        *(one[None, None] for one in numbers[2:]),
+        scale=1.0,
+        mask="causal",
+    )
+    assert mx.allclose(attended, expected[0].swapaxes(0, 1).reshape(count, -1), atol=1e-4).item()
 
 
 @pytest.mark.parametrize("differs_here", [True, False], ids=["here", "on another rank"])

@@ -48,10 +48,15 @@ CUDA = Dialect(
 #define FLOAT_BITS(number) __float_as_int(number)
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 #define MAX(one, other) fmaxf(one, other)
-#define EXP2(value) exp2f(value)
+#define EXP2(value) lockstep_exp2(value)
 #define EXP(value) expf(value)
 #define ROUND(value) roundf(value)
 #define RSQRT(value) (1.0f / sqrtf(value))
+static __device__ __forceinline__ float lockstep_exp2(float value) {
+  float power;  // 0 where it is too small for a normal number
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
+  return power;
+}
 static __device__ __forceinline__ float lockstep_warp_sum(float value) {
   for (int mask = 16; mask > 0; mask /= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, mask);

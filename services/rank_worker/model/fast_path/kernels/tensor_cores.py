@@ -40,6 +40,7 @@ HEADER = (
 #define READ_ONCE(pointer) lockstep_read_once(pointer)
 #define COPY_EIGHT(to, from) lockstep_copy_eight(to, from)
 #define READ_TURNED(pointer) lockstep_read_turned(pointer)
+#define WRITE_TWO(pointer, one, other) lockstep_write_two(pointer, one, other)
 #define WAIT_FOR_COPIES asm volatile("cp.async.wait_all;" ::: "memory")
 #define MULTIPLY_TILES(totals, low, high, given) lockstep_multiply(totals, low, high, given, T())
 #define MULTIPLY_LOW(totals, low, given) lockstep_multiply_low(totals, low, given, T())
@@ -59,6 +60,13 @@ static __device__ __forceinline__ uint4 lockstep_read_turned(const uint4* pointe
 static __device__ __forceinline__ void lockstep_copy_eight(uint4* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
       :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+static __device__ __forceinline__ void lockstep_write_two(
+    __nv_bfloat16* pointer, float one, float other) {
+  *reinterpret_cast<__nv_bfloat162*>(pointer) = __floats2bfloat162_rn(one, other);
+}
+static __device__ __forceinline__ void lockstep_write_two(__half* pointer, float one, float other) {
+  *reinterpret_cast<__half2*>(pointer) = __floats2half2_rn(one, other);
 }
 #define LOCKSTEP_MULTIPLY(type, name)                                                            \\
   static __device__ __forceinline__ void lockstep_multiply_half(                                 \\

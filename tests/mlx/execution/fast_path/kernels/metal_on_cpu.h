@@ -132,6 +132,7 @@ struct Eight {
 #define READ_ONCE(pointer) READ(pointer)
 #define COPY_EIGHT(to, from) (*(to) = READ(from))
 #define WAIT_FOR_COPIES
+#define WRITE_TWO(pointer, one, other) ((pointer)[0] = (one), (pointer)[1] = (other))
 inline int atomic_add(int* pointer, int number) {
   const int before = *pointer;
   *pointer += number;

@@ -204,6 +204,7 @@ def test_kernel_compiles_for_cuda_where_its_compiler_is_installed(
         "peers/",
         "heads/tensor",
         "heads/prompt",
+        "heads/write_prompts",
         "latent/tensor",
     )
     is_of_cuda = name.startswith((*of_cuda, "latent/head"))
