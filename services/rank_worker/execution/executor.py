@@ -188,8 +188,9 @@ class Executor:
             plan: the next one.
             finish_before: waits for the previous step and sends its result; None if all steps are
                 finished. Called once, between the two parts of the first forward that is started in
-                parts (`SplitLauncher`), or before them if the previous step verified drafts; never
-                if all forwards start whole, as those that verify drafts do.
+                parts (`SplitLauncher`), or before them if the previous step verified drafts; if
+                forwards start whole, before the second one, and never if there is one, as in steps
+                that verify drafts.
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.

@@ -28,7 +28,8 @@ from shared.messages import PrefillChunk
 IN_PLACE_PAIRS_MAX = 1 << 21
 """Most pairs of a new token and one that it attends to, of a forward whose chunks kernels write in
 place: those of a prompt of 2,048 tokens. Above it MLX's faster attention saves more than the host's
-extra work for each chunk costs."""
+extra work for each chunk costs; of several forwards above half of it, as the device computes one
+while the host works on the next."""
 IN_PLACE_STOP_MAX = 8_192
 """Last token of such a chunk in its prompt: a group of threads reads all keys before it in turn."""
 
@@ -105,10 +106,12 @@ class PrefillExecutor:
         # A forward that waits for the device cannot be compiled.
         waits = self._forward.device_wait_tokens
         tokens_max = limits.FORWARD_TOKENS_MAX if waits is None else waits - 1
-        for groups in concatenate_groups([[one] for one in chunks], lambda one: one.length):
+        forwards = concatenate_groups([[one] for one in chunks], lambda one: one.length)
+        pairs_max = IN_PLACE_PAIRS_MAX // min(2, len(forwards) or 1)
+        for groups in forwards:
             tokens = sum(one.length for (one,) in groups)
             pairs = sum(one.length * (one.start + one.length // 2) for (one,) in groups)
-            if padded_width(tokens) > tokens_max or pairs > IN_PLACE_PAIRS_MAX:
+            if padded_width(tokens) > tokens_max or pairs > pairs_max:
                 return False
         return True
 

@@ -19,8 +19,9 @@ from shared.messages import Sampling, StepPlan
 
 LENGTHS = (64, 256, 1_024)
 """Lengths of prompts in tokens, which are run in turn."""
-_SHARING = 2
-"""Prompts of the longest of these lengths that then share a forward."""
+_LAST_RUNS = ((2, 1), (1, 4))
+"""Numbers of prompts that then run at once, and their lengths in multiples of the longest so far:
+two that share a forward, and one above the limits of kernels, to which MLX attends."""
 BUDGET_S = 0.5
 """The next length is run if its expected time is not longer."""
 _ROOM_TOKENS = 256
@@ -44,9 +45,8 @@ def time_prefill(
 ) -> PrefillTime:
     """Time prompts of growing length; return the time of the longest.
 
-    Each length is run twice, as the first run compiles kernels. Then some prompts of the longest
-    length share a forward, which may need kernels of its own. All ranks call this at the same
-    point, also those of a device that times nothing.
+    Each length is run twice, as the first run compiles kernels. Then prompts run that may need
+    other kernels. All ranks call this at the same point, also those of a device that times nothing.
 
     Args:
         executor: warm and without sequences, before and after.
@@ -66,10 +66,13 @@ def time_prefill(
         for _ in range(2):
             with infinite_logits_refused():
                 found = PrefillTime(length, _run_prompts(executor, clock, length, 1, steps))
-    fits = executor.shares_forwards and _SHARING * found.tokens <= tokens_max
-    if found.tokens and all_agree(fits):
+    for count, times in _LAST_RUNS if found.tokens else ():
+        is_short = count * times * found.milliseconds <= BUDGET_S * 1e3
+        fits = count * times * found.tokens <= tokens_max
+        if not all_agree(executor.shares_forwards and fits and is_short):
+            break
         with infinite_logits_refused():
-            _run_prompts(executor, clock, found.tokens, _SHARING, steps)
+            _run_prompts(executor, clock, times * found.tokens, count, steps)
     executor.restart_receipts()
     return found
 

@@ -50,14 +50,18 @@ class SplitLauncher:
         """Finishes the previous step; None once it was called."""
         self._when_finished: Callable[[], object] | None = None
         """Called once the previous step is finished."""
+        self._started_whole = False
+        """A forward of this step was started whole."""
 
     def begin(self, finish_before: Callable[[], object] | None) -> None:
         """Begin a step, whose forwards `start_forward` then starts.
 
         Args:
-            finish_before: waits for the previous step and sends its result; the first
-                `start_forward` calls it between its two parts. None: that step is finished.
+            finish_before: waits for the previous step and sends its result; called between the
+                two parts of the first forward, or before the second one if they start whole. None:
+                that step is finished.
         """
+        self._started_whole = False
         if finish_before is None:
             self._first_part = None
         self._wait = self._finish_before = finish_before
@@ -97,7 +101,11 @@ class SplitLauncher:
             self._store.early_layer_keys(FIRST_LAYERS_SHARE) if self._in_parts else None
         )
         if early_layer_keys is None:
-            # Rows that are written in place are never copied, so nothing needs to be waited for.
+            # Rows that are written in place are never copied, so no forward waits for another. But
+            # while the device computes the first one, the result before it is sent.
+            if self._started_whole:
+                self.finish_previous_step()
+            self._started_whole = True
             mx.async_eval(*outputs)
             self.forget_progress()
             return

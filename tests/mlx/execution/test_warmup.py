@@ -95,7 +95,7 @@ def test_prompt_is_not_timed_if_it_would_take_too_long(make_model: MakeModel) ->
 
 @pytest.mark.parametrize(
     ("grouped_tokens_max", "row_counts"),
-    [(1_024, [*[1] * 6, 2]), (0, [1] * 6)],
+    [(1_024, [*[1] * 6, 2, 1]), (0, [1] * 6)],
     ids=["share", "apart"],
 )
 def test_several_prompts_are_run_at_once_where_they_share_a_forward(

@@ -11,6 +11,7 @@ from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution import prefill
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
+from services.rank_worker.kv_cache.rows.row_store import RowStore
 from services.rank_worker.kv_cache.rows.row_views import prompt_blocks
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.kernels import tensor_cores
@@ -99,10 +100,10 @@ def test_prompts_written_in_place_give_tokens_of_mlx_lm(
         assert tokens == generate_with_mlx_lm(model, PROMPTS[one], len(tokens))[0]
 
 
-@pytest.mark.parametrize("growth", [0.1, 1.0])
-def test_attention_to_keys_whose_scores_grow_is_that_of_mlx(growth: float) -> None:
+@pytest.mark.parametrize(("head_dim", "growth"), [(32, 0.1), (32, 1.0), (40, 1.0)])
+def test_attention_to_keys_whose_scores_grow_is_that_of_mlx(head_dim: int, growth: float) -> None:
     """Sums so far are multiplied anew when a score is far above those before it."""
-    shape = AttentionShape(2, 1, 32, 0, is_traditional=False, normalizes=False)
+    shape = AttentionShape(2, 1, head_dim, 0, is_traditional=False, normalizes=False)
     cached, count, dim = 40, 150, shape.head_dim
     numbers = mx.random.normal((4, cached + count, dim), key=mx.random.key(1))
     positions = mx.arange(cached + count)[:, None]
@@ -176,8 +177,41 @@ def test_plan_with_prompts_in_place_does_not_wait_for_earlier_steps() -> None:
     assert not waits(driver.plan(admitted=[admitted], prefill_chunks=[_chunk(1, 0, 150)]))
     for start, stop in [(2_000, 3_500), (0, 2_049), (8_190, 8_193)]:
         assert waits(driver.plan(prefill_chunks=[prefill_chunk(1, start, stop, stop)]))
+    # In several forwards they may have half as many pairs each.
+    for length, count, are_too_long in [(1_000, 3, False), (1_600, 1, False), (1_600, 2, True)]:
+        chunks = [prefill_chunk(one, 0, length, length) for one in range(1, count + 1)]
+        assert waits(driver.plan(prefill_chunks=chunks)) == are_too_long
     restored = type(admitted)(**{**_fields(admitted), "reused_tokens": 8})
     assert waits(driver.plan(admitted=[restored]))
+
+
+def test_result_before_is_sent_when_the_first_of_several_forwards_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not wait until all of them are built, as the device computes the first meanwhile."""
+    monkeypatch.setattr(limits, "FORWARD_TOKENS_MAX", 96)
+    driver = _driver(make("qwen3", 4, 2, 16))
+    driver.start(2, 1, PROMPTS[2])
+    order: list[str] = []
+    real = RowStore.prefill_in_place
+
+    def noting(*given: Any) -> Any:
+        order.append("forward built")
+        return real(*given)
+
+    monkeypatch.setattr(RowStore, "prefill_in_place", noting)
+    before = driver.executor.launch(driver.plan(decodes=[2]))
+
+    def finish() -> None:
+        order.append("result sent")
+        driver.finish(before)
+
+    plan = driver.plan(
+        admitted=[admission(one, one - 1, PROMPTS[one]) for one in (1, 3, 4)],
+        prefill_chunks=[_chunk(4, 0, 66), _chunk(3, 0, 33), _chunk(1, 0, 70)],
+    )
+    driver.finish(driver.executor.launch(plan, finish))
+    assert order == ["forward built", "forward built", "result sent", "forward built"]
 
 
 def _fields(message: Any) -> dict[str, Any]:
