@@ -265,7 +265,7 @@ def test_stream_completes_when_rank_is_killed_during_drain(
     monkeypatch.setenv("LOCKSTEP_SCHEDULER_DRAIN_S", "90")
     with running_lockstep(tmp_path) as running:
         # Long enough for the stream to be open when the rank is killed.
-        longer = {**LONG, "max_tokens": 3_000}
+        longer = {**LONG, "max_tokens": 1_500}
         expected = StreamReader(running.stream("/v1/completions", longer)).text()
         reader = StreamReader(running.stream("/v1/completions", longer))
 
