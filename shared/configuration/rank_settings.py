@@ -84,11 +84,12 @@ class RankWorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     start succeeds. Must be equal on all ranks."""
     prompts_in_place: bool = True
     """On NVIDIA GPUs have kernels of the fast path attend also for prompts: chunks of any lengths
-    share a forward, which need not wait for the steps before. MLX attends where a prompt has more
-    than 2,048 new tokens, or fewer with many before them, or goes beyond its first 8,192. The model
-    needs numbers of 16 bits and layers of a known form, with heads of up to 128 numbers and no
-    latent attention; kv_bits, batch_invariant and the ring exclude these kernels. Must be equal on
-    all ranks."""
+    share a forward, which need not wait for the steps before. MLX attends in steps in which a
+    prompt has more than 2,048 new tokens (1,448 if the step needs several forwards), or fewer with
+    many before them, or goes beyond its first 8,192; and where experts are split, in long steps.
+    The model needs numbers of 16 bits and layers of a known form, with heads of up to 128 numbers
+    and no latent attention; kv_bits, batch_invariant and the ring exclude these kernels. Must be
+    equal on all ranks."""
     batch_invariant: bool = False
     """Give a request the same numbers, to the last bit, beside any other requests and with any
     content of the cache, unless it is preempted or goes on after a fault. Steps are slower. The

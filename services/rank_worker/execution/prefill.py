@@ -107,7 +107,7 @@ class PrefillExecutor:
         waits = self._forward.device_wait_tokens
         tokens_max = limits.FORWARD_TOKENS_MAX if waits is None else waits - 1
         forwards = concatenate_groups([[one] for one in chunks], lambda one: one.length)
-        pairs_max = IN_PLACE_PAIRS_MAX // min(2, len(forwards) or 1)
+        pairs_max = IN_PLACE_PAIRS_MAX // (2 if len(forwards) > 1 else 1)
         for groups in forwards:
             tokens = sum(one.length for (one,) in groups)
             pairs = sum(one.length * (one.start + one.length // 2) for (one,) in groups)

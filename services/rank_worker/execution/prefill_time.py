@@ -14,14 +14,16 @@ from services.rank_worker.execution.warmup import (
     made_up_prompt,
     whole_prefill,
 )
+from shared import limits
 from shared.clock import Clock
 from shared.messages import Sampling, StepPlan
 
 LENGTHS = (64, 256, 1_024)
 """Lengths of prompts in tokens, which are run in turn."""
-_LAST_RUNS = ((2, 1), (1, 4))
-"""Numbers of prompts that then run at once, and their lengths in multiples of the longest so far:
-two that share a forward, and one above the limits of kernels, to which MLX attends."""
+_TOGETHER = 2
+"""Prompts of the longest of these lengths that then run at once: they share a forward."""
+LONG = limits.FORWARD_TOKENS_MAX * 9 // 8
+"""Length of the prompt that runs last where kernels attend to shorter ones: MLX attends to it."""
 BUDGET_S = 0.5
 """The next length is run if its expected time is not longer."""
 _ROOM_TOKENS = 256
@@ -45,8 +47,9 @@ def time_prefill(
 ) -> PrefillTime:
     """Time prompts of growing length; return the time of the longest.
 
-    Each length is run twice, as the first run compiles kernels. Then prompts run that may need
-    other kernels. All ranks call this at the same point, also those of a device that times nothing.
+    Each length is run twice, as the first run compiles kernels. Then two prompts share a forward,
+    and MLX attends to a long one, as both may need kernels of their own. All ranks call this at the
+    same point, also those of a device that times nothing.
 
     Args:
         executor: warm and without sequences, before and after.
@@ -66,13 +69,14 @@ def time_prefill(
         for _ in range(2):
             with infinite_logits_refused():
                 found = PrefillTime(length, _run_prompts(executor, clock, length, 1, steps))
-    for count, times in _LAST_RUNS if found.tokens else ():
-        is_short = count * times * found.milliseconds <= BUDGET_S * 1e3
-        fits = count * times * found.tokens <= tokens_max
-        if not all_agree(executor.shares_forwards and fits and is_short):
-            break
-        with infinite_logits_refused():
-            _run_prompts(executor, clock, times * found.tokens, count, steps)
+    last_runs = [
+        (_TOGETHER, found.tokens, executor.shares_forwards),
+        (1, LONG, executor.store.prefills_in_place and found.tokens == LENGTHS[-1]),
+    ]
+    for count, length, is_useful in last_runs if found.tokens else ():
+        if all_agree(is_useful and count * length <= tokens_max):
+            with infinite_logits_refused():
+                _run_prompts(executor, clock, length, count, steps)
     executor.restart_receipts()
     return found
 

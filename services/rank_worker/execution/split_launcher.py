@@ -26,7 +26,7 @@ the host takes to start the other."""
 
 
 class SplitLauncher:
-    """Starts forwards in the order in which they are built, on GPUs in two parts each.
+    """Starts forwards in the order in which they are built, on GPUs in two parts where rows allow.
 
     While the GPU computes the first part, the host waits for the work before it, so that the
     previous step's result is sent early; then it starts the second part.
@@ -50,18 +50,17 @@ class SplitLauncher:
         """Finishes the previous step; None once it was called."""
         self._when_finished: Callable[[], object] | None = None
         """Called once the previous step is finished."""
-        self._started_whole = False
-        """A forward of this step was started whole."""
+        self._has_prompts = False
+        """A forward over prompts of this step was started."""
 
     def begin(self, finish_before: Callable[[], object] | None) -> None:
         """Begin a step, whose forwards `start_forward` then starts.
 
         Args:
-            finish_before: waits for the previous step and sends its result; called between the
-                two parts of the first forward, or before the second one if they start whole. None:
-                that step is finished.
+            finish_before: waits for the previous step and sends its result; the first
+                `start_forward` with two parts calls it between them. None: that step is finished.
         """
-        self._started_whole = False
+        self._has_prompts = False
         if finish_before is None:
             self._first_part = None
         self._wait = self._finish_before = finish_before
@@ -89,10 +88,24 @@ class SplitLauncher:
         if self._finish_before is not None:
             self._wait_for_all()
 
+    def start_prompts(self, outputs: Sequence[mx.array]) -> None:
+        """Start a forward over prompts; before the second one, the previous step is finished.
+
+        Otherwise, if forwards start whole, its result would wait until all of them are started.
+
+        Args:
+            outputs: as for `start_forward`.
+        """
+        if self._has_prompts:
+            self.finish_previous_step()
+        self._has_prompts = True
+        self.start_forward(outputs)
+
     def start_forward(self, outputs: Sequence[mx.array]) -> None:
         """Start the forward that was built last, in two parts if the device has a work queue.
 
-        Between the parts it waits for all forwards that were started before.
+        It starts whole where `KVStore.early_layer_keys` is None. Between the parts it waits for all
+        forwards that were started before.
 
         Args:
             outputs: arrays whose evaluation computes the whole forward.
@@ -101,11 +114,7 @@ class SplitLauncher:
             self._store.early_layer_keys(FIRST_LAYERS_SHARE) if self._in_parts else None
         )
         if early_layer_keys is None:
-            # Rows that are written in place are never copied, so no forward waits for another. But
-            # while the device computes the first one, the result before it is sent.
-            if self._started_whole:
-                self.finish_previous_step()
-            self._started_whole = True
+            # Rows that are written in place are never copied, so nothing needs to be waited for.
             mx.async_eval(*outputs)
             self.forget_progress()
             return

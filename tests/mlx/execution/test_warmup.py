@@ -95,7 +95,7 @@ def test_prompt_is_not_timed_if_it_would_take_too_long(make_model: MakeModel) ->
 
 @pytest.mark.parametrize(
     ("grouped_tokens_max", "row_counts"),
-    [(1_024, [*[1] * 6, 2, 1]), (0, [1] * 6)],
+    [(1_024, [*[1] * 6, 2]), (0, [1] * 6)],
     ids=["share", "apart"],
 )
 def test_several_prompts_are_run_at_once_where_they_share_a_forward(
@@ -143,8 +143,8 @@ def test_every_rank_votes_on_each_length_and_stops_after_the_first_refusal(
     assert time_prefill(executor, SteadyClock(0.001), 0, all_agree) == NOT_TIMED
     assert votes == [False]
     time_prefill(executor, SteadyClock(0.001), 300, all_agree)
-    # The last vote is on two prompts of the longest length at once.
-    assert votes == [False, True, True, False, False]
+    # The last votes are on two prompts of the longest length at once, and on a long one.
+    assert votes == [False, True, True, False, False, False]
 
 
 def test_timing_refuses_model_whose_logits_are_not_finite(make_model: MakeModel) -> None:
@@ -162,6 +162,6 @@ def test_nothing_is_timed_where_no_prompt_fits_or_a_rank_disagrees(make_model: M
     rank's objection counts for all."""
     executor = ExecutorDriver(make_model("llama")).executor
     assert time_prefill(executor, SteadyClock(0.001), 63) == NOT_TIMED
-    answers = iter([True, False, False])
+    answers = iter([True, False, False, False])
     found = time_prefill(executor, SteadyClock(0.001), 4_096, lambda _: next(answers))
     assert found.tokens == LENGTHS[0]

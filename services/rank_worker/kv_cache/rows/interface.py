@@ -351,8 +351,8 @@ class KVStore(abc.ABC):
             share: fraction of all layers that the evaluation runs, 0 to 1; at least one layer.
 
         Returns:
-            Keys [rows, kv_heads, tokens, head_dim]; None when the model has very few layers or the
-            array is unknown.
+            Keys [rows, kv_heads, tokens, head_dim]; None when the model has very few layers, the
+            array is unknown, or kernels write the rows in place.
         """
         del share
         return None

@@ -1,5 +1,6 @@
 """Prompts whose rows kernels write in place: chunks of any rows and lengths in one forward."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
-from services.rank_worker.execution import prefill
+from services.rank_worker.execution import prefill, prefill_time
+from services.rank_worker.execution.prefill import PrefillExecutor
+from services.rank_worker.execution.prefill_time import time_prefill
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
 from services.rank_worker.kv_cache.rows.row_store import RowStore
@@ -24,6 +27,7 @@ from services.rank_worker.model.fast_path.kernels.attention.prompt_attention imp
 from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from shared import limits
+from shared.clock import ManualClock
 from tests.mlx.execution.fast_path.attention_models import make
 from tests.mlx.executor_driver import (
     ExecutorDriver,
@@ -190,7 +194,8 @@ def test_result_before_is_sent_when_the_first_of_several_forwards_has_started(
 ) -> None:
     """It does not wait until all of them are built, as the device computes the first meanwhile."""
     monkeypatch.setattr(limits, "FORWARD_TOKENS_MAX", 96)
-    driver = _driver(make("qwen3", 4, 2, 16))
+    model = make("qwen3", 4, 2, 16)
+    driver = _driver(model)
     driver.start(2, 1, PROMPTS[2])
     order: list[str] = []
     real = RowStore.prefill_in_place
@@ -209,9 +214,32 @@ def test_result_before_is_sent_when_the_first_of_several_forwards_has_started(
     plan = driver.plan(
         admitted=[admission(one, one - 1, PROMPTS[one]) for one in (1, 3, 4)],
         prefill_chunks=[_chunk(4, 0, 66), _chunk(3, 0, 33), _chunk(1, 0, 70)],
+        decodes=[2],
     )
     driver.finish(driver.executor.launch(plan, finish))
     assert order == ["forward built", "forward built", "result sent", "forward built"]
+    driver.step(prefill_chunks=[_chunk(1, 70, 150)], decodes=[2, 3, 4])
+    driver.step(decodes=[1, 2, 3, 4])
+    for one, tokens in driver.tokens.items():
+        assert tokens == generate_with_mlx_lm(model, PROMPTS[one], len(tokens))[0]
+
+
+def test_prompt_to_which_mlx_attends_runs_before_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the last of those that are timed, and none of the others prepares MLX's attention."""
+    monkeypatch.setattr(prefill_time, "LENGTHS", (16, 32))
+    monkeypatch.setattr(prefill_time, "LONG", 64)
+    monkeypatch.setattr(prefill, "IN_PLACE_PAIRS_MAX", 64 * 32 - 1)
+    driver = _driver(make("qwen3", 4, 2, 16))
+    found: list[bool] = []
+    real = PrefillExecutor.runs_in_place
+
+    def noting(executor: PrefillExecutor, chunks: Any) -> bool:
+        found.extend([real(executor, chunks)] if chunks else [])
+        return real(executor, chunks)
+
+    monkeypatch.setattr(PrefillExecutor, "runs_in_place", noting)
+    assert time_prefill(driver.executor, ManualClock(), 64).tokens == 32
+    assert [is_in_place for is_in_place, _ in itertools.groupby(found)] == [True, False]
 
 
 def _fields(message: Any) -> dict[str, Any]:
