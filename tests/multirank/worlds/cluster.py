@@ -118,6 +118,17 @@ class Client:
             failure=lambda: self.query_status().counters,
         )
 
+    def wait_for_all_spills(self) -> None:
+        """Wait until all blocks and checkpoints that were kept are stored on all ranks."""
+        kept = ("cache_blocks_kept_total", "cache_checkpoints_kept_total")
+
+        def missing() -> float:
+            counters = self.query_status().counters
+            stored = counters.get("cache_blocks_spilled_total", 0.0)
+            return sum(counters.get(one, 0.0) for one in kept) - stored
+
+        wait_until(lambda: missing() == 0.0, 30.0, poll_s=0.05, failure=missing)
+
     def close(self) -> None:
         """Close the link with a goodbye."""
         self._link.close()
