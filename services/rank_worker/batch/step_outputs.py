@@ -117,7 +117,7 @@ class ForwardOutputs:
     """
 
     start_forward: Callable[[Sequence[mx.array]], None]
-    """Starts the computation of the forward over prompts that was built last, given its outputs."""
+    """Starts the computation of the prefill that was built last, given its outputs."""
     logits: list[mx.array] = dataclasses.field(default_factory=list)
     """[rows, V] each, in the model's dtype."""
     sequence_ids: list[int] = dataclasses.field(default_factory=list)

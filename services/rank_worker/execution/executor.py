@@ -189,8 +189,8 @@ class Executor:
             finish_before: waits for the previous step and sends its result; None if all steps are
                 finished. Called at most once: between the two parts of the first forward that is
                 started in parts (`SplitLauncher`), or before them if the previous step verified
-                drafts; if forwards start whole, before the second one over prompts; and at the
-                latest when masks of grammars are filled.
+                drafts; if forwards start whole, before the second prefill; and at the latest
+                when masks of grammars are filled.
 
         Raises:
             InvariantBroken: the plan contradicts the state; the world must end.
@@ -227,7 +227,7 @@ class Executor:
         with parts.part("blocks"):
             kept, spills = self._changes.apply(plan)
             parts.wait(kept)
-        forwards = ForwardOutputs(self._launcher.start_prompts)
+        forwards = ForwardOutputs(self._launcher.start_prefill)
         with parts.part("norms"):
             drafts = self._build_forwards(plan, forwards)
             parts.wait(forwards.logits, forwards.markers)

@@ -50,8 +50,8 @@ class SplitLauncher:
         """Finishes the previous step; None once it was called."""
         self._when_finished: Callable[[], object] | None = None
         """Called once the previous step is finished."""
-        self._has_prompts = False
-        """A forward over prompts of this step was started."""
+        self._has_prefill = False
+        """A prefill of this step was started."""
 
     def begin(self, finish_before: Callable[[], object] | None) -> None:
         """Begin a step, whose forwards `start_forward` then starts.
@@ -60,7 +60,7 @@ class SplitLauncher:
             finish_before: waits for the previous step and sends its result; the first
                 `start_forward` with two parts calls it between them. None: that step is finished.
         """
-        self._has_prompts = False
+        self._has_prefill = False
         if finish_before is None:
             self._first_part = None
         self._wait = self._finish_before = finish_before
@@ -88,17 +88,17 @@ class SplitLauncher:
         if self._finish_before is not None:
             self._wait_for_all()
 
-    def start_prompts(self, outputs: Sequence[mx.array]) -> None:
-        """Start a forward over prompts; before the second one, the previous step is finished.
+    def start_prefill(self, outputs: Sequence[mx.array]) -> None:
+        """Start a prefill; before the second one of a step, the previous step is finished.
 
         Otherwise, if forwards start whole, its result would wait until all of them are started.
 
         Args:
             outputs: as for `start_forward`.
         """
-        if self._has_prompts:
+        if self._has_prefill:
             self.finish_previous_step()
-        self._has_prompts = True
+        self._has_prefill = True
         self.start_forward(outputs)
 
     def start_forward(self, outputs: Sequence[mx.array]) -> None:

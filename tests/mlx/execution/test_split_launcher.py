@@ -295,8 +295,8 @@ def test_resizing_or_filling_rows_during_split_step_changes_no_tokens(
 
 
 def test_steps_of_model_with_three_layers_are_not_split() -> None:
-    """Forwards of a model with three layers are started whole; the second one over prompts of a
-    step first finishes the step before."""
+    """Forwards of a model with three layers are started whole; the second prefill of a step
+    first finishes the step before."""
     driver = _driver(make_llama(3))
     prompts = [len(one.get("prefill_chunks", [])) for one in _plans()]
     assert _run_ahead(driver, _plans()) == [int(count > 1) for count in prompts]

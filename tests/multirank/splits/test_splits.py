@@ -153,8 +153,8 @@ def test_pipeline_split_of_hybrid_model_generates_same_tokens_as_one_rank(tmp_pa
             again, cached = generate(client, "again", prompts[2])
             status = client.query_status()
             if not due:
-                # All seven blocks, and checkpoints at the ends of five; on a busy machine prompts
-                # are cut elsewhere too, which brings more.
+                # All seven blocks, checkpoints at the ends of five, and any others: where prompts
+                # are cut depends on measured times.
                 client.wait_for_spills(12)
                 client.wait_for_all_spills()
         assert cached == whole, (sharding, ranks)
