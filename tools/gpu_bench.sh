@@ -7,8 +7,10 @@
 # RANKS: 1 (default) or the number of GPUs that share the model (backend nccl).
 # `python3` must find MLX with CUDA and Lockstep's other dependencies.
 # Variables: REPEATS (5), CLIENTS (1,4,8,16), PROMPT_TOKENS (64,1024), NEW_TOKENS (64),
-# BENCHES ("overhead steps gateway"; also peers, structured, step, prefill), PYTHON (python3).
-# For step: BATCHES (1,16,64), CONTEXT (1024), COMPARE (settings of a second contender).
+# BENCHES ("overhead steps gateway"; also peers, structured, step, accuracy, prefill, start),
+# PYTHON (python3).
+# For step and accuracy: BATCHES (1,16,64), COMPARE (settings of a second contender).
+# For step: CONTEXT (1024).
 set -euo pipefail
 
 output=${1:?usage: tools/gpu_bench.sh OUTPUT_FOLDER [PRESET] [RANKS]}
@@ -41,10 +43,7 @@ if [ "$ranks" -gt 1 ]; then
   overhead_flags+=(--set world.backend=nccl)
 fi
 
-step_flags=(
-  --preset "$preset" --repeats "${REPEATS:-5}"
-  --batches "${BATCHES:-1,16,64}" --context "${CONTEXT:-1024}"
-)
+step_flags=(--preset "$preset" --repeats "${REPEATS:-5}" --batches "${BATCHES:-1,16,64}")
 if [ -n "${COMPARE:-}" ]; then
   step_flags+=(--compare "$COMPARE")
 fi
@@ -66,8 +65,9 @@ for bench in ${BENCHES:-overhead steps gateway}; do
   case $bench in
     overhead | peers) run "$bench-$preset-x$ranks" "$bench" "${overhead_flags[@]}" ;;
     structured) run "structured-$preset" structured --preset "$preset" --repeats "${REPEATS:-5}" ;;
-    step) run "step-$preset" step "${step_flags[@]}" ;;
-    prefill) run "prefill-$preset" prefill --preset "$preset" --repeats "${REPEATS:-5}" ;;
+    step) run "step-$preset" step "${step_flags[@]}" --context "${CONTEXT:-1024}" ;;
+    accuracy) run "accuracy-$preset" accuracy "${step_flags[@]}" ;;
+    prefill | start) run "$bench-$preset" "$bench" --preset "$preset" --repeats "${REPEATS:-5}" ;;
     steps) run steps steps --repeats "${REPEATS:-5}" ;;
     gateway) run gateway gateway --repeats "${REPEATS:-5}" ;;
     *) echo "no benchmark named $bench" >&2; exit 64 ;;

@@ -4,7 +4,7 @@ from services.commands.bench.cache import benchmark as cache
 from services.commands.bench.cache.testbed import CachePlan
 from services.commands.bench.flags import MODEL_OPTIONS, SETTINGS_OPTION
 from services.commands.bench.measuring.report import Report
-from services.commands.bench.parts import gateway, prefill, splits, step, steps
+from services.commands.bench.parts import accuracy, gateway, prefill, splits, step, steps
 from services.commands.bench.plans import Benchmark
 from services.commands.bench.serving import (
     overhead,
@@ -72,6 +72,16 @@ _TABLE = [
         plan=prefill.PrefillPlan,
         measure=prefill.measure,
         columns=prefill.COLUMNS,
+    ),
+    Benchmark(
+        name="accuracy",
+        summary="errors of log probabilities against float32, and whether they depend on other "
+        "requests",
+        repeats=3,
+        options=[*MODEL_OPTIONS, *accuracy.OPTIONS, SETTINGS_OPTION],
+        plan=accuracy.AccuracyPlan,
+        measure=accuracy.measure,
+        columns=accuracy.COLUMNS,
     ),
     Benchmark(
         name="gateway",

@@ -8,9 +8,9 @@ repeat.
 
     {
       "schema": "lockstep.bench/1",
-      "benchmark": "overhead" | "peers" | "steps" | "step" | "gateway" | "cache" | "ranks" |
-                   "overload" | "recovery" | "start" | "splits" | "speculation" |
-                   "structured",
+      "benchmark": "overhead" | "peers" | "steps" | "step" | "prefill" | "accuracy" |
+                   "gateway" | "cache" | "ranks" | "overload" | "recovery" | "start" |
+                   "splits" | "speculation" | "structured",
       "machine": {"system": …, "processor": …, "cores": …, "memory_gib": …, "mlx": …, …},
       "settings": {…},                    parameters of the run
       "cases": [

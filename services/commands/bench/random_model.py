@@ -30,6 +30,16 @@ CHAT_TEMPLATE = (
 )
 
 
+class Quantization(NamedTuple):
+    """How the matrices of layers are quantized."""
+
+    bits: int
+    group_size: int = 64
+    """Numbers that share a scale."""
+    mode: str = "affine"
+    """As `mx.quantize` names it."""
+
+
 class Preset(NamedTuple):
     """Dimensions of a Qwen3 model, dense or with experts, or of a dense one with latent attention.
 
@@ -50,20 +60,19 @@ class Preset(NamedTuple):
     latent: int = 0
     """Numbers of a latent, in layers as DeepSeek V3 has them; queries have latents of three times
     as many. 0: Qwen3's layers."""
-    bits: int = 0
-    """Of the matrices of layers, in groups of 64 numbers; 0: they are not quantized."""
+    quantization: Quantization | None = None
+    """Of the matrices of layers; None: they are not quantized."""
     fills_vocab: bool = False
     """The tokenizer has as many tokens as the model, most of them made up."""
 
 
 _ROTATED = 64
 """Numbers of a head that latent attention rotates, beside `head_dim` others."""
-_GROUP = 64
-"""Numbers that share a scale where matrices are quantized."""
 _PARTS = ("weight", "scales", "biases")
-"""Names of what `mx.quantize` returns, in files."""
+"""Names in files of the arrays that `mx.quantize` returns; not all modes have biases."""
 _LARGE_VOCAB = 151_936
 # Columns: hidden, layers, heads, kv_heads, head_dim, intermediate; then vocab, dtype.
+_4B = Preset(2_560, 36, 32, 8, 128, 9_728, _LARGE_VOCAB, "bfloat16")
 PRESETS = {
     "tiny": Preset(256, 8, 8, 4, 32, 768),
     # Few heads and layers, so that a CPU can prefill long prompts; 16 KiB of KV per token.
@@ -71,7 +80,10 @@ PRESETS = {
     # One head and two layers, so that a CPU can prefill sessions of 30,000 tokens repeatedly.
     "thin": Preset(256, 2, 1, 1, 64, 512),
     "0.6b": Preset(1_024, 28, 16, 8, 128, 3_072, _LARGE_VOCAB, "bfloat16"),
-    "4b": Preset(2_560, 36, 32, 8, 128, 9_728, _LARGE_VOCAB, "bfloat16"),
+    "4b": _4B,
+    "4b-4bit": _4B._replace(quantization=Quantization(4)),
+    "4b-8bit": _4B._replace(quantization=Quantization(8)),
+    "4b-mxfp4": _4B._replace(quantization=Quantization(4, 32, "mxfp4")),
     "8b": Preset(4_096, 36, 32, 8, 128, 12_288, _LARGE_VOCAB, "bfloat16"),
     # Half the layers of Qwen3-32B: 33 GB.
     "32b-half": Preset(5_120, 32, 64, 8, 128, 25_600, _LARGE_VOCAB, "bfloat16"),
@@ -79,7 +91,12 @@ PRESETS = {
     "tiny-150k": Preset(256, 8, 8, 4, 32, 768, _LARGE_VOCAB, fills_vocab=True),
     "tiny-moe": Preset(256, 4, 8, 4, 32, 128, experts=16, experts_per_token=4),
     "tiny-latent": Preset(256, 4, 8, 8, 32, 768, latent=64),
-    "tiny-4bit": Preset(256, 4, 8, 4, 32, 128, experts=16, experts_per_token=4, bits=4),
+    "tiny-4bit": Preset(
+        *(256, 4, 8, 4, 32, 128),
+        experts=16,
+        experts_per_token=4,
+        quantization=Quantization(4),
+    ),
     # Dense layers as DeepSeek V3 has them: 2 GB.
     "latent": Preset(2_048, 16, 32, 32, 128, 6_144, dtype="bfloat16", latent=512),
     # Layers with experts of 4 bits: 2 GB.
@@ -87,7 +104,7 @@ PRESETS = {
         *(2_048, 12, 32, 4, 128, 768, TOKENIZER_VOCAB, "bfloat16"),
         experts=64,
         experts_per_token=8,
-        bits=4,
+        quantization=Quantization(4),
     ),
     # Half the layers of Qwen3-30B-A3B: 30 GB.
     "30b-a3b-half": Preset(
@@ -216,8 +233,8 @@ def _write_config(folder: Path, preset: Preset) -> None:
     }
     if preset.latent:
         config |= _latent_config(preset)
-    if preset.bits:
-        config["quantization"] = {"group_size": _GROUP, "bits": preset.bits}
+    if preset.quantization:
+        config["quantization"] = preset.quantization._asdict()
     if preset.experts:
         config |= {
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -281,8 +298,8 @@ def _write_weights(folder: Path, preset: Preset, silent_ids: list[int]) -> None:
         if number == 0:
             head = arrays.get("lm_head.weight", arrays["model.embed_tokens.weight"])
             head[mx.array(silent_ids)] = 0
-        elif preset.bits:
-            arrays = _quantized(arrays, preset)
+        elif preset.quantization:
+            arrays = _quantized(arrays, preset.quantization)
         mx.save_safetensors(str(folder / name), arrays, metadata={"format": "mlx"})
         where |= dict.fromkeys(arrays, name)
         total_bytes += sum(array.nbytes for array in arrays.values())
@@ -292,7 +309,7 @@ def _write_weights(folder: Path, preset: Preset, silent_ids: list[int]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _quantized(arrays: dict[str, Any], preset: Preset) -> dict[str, Any]:
+def _quantized(arrays: dict[str, Any], quantization: Quantization) -> dict[str, Any]:
     """Quantize the matrices of a layer but for its router."""
     import mlx.core as mx
 
@@ -300,9 +317,10 @@ def _quantized(arrays: dict[str, Any], preset: Preset) -> dict[str, Any]:
     for name, array in arrays.items():
         found[name] = array
         if array.ndim > 1 and not name.endswith("mlp.gate.weight"):
-            parts = mx.quantize(array, _GROUP, preset.bits)
+            parts = mx.quantize(array, **quantization._asdict())
             prefix = name.removesuffix("weight")
-            found |= {f"{prefix}{part}": one for part, one in zip(_PARTS, parts, strict=True)}
+            # Shorter where a mode has no biases.
+            found |= {f"{prefix}{part}": one for part, one in zip(_PARTS, parts, strict=False)}
     return found
 
 

@@ -1,9 +1,12 @@
-"""Ways in which one executor runs a series of plans. Each takes a plan when it builds its step."""
+"""Ways in which one executor runs a series of plans, and the prompts of each.
+
+Each way takes a plan when it builds its step.
+"""
 
 from collections.abc import Callable, Iterable
 
 from services.rank_worker.execution.executor import Executor, LaunchedStep
-from shared.messages import StepPlan
+from shared.messages import PrefillChunk, StepPlan
 
 
 def run_one_by_one(
@@ -65,3 +68,16 @@ def run_prepared(
     if running is not None:
         executor.finish(running)
         on_end()
+
+
+def divide_chunks(chunks: Iterable[PrefillChunk], tokens_max: int) -> list[list[PrefillChunk]]:
+    """Divide chunks into steps of up to `tokens_max` tokens, or of one chunk, in order."""
+    steps: list[list[PrefillChunk]] = []
+    left = 0
+    for chunk in chunks:
+        if chunk.length > left:
+            steps.append([])
+            left = tokens_max
+        steps[-1].append(chunk)
+        left -= chunk.length
+    return steps

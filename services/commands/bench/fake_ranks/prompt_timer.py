@@ -2,14 +2,17 @@
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from services.commands.bench.fake_ranks.plan_runs import run_one_by_one, run_queued
+from services.commands.bench.fake_ranks.plan_runs import (
+    divide_chunks,
+    run_one_by_one,
+    run_queued,
+)
 from services.commands.bench.fake_ranks.row_filler import RowFiller
 from services.commands.bench.measuring.row_lengths import uneven_lengths
 from services.rank_worker.execution.executor import Executor
 from shared.clock import Clock
-from shared.messages import PrefillChunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,22 +62,9 @@ class PromptTimer:
     def _time(self, begins: Sequence[int], lengths: Sequence[int], tokens_max: int) -> float:
         """Return the seconds that new prompts take in steps of up to `tokens_max` tokens."""
         chunks = self.rows.begin_prompts(begins, lengths)
-        plans = (self.rows.plan(prefill_chunks=one) for one in _split(chunks, tokens_max))
+        plans = (self.rows.plan(prefill_chunks=one) for one in divide_chunks(chunks, tokens_max))
         # The step loop builds no prompt ahead on a CPU.
         run = run_queued if self.has_queue else run_one_by_one
         began_s = self.clock.now()
         run(self.executor, plans, lambda: None)
         return self.clock.now() - began_s
-
-
-def _split(chunks: Iterable[PrefillChunk], tokens_max: int) -> list[list[PrefillChunk]]:
-    """Divide chunks into steps of up to `tokens_max` tokens, or of one chunk, in order."""
-    steps: list[list[PrefillChunk]] = []
-    left = 0
-    for chunk in chunks:
-        if chunk.length > left:
-            steps.append([])
-            left = tokens_max
-        steps[-1].append(chunk)
-        left -= chunk.length
-    return steps

@@ -137,6 +137,37 @@ class RowFiller:
             for one, (begin, length) in zip(self.sequences, both, strict=True)
         ]
 
+    def begin_texts(
+        self, texts: Sequence[Sequence[int]], growth: int, sampling: Sampling
+    ) -> list[PrefillChunk]:
+        """Replace all sequences by new ones; return their prompts, of which nothing is computed.
+
+        Args:
+            texts: token ids of each prompt, at most `limits.FORWARD_TOKENS_MAX`.
+            growth: decodes of each sequence for which there must be room.
+            sampling: of each sequence.
+
+        Raises:
+            UsageError: as `fill` does.
+        """
+        self._renew_rows(len(texts), max(map(len, texts)) + growth)
+        self.sequences = [next(self._sequence_ids) for _ in texts]
+        admitted = [
+            AdmittedSequence(
+                sequence_id=one,
+                slot=slot,
+                tokens=list(text),
+                prompt_tokens=len(text),
+                sampling=sampling,
+            )
+            for slot, (one, text) in enumerate(zip(self.sequences, texts, strict=True))
+        ]
+        self._run(admitted=admitted)
+        return [
+            PrefillChunk(sequence_id=one, start=0, length=len(text), samples=True)
+            for one, text in zip(self.sequences, texts, strict=True)
+        ]
+
     def _renew_rows(self, batch: int, tokens: int) -> None:
         """Drop all sequences and give the rows room for new ones, each of `tokens`."""
         if tokens > self._tokens_max:

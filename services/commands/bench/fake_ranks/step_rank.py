@@ -1,4 +1,4 @@
-"""A rank of `lockstep bench step` and `bench prefill`: loads a share of the model, times steps.
+"""A rank of `lockstep bench step`, `prefill` and `accuracy`: loads a share and runs steps.
 
     python -m services.commands.bench.fake_ranks.step_rank MODEL BACKEND
 
@@ -7,13 +7,16 @@ output describes the rank. Each JSON line on standard input is an order,
 
     {"batch": 16, "context": 1024, "steps": 32, "drafts": 0}
     {"prompts": 16, "tokens": 512, "cached": 1024, "rounds": 3}
+    {"texts": [[token ids of a prompt], ...], "new_tokens": 32}
 
-of decodes or of prompts, and is answered by their metrics, or by {"refused": sentence}.
+of decodes, prompts or continuations, and is answered by their metrics or by the continuations, or
+by {"refused": sentence}.
 """
 
 import gc
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
@@ -22,6 +25,7 @@ import msgspec
 from services.commands.bench.fake_ranks import standalone_rank
 
 # isort: split
+from services.commands.bench.fake_ranks.continuations import Continuations
 from services.commands.bench.fake_ranks.prompt_timer import PromptTimer
 from services.commands.bench.fake_ranks.row_filler import RowFiller
 from services.commands.bench.fake_ranks.step_timer import StepTimer
@@ -80,11 +84,14 @@ def main(path: str, backend: Backend) -> None:
     step_timer = StepTimer(executor, rows, layers, has_queue, SystemClock())
     step_tokens_max = config.scheduler.step_tokens_max
     prompt_timer = PromptTimer(executor, rows, step_tokens_max, has_queue, SystemClock())
+    continuations = Continuations(executor, rows, step_tokens_max)
     gc.collect()
     gc.freeze()
 
-    def answer(**order: int) -> dict[str, Any]:
+    def answer(**order: Any) -> Mapping[str, Any]:
         try:
+            if "texts" in order:
+                return continuations.write(**order)
             return (prompt_timer if "prompts" in order else step_timer).measure(**order)
         except UsageError as error:
             return {"refused": str(error)}

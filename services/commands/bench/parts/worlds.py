@@ -71,7 +71,7 @@ def started_worlds(plan: WorldsPlan, report: Report) -> Iterator[Worlds]:
         worlds = {}
         for index, (name, (size, settings)) in enumerate(_name_worlds(plan).items()):
             print_progress(f"{name}: loading {plan.model.name}")
-            ranks = _start_ranks(plan, f"{report.benchmark}-{index}", size, settings)
+            ranks = start_ranks(plan, f"{report.benchmark}-{index}", size, settings)
             worlds[name] = started.enter_context(contextlib.closing(ranks))
         about = worlds[LOCKSTEP].descriptions[0]
         report.settings |= {
@@ -149,10 +149,25 @@ def _name_worlds(plan: WorldsPlan) -> dict[str, tuple[int, Mapping[str, str]]]:
     return worlds
 
 
-def _start_ranks(
-    plan: WorldsPlan, name: str, size: int, settings: Mapping[str, str]
+def start_ranks(
+    plan: WorldsPlan,
+    name: str,
+    size: int,
+    settings: Mapping[str, str],
+    program: str = "fake_ranks.step_rank",
 ) -> RankProcesses:
-    """Start the processes of one contender and wait until they have loaded the model."""
+    """Start the processes of one contender and wait until they have loaded the model.
+
+    Args:
+        plan: says which model.
+        name: of the contender, for log files.
+        size: number of ranks.
+        settings: LOCKSTEP_… variables, and others of the processes.
+        program: module of the processes; its arguments are the model and the backend.
+
+    Raises:
+        UnavailableError: a rank does not start.
+    """
     backend = "off" if size == 1 else default_backend()
     own = rank_environments(plan.log_folder, backend, size, one_gpu_each=backend == "nccl")
     environments = [{**os.environ, **settings, **variables} for variables in own]
@@ -161,5 +176,5 @@ def _start_ranks(
             gpu_choice.show_one_gpu(variables, gpu_choice.count_gpus())
         enlarge_caches(variables)
         keep_compiled_kernels(variables)
-    command = bench_program("fake_ranks.step_rank", str(plan.model), backend)
+    command = bench_program(program, str(plan.model), backend)
     return RankProcesses(name, command, environments, plan.log_folder)
