@@ -23,8 +23,8 @@ UP_FLAGS := $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)
 JOBS ?= 2
 JOBS_WITH_PROCESSES ?= 3
 JOBS_THAT_WAIT ?= 4
-TEST_GROUPS := $(JOBS_THAT_WAIT):unit $(JOBS_WITH_PROCESSES):multirank,end_to_end \
-  $(JOBS_THAT_WAIT):gateway,cache_store,hosts $(JOBS_WITH_PROCESSES):clients
+TEST_GROUPS := $(JOBS_THAT_WAIT):unit,gateway,cache_store,hosts \
+  $(JOBS_WITH_PROCESSES):multirank,end_to_end,clients
 # These suites compute and hardly wait: they run at idle priority beside the groups. A worker that has
 # finished takes tests from the other one, because single files are long.
 BESIDE := simulation mlx demo_model
