@@ -75,8 +75,8 @@ _TABLE = [
     ),
     Benchmark(
         name="accuracy",
-        summary="errors of log probabilities against float32, and whether they depend on other "
-        "requests",
+        summary="errors of log probabilities against float32, and the influence of other rows on "
+        "their bits",
         repeats=3,
         options=[*MODEL_OPTIONS, *accuracy.OPTIONS, SETTINGS_OPTION],
         plan=accuracy.AccuracyPlan,

@@ -69,7 +69,7 @@ class Preset(NamedTuple):
 _ROTATED = 64
 """Numbers of a head that latent attention rotates, beside `head_dim` others."""
 _PARTS = ("weight", "scales", "biases")
-"""Names in files of the arrays that `mx.quantize` returns; not all modes have biases."""
+"""Names in files of the arrays that `mx.quantize` returns; some modes have no biases."""
 _LARGE_VOCAB = 151_936
 # Columns: hidden, layers, heads, kv_heads, head_dim, intermediate; then vocab, dtype.
 _4B = Preset(2_560, 36, 32, 8, 128, 9_728, _LARGE_VOCAB, "bfloat16")
@@ -319,8 +319,8 @@ def _quantized(arrays: dict[str, Any], quantization: Quantization) -> dict[str, 
         if array.ndim > 1 and not name.endswith("mlp.gate.weight"):
             parts = mx.quantize(array, **quantization._asdict())
             prefix = name.removesuffix("weight")
-            # Shorter where a mode has no biases.
-            found |= {f"{prefix}{part}": one for part, one in zip(_PARTS, parts, strict=False)}
+            names = _PARTS[: len(parts)]
+            found |= {f"{prefix}{part}": one for part, one in zip(names, parts, strict=True)}
     return found
 
 

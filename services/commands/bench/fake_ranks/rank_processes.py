@@ -14,6 +14,7 @@ from typing import Any
 
 from services.commands.bench.measuring.processes import MeasuredProcess, free_port
 from services.rank_worker.device.cuda.variables import encode_without_graphs
+from shared.errors import UnavailableError
 
 
 class RankProcesses:
@@ -38,7 +39,8 @@ class RankProcesses:
             log_folder: folder for the logs `<name>-<rank>.log`.
 
         Raises:
-            UnavailableError: when a process ends before its first line.
+            UnavailableError: when a process ends before its first line, or says in it why it cannot
+                do its work.
         """
         self._children: list[MeasuredProcess] = []
         with ExitStack() as started:
@@ -48,8 +50,14 @@ class RankProcesses:
                 child = MeasuredProcess(title, command, log, variables, piped=True)
                 started.callback(child.stop, 5.0)
                 self._children.append(child)
-            self.descriptions = [child.receive() for child in self._children]
+            self.descriptions: list[dict[str, Any]] = []
             """Per rank the JSON object of its first line."""
+            for rank, child in enumerate(self._children):
+                about = child.receive()
+                if "refused" in about:
+                    prefix = f"rank {rank}: " if len(self._children) > 1 else ""
+                    raise UnavailableError(f"{prefix}{about['refused']}")
+                self.descriptions.append(about)
             self._started = started.pop_all()
 
     def request(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:

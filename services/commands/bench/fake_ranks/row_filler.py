@@ -114,6 +114,7 @@ class RowFiller:
                 not fit in memory.
         """
         lengths = uneven_lengths(batch, context)
+        self._have_block()
         self._renew_rows(batch, context + growth)
         for slot, length in enumerate(lengths):
             self.sequences.append(self._admit(slot, length))
@@ -129,6 +130,7 @@ class RowFiller:
             UsageError: as `fill` does.
         """
         both = list(zip(cached, lengths, strict=True))
+        self._have_block()
         self._renew_rows(len(both), max(begin + length for begin, length in both))
         for slot, (begin, length) in enumerate(both):
             self.sequences.append(self._admit(slot, begin, length))
@@ -137,18 +139,16 @@ class RowFiller:
             for one, (begin, length) in zip(self.sequences, both, strict=True)
         ]
 
-    def begin_texts(
-        self, texts: Sequence[Sequence[int]], growth: int, sampling: Sampling
-    ) -> list[PrefillChunk]:
-        """Replace all sequences by new ones; return their prompts, of which nothing is computed.
+    def admit_texts(self, texts: Sequence[Sequence[int]], growth: int, sampling: Sampling) -> None:
+        """Replace all sequences by new ones with these prompts, of which nothing is computed yet.
 
         Args:
-            texts: token ids of each prompt, at most `limits.FORWARD_TOKENS_MAX`.
+            texts: token ids of each prompt, in slot order.
             growth: decodes of each sequence for which there must be room.
             sampling: of each sequence.
 
         Raises:
-            UsageError: as `fill` does.
+            UsageError: the rows are longer than the model allows, or do not fit in memory.
         """
         self._renew_rows(len(texts), max(map(len, texts)) + growth)
         self.sequences = [next(self._sequence_ids) for _ in texts]
@@ -163,10 +163,6 @@ class RowFiller:
             for slot, (one, text) in enumerate(zip(self.sequences, texts, strict=True))
         ]
         self._run(admitted=admitted)
-        return [
-            PrefillChunk(sequence_id=one, start=0, length=len(text), samples=True)
-            for one, text in zip(self.sequences, texts, strict=True)
-        ]
 
     def _renew_rows(self, batch: int, tokens: int) -> None:
         """Drop all sequences and give the rows room for new ones, each of `tokens`."""
@@ -176,9 +172,6 @@ class RowFiller:
                 f"{self._tokens_max} at most."
             )
         self._drop()
-        store = self._executor.store
-        if self._block is None and store.layout is not None and not store.needs_state:
-            self._block = self._keep_block(min(BLOCK_TOKENS, self._tokens_max))
         self._shape = self._find_shape(batch, tokens)
 
     def _run(self, **fields: Any) -> None:
@@ -188,6 +181,13 @@ class RowFiller:
         self._shape = (0, 0)
         self._run(dropped=self.sequences)
         self.sequences, self._unverified = [], 0
+
+    def _have_block(self) -> None:
+        """Keep a block, of which rows will consist, where rows can be rebuilt from blocks."""
+        store = self._executor.store
+        if self._block is None and store.layout is not None and not store.needs_state:
+            self._drop()
+            self._block = self._keep_block(min(BLOCK_TOKENS, self._tokens_max))
 
     def _keep_block(self, tokens: int) -> KeptBlock:
         """Compute a prompt and keep it as a resident block."""

@@ -24,7 +24,7 @@ from services.commands.bench.fake_ranks import standalone_rank
 # isort: split
 import mlx.core as mx
 
-from services.commands.bench.measuring.orders import answer_orders, write_answer
+from services.commands.bench.measuring.orders import answer_orders, refusals_written, write_answer
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.device.hardware import device_kind
 from services.rank_worker.execution.executor import Executor, LaunchedStep
@@ -261,4 +261,5 @@ def _chain(calls: list[CollectiveCall]) -> mx.array:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3])  # type: ignore[arg-type]
+    with refusals_written():
+        main(sys.argv[1], sys.argv[2], sys.argv[3])  # type: ignore[arg-type]

@@ -13,8 +13,12 @@ from services.rank_worker.device import blas
 BLAS = blas.preload() if os.environ.get("LOCKSTEP_RANK_WORKER_BLAS", "auto") == "auto" else ""
 """Name of the library for matrix products on a CPU; "" for MLX's own."""
 
-from services.rank_worker.device import ring_sockets  # noqa: E402
+from services.rank_worker.device import hardware, ring_sockets  # noqa: E402
 from services.rank_worker.model.loading.loader import LoadedModel, open_model  # noqa: E402
+from services.rank_worker.model.loading.memory_fit import (  # noqa: E402
+    check_fits,
+    rank_memory_bytes,
+)
 from services.rank_worker.model.loading.source import find_source  # noqa: E402
 from services.rank_worker.peers import collectives  # noqa: E402
 from services.rank_worker.peers.collectives import Collectives  # noqa: E402
@@ -52,8 +56,13 @@ def load(
         model: the model's folder and data type.
         sharding: how the ranks share the model.
         vocabulary: which matrices with a row per token they divide.
+
+    Raises:
+        ConfigError: this rank's share does not fit in its memory.
     """
     source = find_source(model, world.world_size, sharding)
     split = Split(sharding, world.rank, world.world_size, vocabulary=vocabulary)
     opened = open_model(model, source, split, world, lambda *_: None)
+    memory_bytes = rank_memory_bytes(hardware.describe_device(), world.world_size)
+    check_fits(opened.needs, opened.context_tokens_max, memory_bytes)
     return opened.read(lambda *_: None)

@@ -3,7 +3,8 @@
     python -m services.commands.bench.fake_ranks.step_rank MODEL BACKEND
 
 The settings are those of the environment (LOCKSTEP_SECTION_KEY). The first JSON line on standard
-output describes the rank. Each JSON line on standard input is an order,
+output describes the rank, or is {"refused": sentence}. Each JSON line on standard input is an
+order,
 
     {"batch": 16, "context": 1024, "steps": 32, "drafts": 0}
     {"prompts": 16, "tokens": 512, "cached": 1024, "rounds": 3}
@@ -25,11 +26,11 @@ import msgspec
 from services.commands.bench.fake_ranks import standalone_rank
 
 # isort: split
-from services.commands.bench.fake_ranks.continuations import Continuations
+from services.commands.bench.fake_ranks.continuations import TextContinuer
 from services.commands.bench.fake_ranks.prompt_timer import PromptTimer
 from services.commands.bench.fake_ranks.row_filler import RowFiller
 from services.commands.bench.fake_ranks.step_timer import StepTimer
-from services.commands.bench.measuring.orders import answer_orders, write_answer
+from services.commands.bench.measuring.orders import answer_orders, refusals_written, write_answer
 from services.rank_worker.batch.decode_groups import forward_cost_of
 from services.rank_worker.device import cores, hardware
 from services.rank_worker.device.description import Device
@@ -41,11 +42,12 @@ from services.rank_worker.model.fast_path.opening import fast_path_settings
 from services.rank_worker.model.loading.loader import LoadedModel
 from services.rank_worker.peers.collectives import Collectives
 from services.rank_worker.worker import KV_MEMORY_SHARE
+from services.scheduler.batch.chunk_grid import FIXED_CELL
+from shared import limits
 from shared.clock import SystemClock
 from shared.configuration.loading import load_config
 from shared.configuration.settings import Config
 from shared.errors import UsageError
-from shared.messages.base import Sharding
 from shared.messages.rank_link import Backend
 from shared.os import lifeline
 
@@ -65,9 +67,7 @@ def main(path: str, backend: Backend) -> None:
     hardware.wire_memory(device)
     model = msgspec.structs.replace(config.model, path=path)
     world = standalone_rank.join(backend)
-    loaded = standalone_rank.load(
-        world, model, _sharding(world, config), config.world.split_vocabulary
-    )
+    loaded = standalone_rank.load(world, model, config.sharding, config.vocabulary_split)
     executor = _build_executor(config, device, loaded, world, backend)
     warm_up(executor, loaded.context_tokens_max)
 
@@ -84,14 +84,15 @@ def main(path: str, backend: Backend) -> None:
     step_timer = StepTimer(executor, rows, layers, has_queue, SystemClock())
     step_tokens_max = config.scheduler.step_tokens_max
     prompt_timer = PromptTimer(executor, rows, step_tokens_max, has_queue, SystemClock())
-    continuations = Continuations(executor, rows, step_tokens_max)
+    chunk_tokens = FIXED_CELL if config.rank_worker.batch_invariant else limits.FORWARD_TOKENS_MAX
+    continuer = TextContinuer(executor, rows, chunk_tokens, step_tokens_max)
     gc.collect()
     gc.freeze()
 
     def answer(**order: Any) -> Mapping[str, Any]:
         try:
             if "texts" in order:
-                return continuations.write(**order)
+                return continuer.write(**order)
             return (prompt_timer if "prompts" in order else step_timer).measure(**order)
         except UsageError as error:
             return {"refused": str(error)}
@@ -108,12 +109,6 @@ def main(path: str, backend: Backend) -> None:
     answer_orders(answer)
 
 
-def _sharding(world: Collectives, config: Config) -> Sharding:
-    if world.group is None:
-        return "none"
-    return "tensor" if config.world.sharding == "auto" else config.world.sharding
-
-
 def _build_executor(
     config: Config, device: Device, loaded: LoadedModel, world: Collectives, backend: Backend
 ) -> Executor:
@@ -121,7 +116,7 @@ def _build_executor(
     every_steps = config.scheduler.experts_every_steps
     counter = None
     if every_steps:
-        counter = ExpertCounter(loaded.model, world.rank, _sharding(world, config), every_steps)
+        counter = ExpertCounter(loaded.model, world.rank, config.sharding, every_steps)
     return Executor(
         loaded.model,
         rank=world.rank,
@@ -145,4 +140,5 @@ def _build_executor(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], cast(Backend, sys.argv[2]))
+    with refusals_written():
+        main(sys.argv[1], cast(Backend, sys.argv[2]))

@@ -1,9 +1,12 @@
 """Programs that measure on order: one JSON line in per order, one JSON line out per answer."""
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from shared.errors import LockstepError
 
 
 def write_answer(answer: Mapping[str, Any]) -> None:
@@ -20,3 +23,16 @@ def answer_orders(answer: Callable[..., Mapping[str, Any]]) -> None:
     """
     for line in sys.stdin:
         write_answer(answer(**json.loads(line)))
+
+
+@contextlib.contextmanager
+def refusals_written() -> Iterator[None]:
+    """Answer {"refused": sentence} and exit, where a program cannot do its work as configured.
+
+    Its parent then shows the sentence, and not the end of a traceback.
+    """
+    try:
+        yield
+    except LockstepError as error:
+        write_answer({"refused": str(error)})
+        sys.exit(1)

@@ -58,6 +58,11 @@ def bench_program(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"services.commands.bench.{module}", *arguments]
 
 
+def last_line(error: UnavailableError) -> str:
+    """Return the last line of an error; one with a log ends with the last line of the log."""
+    return str(error).strip().splitlines()[-1][:500]
+
+
 class MeasuredProcess:
     """A child process that exits with this process or on `stop`; its log goes to a file.
 

@@ -31,7 +31,11 @@ from services.commands.bench.flags import (
     numbers_option,
 )
 from services.commands.bench.measuring.plan import BenchmarkPlan
-from services.commands.bench.measuring.processes import bench_program, print_progress
+from services.commands.bench.measuring.processes import (
+    bench_program,
+    last_line,
+    print_progress,
+)
 from services.commands.bench.measuring.report import PART, Case, Report
 from shared.errors import UnavailableError, UsageError
 from shared.measurements.expert_balance import rank_imbalance
@@ -128,9 +132,7 @@ def measure(plan: SplitsPlan, report: Report) -> None:
             with closing(_start_ranks(plan, name)) as world:
                 _measure_contender(plan, name, report, world)
         except UnavailableError as error:
-            # An error with a log ends with the log's last line.
-            last_line = str(error).strip().splitlines()[-1][:500]
-            report.notes.append(f"{name} was not measured: {last_line}")
+            report.notes.append(f"{name} was not measured: {last_line(error)}")
     if not any(case.series for case in report.cases):
         raise UnavailableError(f"Nothing was measured. {' '.join(report.notes)}")
     for case in report.cases:

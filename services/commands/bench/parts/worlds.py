@@ -17,7 +17,11 @@ from services.commands.bench.fake_ranks.rank_processes import (
 )
 from services.commands.bench.measuring.noise import Measured, measure_case
 from services.commands.bench.measuring.plan import BenchmarkPlan
-from services.commands.bench.measuring.processes import bench_program, print_progress
+from services.commands.bench.measuring.processes import (
+    bench_program,
+    last_line,
+    print_progress,
+)
 from services.commands.bench.measuring.report import Report
 from services.rank_worker.device.cuda import gpu_choice
 from services.rank_worker.device.cuda.variables import enlarge_caches, keep_compiled_kernels
@@ -49,29 +53,37 @@ def check_settings(plan: WorldsPlan) -> None:
     Raises:
         ConfigError: one is wrong.
     """
-    for _, settings in _name_worlds(plan).values():
-        load_config(environment={**os.environ, **settings})
+    for size, settings in _name_worlds(plan).values():
+        load_config(environment={**os.environ, **settings, **_world_size(size)})
 
 
 @contextlib.contextmanager
 def started_worlds(plan: WorldsPlan, report: Report) -> Iterator[Worlds]:
     """Start the ranks of all contenders, which load the model, and stop them at the end.
 
-    The report gets the model, the device and the numbers of ranks as settings, and at the end a
-    note on how each contender computes layers.
+    The report gets the model, the device and the numbers of ranks as settings, a note for each
+    contender that does not start and is left out, and at the end a note on how each other one
+    computes layers.
 
     Args:
         plan: the parameters of the benchmark.
         report: receives settings and notes.
 
     Raises:
-        UnavailableError: a rank does not start, or the report has no case at the end.
+        UnavailableError: the contender without settings does not start, or the report has no case
+            at the end.
     """
     with contextlib.ExitStack() as started:
         worlds = {}
         for index, (name, (size, settings)) in enumerate(_name_worlds(plan).items()):
             print_progress(f"{name}: loading {plan.model.name}")
-            ranks = start_ranks(plan, f"{report.benchmark}-{index}", size, settings)
+            try:
+                ranks = start_ranks(plan, f"{report.benchmark}-{index}", size, settings)
+            except UnavailableError as error:
+                if name == LOCKSTEP:
+                    raise
+                report.notes.append(f"{name} was not measured: {last_line(error)}")
+                continue
             worlds[name] = started.enter_context(contextlib.closing(ranks))
         about = worlds[LOCKSTEP].descriptions[0]
         report.settings |= {
@@ -124,6 +136,10 @@ def measure_worlds(
             case.add_ratios(name, LOCKSTEP, *compared)
 
 
+def _world_size(size: int) -> dict[str, str]:
+    return {"LOCKSTEP_WORLD_SIZE": str(size)}
+
+
 def _measure_all(worlds: Worlds, order: Mapping[str, int]) -> Measured:
     return {name: ranks.request(order)[0] for name, ranks in worlds.items()}
 
@@ -170,7 +186,9 @@ def start_ranks(
     """
     backend = "off" if size == 1 else default_backend()
     own = rank_environments(plan.log_folder, backend, size, one_gpu_each=backend == "nccl")
-    environments = [{**os.environ, **settings, **variables} for variables in own]
+    environments = [
+        {**os.environ, **settings, **_world_size(size), **variables} for variables in own
+    ]
     for variables in environments:
         if backend == "off":
             gpu_choice.show_one_gpu(variables, gpu_choice.count_gpus())

@@ -3,8 +3,9 @@
 Each repeat starts a whole stack, and sends rounds of prompts that come all at once, with no warm-up
 before them. What a device prepares once, such as kernels for a shape, shows in the first rounds.
 The case of round 1 has ready_s, the seconds from the start of all processes until the gateway is
-ready. On an NVIDIA GPU the first start compiles kernels where MLX_PTX_CACHE_DIR is an empty folder,
-and later ones find them there.
+ready, to a fifth of a second. On an NVIDIA GPU the first start compiles kernels where
+MLX_PTX_CACHE_DIR is an empty folder, and later ones find them there: see the values of each repeat
+with --json.
 """
 
 import time

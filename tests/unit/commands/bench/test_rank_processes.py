@@ -54,3 +54,20 @@ def test_error_names_rank_process_that_fails_to_start(tmp_path: Path) -> None:
             rank_environments(tmp_path, "off", 2),
             tmp_path,
         )
+
+
+def test_sentence_of_rank_that_refuses_is_the_error(tmp_path: Path) -> None:
+    """It has no log behind it. The other rank, which waits for this one, is stopped."""
+    program = """
+import json, os, time
+if os.environ["MLX_RANK"] == "1":
+    time.sleep(60)
+print(json.dumps({"refused": "The shard does not fit."}), flush=True)
+"""
+    with pytest.raises(UnavailableError, match=r"^rank 0: The shard does not fit\.$"):
+        RankProcesses(
+            "world",
+            [sys.executable, "-c", program],
+            rank_environments(tmp_path, "off", 2),
+            tmp_path,
+        )

@@ -1,4 +1,4 @@
-"""`lockstep bench step`, `prefill` and `accuracy`: command lines, and the lengths of rows."""
+"""`lockstep bench step` and `prefill`: their command lines and the lengths of their rows."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from services.commands.bench.measuring.report import Report
 from services.commands.bench.measuring.row_lengths import uneven_lengths
-from services.commands.bench.parts import accuracy, prefill, step, worlds
+from services.commands.bench.parts import prefill, step, worlds
 from shared.errors import ConfigError, UsageError
 from tests.unit.commands.bench.bench_arguments import plan_of
 
@@ -65,16 +65,6 @@ def test_bench_prefill_without_flags_uses_documented_defaults(tmp_path: Path) ->
         )
         with pytest.raises(UsageError, match=message):
             prefill.measure(wrong, Report(benchmark="prefill", machine={}))
-
-
-def test_bench_accuracy_without_flags_uses_documented_defaults(tmp_path: Path) -> None:
-    """One text alone comes first: others are compared with it. Texts fit into one chunk."""
-    plan: accuracy.AccuracyPlan = plan_of(tmp_path, "accuracy", "--model", "demo")
-    assert (plan.batches, plan.prompt_tokens, plan.new_tokens) == ([1, 16, 64], 256, 32)
-    assert (plan.ranks, plan.compare) == ([1], {})
-    wrong = plan_of(tmp_path, "accuracy", "--model", "demo", "--prompt-tokens", "2049")
-    with pytest.raises(UsageError, match="at most 2048 tokens of a text"):
-        accuracy.measure(wrong, Report(benchmark="accuracy", machine={}))
 
 
 def test_rows_have_different_lengths_from_six_tenths_of_the_context() -> None:
