@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Collection
 
 import mlx.core as mx
-from mlx import nn
 
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.kv_cache.rows.interface import KVStore
@@ -123,232 +122,243 @@ def open_fast_path(
     """
     found = FastPath(None, "mlx-lm's layers")
     if settings is not None:
-        experts = open_expert_kernels(
-            forward.model, settings.device, settings.all_agree, forward.expert_counter
-        )
-        found = _open(forward, shape, settings, kv_bits)
-        if experts:
-            found = FastPath(found.layers, f"{found.state}; {experts}")
-        if settings.batch_invariant:
-            _make_invariant(found, forward, shape, kv_bits)
+        found = _Opening(forward, shape, settings, kv_bits).open()
+    layers = found.layers
     if forward.inner is not None:
-        forward.use_layers(found.layers)
-    store.writes_in_place = found.layers is not None and found.layers.has_kernels
-    can_concatenate = isinstance(found.layers, LayerStack) and found.layers.can_concatenate
+        forward.use_layers(layers)
+    store.writes_in_place = layers is not None and layers.has_kernels
+    store.prefills_in_place = layers is not None and layers.prefills_in_place
+    can_concatenate = layers is not None and layers.can_concatenate
     store.can_concatenate = can_concatenate and not store.reads_copies
-    store.prefills_in_place = (
-        isinstance(found.layers, LayerStack) and found.layers.prefills_in_place
-    )
     _log.info("fast_path", detail=found.state)
     return found
 
 
-def _open(
-    forward: Forward, shape: ModelShape, settings: FastPathSettings, kv_bits: int
-) -> FastPath:
-    known = _open_known(forward, shape, settings, kv_bits)
-    if known.layers is not None:
-        return known
-    return _open_any(forward, shape, settings, kv_bits, known.state)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Opening:
+    """Opens the highest level that serves a model. Its methods run the same collectives everywhere.
 
-
-def _open_known(
-    forward: Forward, shape: ModelShape, settings: FastPathSettings, kv_bits: int
-) -> FastPath:
-    """Open the layers of a known form; without them the state is why they do not serve."""
-    form, reason = _read_form(forward, shape, settings)
-    if not settings.all_agree(form is not None):
-        return FastPath(None, reason or "another rank has no fast path")
-    assert form is not None
-    assert forward.inner is not None
-    shapes = {one.attention.shape for one in form.layers}
-    weight = form.norm.weight
-    kernels, fault = _open_kernels(
-        forward.inner, shapes, weight.dtype, settings, kv_bits, weight.size
-    )
-    invariant = settings.batch_invariant
-    on_cpu = settings.device == "cpu"
-    stack = LayerStack(
-        form, kernels, forward.expert_counter, on_cpu=on_cpu, batch_invariant=invariant
-    )
-    if invariant and not stack.has_plain_matrices:
-        raise _refusal("this model's layers have experts, adapters or divided biases")
-    how_sums = _open_sums(stack, settings, weight.size, weight.dtype)
-    difference = find_difference(stack, forward.inner, forward.plain, shape.layers(), kv_bits)
-    if not settings.all_agree(difference is None):
-        return FastPath(None, difference or "a difference on another rank")
-    if kernels is not None:
-        prompts = _try_prompts(stack, kernels, forward.inner, shape, settings)
-        return FastPath(stack, f"fast path with kernels{how_sums}{prompts}")
-    return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
-
-
-def _try_prompts(
-    stack: LayerStack,
-    kernels: Kernels,
-    inner: nn.Module,
-    shape: ModelShape,
-    settings: FastPathSettings,
-) -> str:
-    """Leave the kernels that write prompts in place if they compute anything else than mlx-lm.
-
-    Returns:
-        Text about prompts that is appended to the state that operators see, or "".
-    """
-    if not stack.prefills_in_place:
-        return ""
-    difference = find_difference_of_prompts(stack, inner, shape.layers())
-    if settings.all_agree(difference is None):
-        return "; kernels attend to prompts too"
-    difference = difference or "a difference on another rank"
-    kernels.leave_prompts(difference)
-    return f"; MLX attends to prompts: {difference}"
-
-
-def _open_sums(stack: LayerStack, settings: FastPathSettings, dim: int, dtype: mx.Dtype) -> str:
-    """Have kernels sum over ranks, if they can and the layers have such sums.
-
-    Returns:
-        Text that is appended to the state that operators see, or "".
-    """
-    if settings.open_memory is None or not (stack.has_kernels and stack.has_sums_over_ranks):
-        return ""
-    stack.sums, fault = open_peer_sums(
-        settings.open_memory, settings.all_agree, settings.ranks, dim, dtype
-    )
-    return f"; NCCL sums over ranks: {fault}" if fault else " that sum over ranks"
-
-
-def _open_any(
-    forward: Forward,
-    shape: ModelShape,
-    settings: FastPathSettings,
-    kv_bits: int,
-    obstacle: str,
-) -> FastPath:
-    """Open kernels of attention for mlx-lm's layers.
-
-    Args:
-        forward: of the loaded model.
-        shape: the result of `read_shape`.
-        settings: of this rank.
-        kv_bits: bits per number of stored KV; 0: the model's own dtype.
-        obstacle: why the layers are not of a known form.
+    Each returns what it has opened, or None, with the reason for operators; "" if there is none to
+    tell.
     """
 
-    def kept(reason: str) -> FastPath:
-        state = f"mlx-lm's layers: {obstacle}"
-        return FastPath(None, f"{state}; {reason}" if reason else state)
+    forward: Forward
+    """Of the loaded model."""
+    shape: ModelShape
+    """The result of `read_shape`."""
+    settings: FastPathSettings
+    """Of this rank."""
+    kv_bits: int
+    """Bits per number of stored KV; 0: the model's own dtype."""
 
-    form, reason = _read_family_form(forward, shape, settings)
-    if not settings.all_agree(form is not None):
-        return kept(reason)
-    assert form is not None
-    assert forward.inner is not None
-    shapes = {one.shape for one in form.attentions}
-    dtype = shape.layers()[0][0].dtype
-    kernels, fault = _open_kernels(forward.inner, shapes, dtype, settings, kv_bits)
-    if kernels is None:
-        return kept(fault)
-    layers, fault = _open_family(forward, shape, form, kernels, kv_bits)
-    if not settings.all_agree(layers is not None):
-        return kept(fault or "another rank has a fault")
-    assert layers is not None
-    difference = family_proof.find_difference(layers, forward.plain, shape.layers(), kv_bits)
-    if not settings.all_agree(difference is None):
-        return kept(difference or "a difference on another rank")
-    return FastPath(layers, f"mlx-lm's layers, attention with kernels: {obstacle}")
+    def open(self) -> FastPath:
+        """Open experts' kernels, and then the layers.
 
+        Raises:
+            ConfigError: as `open_fast_path` does.
+        """
+        settings = self.settings
+        experts = open_expert_kernels(
+            self.forward.model, settings.device, settings.all_agree, self.forward.expert_counter
+        )
+        found = self._open_known()
+        if found.layers is None:
+            found = self._open_any(found.state)
+        if experts:
+            found = FastPath(found.layers, f"{found.state}; {experts}")
+        if settings.batch_invariant:
+            self._make_invariant(found)
+        return found
 
-def _open_family(
-    forward: Forward, shape: ModelShape, form: FamilyForm, kernels: Kernels, kv_bits: int
-) -> tuple[FamilyLayers | None, str]:
-    """Return a family's layers with kernels; None, and why, if they cannot serve.
+    def _open_known(self) -> FastPath:
+        """Open the layers of a known form; without them the state is why they do not serve."""
+        settings, inner = self.settings, self.forward.inner
+        form, reason = self._read_form()
+        if not settings.all_agree(form is not None):
+            return FastPath(None, reason or "another rank has no fast path")
+        assert form is not None
+        assert inner is not None
+        weight = form.norm.weight
+        shapes = {one.attention.shape for one in form.layers}
+        kernels, fault = self._open_kernels(shapes, weight.dtype, weight.size)
+        stack, reason = self._make_stack(form, kernels)
+        if not settings.all_agree(stack is not None):
+            return FastPath(None, reason or "another rank has a fault")
+        assert stack is not None
+        how_sums = self._open_sums(stack, weight.size, weight.dtype)
+        layers = self.shape.layers()
+        difference = find_difference(stack, inner, self.forward.plain, layers, self.kv_bits)
+        if not settings.all_agree(difference is None):
+            return FastPath(None, difference or "a difference on another rank")
+        if kernels is not None:
+            prompts = self._try_prompts(stack, kernels)
+            return FastPath(stack, f"fast path with kernels{how_sums}{prompts}")
+        return FastPath(stack, f"fast path without kernels: {fault}" if fault else "fast path")
 
-    The family's code runs here with other caches than its own, so any error is a reason.
-    """
-    assert forward.inner is not None
-    try:
-        layers = FamilyLayers(forward.plain, forward.inner, form, kernels, forward.expert_counter)
-        fault = family_proof.find_fault(layers, shape.layers(), kv_bits)
-    except Exception as error:  # noqa: BLE001 - see above
-        return None, f"a decode cannot be built ({error!r})"
-    return (None, fault) if fault else (layers, "")
+    def _read_form(self) -> tuple[StackForm | None, str]:
+        """Return the model's form; None, and why, if it is unknown or not wanted."""
+        inner, shape = self.forward.inner, self.shape
+        if self.settings.keeps_layers:
+            return None, 'rank_worker.fast_path is "attention"'
+        if inner is None or not shape.is_plain:
+            return None, "the model keeps other state than keys and values"
+        try:
+            return read_form(inner, shape.layers()), ""
+        except UnknownForm as unknown:
+            return None, str(unknown)
 
+    def _make_stack(
+        self, form: StackForm, kernels: Kernels | None
+    ) -> tuple[LayerStack | None, str]:
+        """Merge the weights and compile products; these have shapes that no kernel has tried yet.
 
-def _read_family_form(
-    forward: Forward, shape: ModelShape, settings: FastPathSettings
-) -> tuple[FamilyForm | None, str]:
-    """Return what kernels need to know of mlx-lm's layers; None, and why, if they cannot serve."""
-    if settings.device == "cpu" or forward.inner is None or not shape.is_plain:
-        return None, ""
-    try:
-        return read_family_form(forward.plain, forward.inner, shape.layers()), ""
-    except UnknownForm as unknown:
-        return None, str(unknown)
+        Raises:
+            ConfigError: rows cannot be independent of each other.
+        """
+        invariant = self.settings.batch_invariant
+        try:
+            stack = LayerStack(
+                form,
+                kernels,
+                self.forward.expert_counter,
+                on_cpu=self.settings.device == "cpu",
+                batch_invariant=invariant,
+            )
+        except (RuntimeError, ValueError) as error:
+            return None, f"a product does not run ({str(error).splitlines()[0]})"
+        if invariant and not stack.has_plain_matrices:
+            raise _refusal("this model's layers have experts, adapters or divided biases")
+        return stack, ""
 
+    def _try_prompts(self, stack: LayerStack, kernels: Kernels) -> str:
+        """Leave the kernels that write prompts in place if they compute anything else than mlx-lm.
 
-def _make_invariant(found: FastPath, forward: Forward, shape: ModelShape, kv_bits: int) -> None:
-    """Make the head independent of other rows, as the layers are already.
+        Returns:
+            Text about prompts that is appended to the state that operators see, or "".
+        """
+        if not stack.prefills_in_place:
+            return ""
+        assert self.forward.inner is not None
+        difference = find_difference_of_prompts(stack, self.forward.inner, self.shape.layers())
+        if self.settings.all_agree(difference is None):
+            return "; kernels attend to prompts too"
+        difference = difference or "a difference on another rank"
+        kernels.leave_prompts(difference)
+        return f"; MLX attends to prompts: {difference}"
 
-    Raises:
-        ConfigError: something depends on other rows.
-    """
-    stack, head = found.layers, find_head(forward.model, shape.vocab_size)
-    if not isinstance(stack, LayerStack):
-        raise _refusal(f"this model is computed by {found.state}")
-    if head is None:
-        raise _refusal("this model's head is not found")
-    tile_head(head)
-    if depends_on_other_rows(stack, forward.head, shape.layers(), kv_bits):
-        raise _refusal("on this device the matrix library's sums depend on other rows")
+    def _open_sums(self, stack: LayerStack, dim: int, dtype: mx.Dtype) -> str:
+        """Have kernels sum over ranks, if they can and the layers have such sums.
+
+        Returns:
+            Text that is appended to the state that operators see, or "".
+        """
+        settings = self.settings
+        if settings.open_memory is None or not (stack.has_kernels and stack.has_sums_over_ranks):
+            return ""
+        stack.sums, fault = open_peer_sums(
+            settings.open_memory, settings.all_agree, settings.ranks, dim, dtype
+        )
+        return f"; NCCL sums over ranks: {fault}" if fault else " that sum over ranks"
+
+    def _open_any(self, obstacle: str) -> FastPath:
+        """Open kernels of attention for mlx-lm's layers.
+
+        Args:
+            obstacle: why the layers are not of a known form.
+        """
+        all_agree = self.settings.all_agree
+
+        def kept(reason: str) -> FastPath:
+            state = f"mlx-lm's layers: {obstacle}"
+            return FastPath(None, f"{state}; {reason}" if reason else state)
+
+        form, reason = self._read_family_form()
+        if not all_agree(form is not None):
+            return kept(reason)
+        assert form is not None
+        layers = self.shape.layers()
+        kernels, fault = self._open_kernels(
+            {one.shape for one in form.attentions}, layers[0][0].dtype
+        )
+        if kernels is None:
+            return kept(fault)
+        family, fault = self._make_family(form, kernels)
+        if not all_agree(family is not None):
+            return kept(fault or "another rank has a fault")
+        assert family is not None
+        difference = family_proof.find_difference(family, self.forward.plain, layers, self.kv_bits)
+        if not all_agree(difference is None):
+            return kept(difference or "a difference on another rank")
+        return FastPath(family, f"mlx-lm's layers, attention with kernels: {obstacle}")
+
+    def _read_family_form(self) -> tuple[FamilyForm | None, str]:
+        """Return what kernels need to know of mlx-lm's layers; None, and why, if there are none."""
+        inner, shape = self.forward.inner, self.shape
+        if self.settings.device == "cpu" or inner is None or not shape.is_plain:
+            return None, ""
+        try:
+            return read_family_form(self.forward.plain, inner, shape.layers()), ""
+        except UnknownForm as unknown:
+            return None, str(unknown)
+
+    def _make_family(self, form: FamilyForm, kernels: Kernels) -> tuple[FamilyLayers | None, str]:
+        """Return a family's layers with kernels; None, and why, if they cannot serve.
+
+        The family's code runs here with other caches than its own, so any error is a reason.
+        """
+        forward = self.forward
+        assert forward.inner is not None
+        try:
+            family = FamilyLayers(
+                forward.plain, forward.inner, form, kernels, forward.expert_counter
+            )
+            fault = family_proof.find_fault(family, self.shape.layers(), self.kv_bits)
+        except Exception as error:  # noqa: BLE001 - see above
+            return None, f"a decode cannot be built ({error!r})"
+        return (None, fault) if fault else (family, "")
+
+    def _open_kernels(
+        self, shapes: Collection[Shape], dtype: mx.Dtype, dim: int = 0
+    ) -> tuple[Kernels | None, str]:
+        """Return kernels that all ranks can use; None, with the cause, if a rank cannot.
+
+        Args:
+            shapes: of the attentions, each once.
+            dtype: of the model.
+            dim: as for `Kernels.find_fault`.
+        """
+        settings, kernels, fault = self.settings, None, ""
+        if settings.device != "cpu" and dtype not in _KERNEL_DTYPES:
+            fault = f"the model is {dtype}"
+        elif settings.device != "cpu":
+            assert self.forward.inner is not None
+            kernels = Kernels(
+                settings.device, self.kv_bits, prompts_in_place=settings.prompts_in_place
+            )
+            fault = kernels.find_fault(shapes, dtype, dim, packed_bits(self.forward.inner))
+        # A rank on a CPU votes too: beside it no rank has kernels.
+        has_kernels = settings.all_agree(kernels is not None and not fault)
+        if kernels is None or not has_kernels:
+            return None, fault or ("" if settings.device == "cpu" else "another rank has none")
+        kernels.keep_common(settings.all_agree)
+        return kernels, ""
+
+    def _make_invariant(self, found: FastPath) -> None:
+        """Make the head independent of other rows, as the layers are already.
+
+        Raises:
+            ConfigError: something depends on other rows.
+        """
+        forward, shape, stack = self.forward, self.shape, found.layers
+        head = find_head(forward.model, shape.vocab_size)
+        if not isinstance(stack, LayerStack):
+            raise _refusal(f"this model is computed by {found.state}")
+        if head is None:
+            raise _refusal("this model's head is not found")
+        tile_head(head)
+        if depends_on_other_rows(stack, forward.head, shape.layers(), self.kv_bits):
+            raise _refusal("on this device the matrix library's sums depend on other rows")
 
 
 def _refusal(obstacle: str) -> ConfigError:
     return ConfigError(f"rank_worker.batch_invariant is true, but {obstacle}: set it to false.")
-
-
-def _open_kernels(
-    inner: nn.Module,
-    shapes: Collection[Shape],
-    dtype: mx.Dtype,
-    settings: FastPathSettings,
-    kv_bits: int,
-    dim: int = 0,
-) -> tuple[Kernels | None, str]:
-    """Return kernels that all ranks can use; None, with the cause, if a rank cannot.
-
-    Args:
-        inner: the model without its head.
-        shapes: of the attentions, each once.
-        dtype: of the model.
-        settings: of this rank.
-        kv_bits: bits per number of stored KV; 0: the model's own dtype.
-        dim: as for `Kernels.find_fault`.
-    """
-    kernels, fault = None, ""
-    if settings.device != "cpu" and dtype not in _KERNEL_DTYPES:
-        fault = f"the model is {dtype}"
-    elif settings.device != "cpu":
-        kernels = Kernels(settings.device, kv_bits, prompts_in_place=settings.prompts_in_place)
-        fault = kernels.find_fault(shapes, dtype, dim, packed_bits(inner))
-    # A rank on a CPU votes too: beside it no rank has kernels.
-    has_kernels = settings.all_agree(kernels is not None and not fault)
-    if kernels is None or not has_kernels:
-        return None, fault or ("" if settings.device == "cpu" else "another rank has none")
-    kernels.keep_common(settings.all_agree)
-    return kernels, ""
-
-
-def _read_form(
-    forward: Forward, shape: ModelShape, settings: FastPathSettings
-) -> tuple[StackForm | None, str]:
-    """Return the model's form; None, and why, if it is unknown or not wanted."""
-    if settings.keeps_layers:
-        return None, 'rank_worker.fast_path is "attention"'
-    if forward.inner is None or not shape.is_plain:
-        return None, "the model keeps other state than keys and values"
-    try:
-        return read_form(forward.inner, shape.layers()), ""
-    except UnknownForm as unknown:
-        return None, str(unknown)

@@ -8,6 +8,7 @@ import pytest
 from mlx import nn
 from mlx_lm.models import ministral3
 
+from services.rank_worker.model.fast_path.merged_linear import MergedLinear
 from tests.mlx.execution.fast_path.attention_models import SHAPES, make, open_of
 from tests.mlx.models import with_random_weights
 
@@ -98,6 +99,27 @@ def test_disagreement_of_another_rank_closes_fast_path() -> None:
         None,
         "mlx-lm's layers: another rank has no fast path",
     )
+
+
+def test_product_that_does_not_run_keeps_mlx_lms_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels meet the shapes of the weights last; all ranks are told, and the model still runs."""
+    model, votes = make("llama", 4, 2, 16), []
+
+    def vote(statement: bool) -> bool:
+        votes.append(statement)
+        return statement
+
+    def fail(*_args: object, **_named: object) -> None:
+        raise RuntimeError("[few_rows] too many registers\nptxas: ...")
+
+    monkeypatch.setattr(MergedLinear, "compile", fail)
+    tokens = mx.array([[1, 2, 3]])
+    expected = model(tokens)
+    opened = open_of(model, all_agree=vote)
+    assert opened.layers is None
+    assert "a product does not run ([few_rows] too many registers)" in opened.state
+    assert votes.count(False) >= 1
+    assert mx.allclose(model(tokens), expected, rtol=1e-4, atol=1e-4).item()
 
 
 def test_layers_that_are_given_more_than_mask_and_cache_keep_mlx_lms_code() -> None:

@@ -69,6 +69,8 @@ class FamilyLayers:
 
     has_kernels = True
     """Decodes write rows in place, see `InPlaceView`."""
+    prefills_in_place = can_concatenate = False
+    """mlx-lm's code reads one chunk of a prompt at a time, see `LayerStack`."""
 
     def __init__(
         self,
