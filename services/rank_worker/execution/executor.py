@@ -160,9 +160,9 @@ class Executor:
         If so, the caller should finish these steps and send their results before it launches the
         plan.
         """
-        return (
-            bool(plan.profile)
-            or (self.store.writes_in_place and self._uses_rows_otherwise(plan))
+        return bool(
+            plan.profile
+            or (self.store.writes_in_place and plan.draft_chunks)
             or self._changes.waits_for_earlier_steps(plan)
             or self._prefill.waits_for_earlier_steps(plan.prefill_chunks, plan.row_tokens)
             or self._decode.waits_for_earlier_steps(plan)
@@ -172,13 +172,6 @@ class Executor:
     def shares_forwards(self) -> bool:
         """Whether several prompts may share a forward."""
         return self._prefill.shares_forwards
-
-    def _uses_rows_otherwise(self, plan: StepPlan) -> bool:
-        """Tell whether MLX uses rows in a plan, which must wait for kernels that write in place."""
-        return bool(
-            (plan.prefill_chunks and not self._prefill.runs_in_place(plan.prefill_chunks))
-            or plan.draft_chunks
-        )
 
     @property
     def vocab_size(self) -> int:
