@@ -162,6 +162,9 @@ class Executor:
         """
         return bool(
             plan.profile
+            # MLX writes the draft model's rows in place only if no step in flight uses them, and
+            # would copy them all otherwise. Prefills that MLX writes wait for earlier steps between
+            # their two parts, before these chunks are read; forwards in place do not.
             or (self.store.writes_in_place and plan.draft_chunks)
             or self._changes.waits_for_earlier_steps(plan)
             or self._prefill.waits_for_earlier_steps(plan.prefill_chunks, plan.row_tokens)
