@@ -390,7 +390,7 @@ def _open_model(
 ) -> tuple[ModelShape, KVStore, Forward]:
     model.eval()
     shape = read_shape(model)
-    store = open_store(model, shape, kv_bits, traits.row_kind if traits else None)
-    store.resize_at_once_bytes_max = profile.resize_at_once_bytes_max
+    kind, at_once = traits.row_kind if traits else None, profile.resize_at_once_bytes_max
+    store = open_store(model, shape, kv_bits, kind, resize_at_once_bytes_max=at_once)
     can_select = traits.can_select if traits else None
     return shape, store, Forward(model, expert_counter, can_select=can_select)

@@ -121,8 +121,7 @@ def write_tokens(cache: Any, keys: mx.array, values: mx.array) -> None:
 def _is_exactly(cache: Any, kind: type) -> bool:
     """Tell whether a cache is of exactly this class. A subclass may have more state.
 
-    In a function, as `type(cache) is kind` has mypy believe the types that mlx-lm's classes infer
-    for their arrays: None.
+    In a function, so that mypy does not take mlx-lm's arrays for None, as which they begin.
     """
     return type(cache) is kind
 
