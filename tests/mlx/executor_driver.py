@@ -8,7 +8,8 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from services.rank_worker.execution.executor import Executor, LaunchedStep, StepResult
+from services.rank_worker.batch.step_outputs import LaunchedStep, StepResult
+from services.rank_worker.execution.executor import Executor
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from shared.messages import (
     AdmittedSequence,

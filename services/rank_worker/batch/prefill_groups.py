@@ -1,6 +1,8 @@
 """Grouping of prefill chunks into right-padded forwards. A pure function of the plan."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from shared import limits
 from shared.messages import PrefillChunk
@@ -15,6 +17,17 @@ CONCATENATED_MAX = 32
 
 PADDING_SHARE_MAX = 0.125
 """Largest part of a grouped forward that may be padding."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillForward:
+    """One forward over the chunks of a plan."""
+
+    chunks: list[PrefillChunk]
+    """At least one."""
+    kind: Literal["rows", "side by side", "in place"]
+    """How several chunks share the forward: each is a row of it, padded to the first, the longest;
+    or they are one row, padded each; or one row whose chunks kernels write, padded as a whole."""
 
 
 def padded_width(tokens: int) -> int:
@@ -70,7 +83,7 @@ def group_chunks(
 
 def concatenate_groups(
     groups: Sequence[list[PrefillChunk]], width: Callable[[PrefillChunk], int]
-) -> list[list[list[PrefillChunk]]]:
+) -> list[PrefillForward]:
     """Concatenate chunks that are alone in their group, as many as a forward may have.
 
     Args:
@@ -78,26 +91,26 @@ def concatenate_groups(
         width: returns the tokens of a chunk in a forward.
 
     Returns:
-        Forwards, which hold every group once: one group, or several of one chunk each, of different
-        sequences and at most `limits.FORWARD_TOKENS_MAX` tokens together.
+        Forwards, which hold every chunk once: a group of several chunks as rows, or chunks of
+        different sequences side by side, at most `limits.FORWARD_TOKENS_MAX` tokens together.
     """
-    forwards: list[list[list[PrefillChunk]]] = []
-    open_groups: list[list[PrefillChunk]] = []
+    forwards: list[PrefillForward] = []
+    open_chunks: list[PrefillChunk] = []
     sequences: set[int] = set()
     left = 0
     for group in groups:
         first, needed = group[0], width(group[0])
-        has_room = needed <= left and len(open_groups) < CONCATENATED_MAX
+        has_room = needed <= left and len(open_chunks) < CONCATENATED_MAX
         if len(group) > 1:
-            forwards.append([group])
+            forwards.append(PrefillForward(group, "rows"))
         elif has_room and first.sequence_id not in sequences:
-            open_groups.append(group)
+            open_chunks.append(first)
             sequences.add(first.sequence_id)
             left -= needed
         else:
             # Also for the next chunk of a sequence, which reads the one before.
-            open_groups, sequences = [group], {first.sequence_id}
-            forwards.append(open_groups)
+            open_chunks, sequences = [first], {first.sequence_id}
+            forwards.append(PrefillForward(open_chunks, "side by side"))
             left = limits.FORWARD_TOKENS_MAX - needed
     return forwards
 

@@ -44,13 +44,24 @@ class StepSample:
         return self.sampled.arrays() + ([] if proposed is None else [proposed])
 
 
-@dataclasses.dataclass(slots=True)
-class LaunchedStep:
-    """A step whose graph is built and whose computation may have started.
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaterSample:
+    """The sampling of a step in which a row has a grammar.
 
-    Where a row has a grammar, its sampling is built last, when the tokens of all steps before are
-    known: `fill_masks` and `build_sample` are set until then.
+    It is built last, when the tokens of all steps before are known.
     """
+
+    fill_masks: Callable[[], StepMasks]
+    """Fills the masks on the host, where tokens are read."""
+    build: Callable[[StepMasks], StepSample | None]
+    """Builds the sampling with these masks."""
+    logits: list[mx.array]
+    """Logits of the step's forwards, which are started before."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class LaunchedStep:
+    """A step whose graph is built and whose computation may have started."""
 
     plan: StepPlan
     kept: list[mx.array]
@@ -59,13 +70,9 @@ class LaunchedStep:
     rows: list[tuple[int, int, int]]
     """(slot, sequence id, length) of every occupied row after the step, in slot order."""
     sample: StepSample | None
-    """None where no row samples, and while `build_sample` is set."""
-    fill_masks: Callable[[], StepMasks] | None
-    """Fills the masks on the host, where tokens are read."""
-    build_sample: Callable[[StepMasks], StepSample | None] | None
-    """Builds the sampling with these masks."""
-    logits: list[mx.array]
-    """Logits of the step's forwards; used only while `build_sample` is set."""
+    """None where no row samples, and while `later` is set."""
+    later: LaterSample | None
+    """The sampling while it is not built; None: it is, or no row samples."""
     markers: list[mx.array]
     """One small array per forward that does not sample; evaluating it runs the forward. See
     `ForwardOutputs`."""

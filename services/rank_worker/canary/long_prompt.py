@@ -9,8 +9,9 @@ import hashlib
 import itertools
 import struct
 
+from services.rank_worker.batch.step_outputs import StepResult
 from services.rank_worker.canary.sums import CHUNK_TOKENS, of_rank_0
-from services.rank_worker.execution.executor import Executor, StepResult
+from services.rank_worker.execution.executor import Executor
 from services.rank_worker.peers.collectives import Collectives
 from shared import limits
 from shared.clock import Clock

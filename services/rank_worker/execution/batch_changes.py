@@ -38,6 +38,21 @@ class BatchChanges:
     vocab_size: int
     """Token ids of admitted sequences must be below it."""
 
+    def waits_for_earlier_steps(self, plan: StepPlan) -> bool:
+        """Tell whether `apply` waits for the device, or needs rows as all earlier steps leave them.
+
+        Where kernels write rows in place, MLX does not know that its other uses of rows depend on
+        these kernels.
+        """
+        resizes = (plan.row_count, plan.row_tokens) != (self.store.row_count, self.store.row_tokens)
+        uses_rows = any(one.reused_tokens for one in plan.admitted) or plan.moves or resizes
+        return bool(
+            plan.keep_blocks
+            or plan.keep_checkpoints
+            or (self.store.writes_in_place and uses_rows)
+            or self.store.resize_waits_for_device(plan.row_count, plan.row_tokens)
+        )
+
     def apply(self, plan: StepPlan) -> tuple[list[mx.array], list[PendingSpill]]:
         """Apply the parts of a plan that come before its forwards, in the order of its fields.
 

@@ -46,7 +46,7 @@ class DecodeExecutor:
 
     def waits_for_earlier_steps(self, plan: StepPlan) -> bool:
         """Tell whether `run` waits for the device, and so for all earlier steps."""
-        if not plan.decodes or not self.store.reads_copies or self.store.writes_in_place:
+        if not plan.decodes or self.store.writes_in_place:
             return False
         slots = [self.batch.find(sequence_id).slot for sequence_id in plan.decodes]
         drafts = max([0, *map(len, plan.drafts), *plan.draft_counts])

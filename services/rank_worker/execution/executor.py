@@ -6,7 +6,6 @@ state that a plan depends on; a later plan says which drafts are accepted. A pla
 the state ends the world.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal
@@ -16,7 +15,13 @@ from mlx import nn
 
 from services.rank_worker.batch.decode_groups import FORWARD_COST_TOKENS
 from services.rank_worker.batch.running_batch import SequenceBatch
-from services.rank_worker.batch.step_outputs import ForwardOutputs, LaunchedStep, StepResult
+from services.rank_worker.batch.step_outputs import (
+    ForwardOutputs,
+    LaterSample,
+    LaunchedStep,
+    StepResult,
+    StepSample,
+)
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.device.freed_buffers import FreedBuffers
 from services.rank_worker.execution.batch_changes import BatchChanges
@@ -48,9 +53,6 @@ from services.rank_worker.speculation.loaded_drafter import LoadedDrafter, open_
 from shared.errors import InvariantBroken
 from shared.messages import StepPlan, TokenLogprobs
 from shared.transport import codec
-
-__all__ = ["Executor", "LaunchedStep", "StepResult"]
-
 
 _CPU_PROFILE = ExecutionProfile()
 
@@ -114,14 +116,43 @@ class Executor:
         self._sampling = StepSampling(self._batch, self.store, self._sampler)
         self.layers_state = open_fast_path(forward, self.store, shape, fast_path, kv_bits).state
         self.proposer = open_proposer(drafter, forward, self.store, self._sampler, synchronize)
-        state = (self.store, self.blocks, self._batch, self.proposer, self._sampler)
-        self._changes = BatchChanges(*state, grammars, self.vocab_size)
-        parts = (self.store, forward, self._batch, self.proposer)
-        self._prefill = PrefillExecutor(*parts, profile)
-        self._decode = DecodeExecutor(*parts, self.vocab_size, forward_cost_tokens)
+        self._open_parts(forward, profile, grammars, forward_cost_tokens)
         self._profiler = StepProfiler(model, drafter, self.store, rank, sum_ids)
         self._receipt, self._expert_counter = ReceiptChain(), expert_counter
         self._receipt_logits, self._freed = receipt_logits, FreedBuffers(profile.freed_bytes_max)
+
+    def _open_parts(
+        self,
+        forward: Forward,
+        profile: ExecutionProfile,
+        grammars: GrammarCompiler | None,
+        forward_cost_tokens: int,
+    ) -> None:
+        """Open what applies a plan and builds its forwards."""
+        self._changes = BatchChanges(
+            store=self.store,
+            blocks=self.blocks,
+            batch=self._batch,
+            proposer=self.proposer,
+            sampler=self._sampler,
+            grammars=grammars,
+            vocab_size=self.vocab_size,
+        )
+        self._prefill = PrefillExecutor(
+            store=self.store,
+            forward=forward,
+            batch=self._batch,
+            proposer=self.proposer,
+            profile=profile,
+        )
+        self._decode = DecodeExecutor(
+            store=self.store,
+            forward=forward,
+            batch=self._batch,
+            proposer=self.proposer,
+            vocab_size=self.vocab_size,
+            forward_cost_tokens=forward_cost_tokens,
+        )
 
     def waits_for_earlier_steps(self, plan: StepPlan) -> bool:
         """Tell whether `launch` of this plan waits until the device has finished all earlier steps.
@@ -129,10 +160,13 @@ class Executor:
         If so, the caller should finish these steps and send their results before it launches the
         plan.
         """
-        return (
-            bool(plan.keep_blocks or plan.keep_checkpoints or plan.profile)
-            or (self.store.writes_in_place and self._uses_rows_otherwise(plan))
-            or self.store.resize_waits_for_device(plan.row_count, plan.row_tokens)
+        return bool(
+            plan.profile
+            # MLX writes the draft model's rows in place only if no step in flight uses them, and
+            # would copy them all otherwise. Prefills that MLX writes wait for earlier steps between
+            # their two parts, before these chunks are read; forwards in place do not.
+            or (self.store.writes_in_place and plan.draft_chunks)
+            or self._changes.waits_for_earlier_steps(plan)
             or self._prefill.waits_for_earlier_steps(plan.prefill_chunks, plan.row_tokens)
             or self._decode.waits_for_earlier_steps(plan)
         )
@@ -141,17 +175,6 @@ class Executor:
     def shares_forwards(self) -> bool:
         """Whether several prompts may share a forward."""
         return self._prefill.shares_forwards
-
-    def _uses_rows_otherwise(self, plan: StepPlan) -> bool:
-        """Tell whether MLX uses rows in a plan, which must wait for kernels that write in place."""
-        size = (self.store.row_count, self.store.row_tokens)
-        return bool(
-            any(one.reused_tokens for one in plan.admitted)
-            or plan.moves
-            or (plan.prefill_chunks and not self._prefill.runs_in_place(plan.prefill_chunks))
-            or plan.draft_chunks
-            or (plan.row_count, plan.row_tokens) != size
-        )
 
     @property
     def vocab_size(self) -> int:
@@ -231,17 +254,8 @@ class Executor:
         with parts.part("norms"):
             drafts = self._build_forwards(plan, forwards)
             parts.wait(forwards.logits, forwards.markers)
-        build = functools.partial(self._sampling.build, plan, forwards, drafts)
-        fill = functools.partial(self._sampling.fill_masks, plan, forwards, drafts)
-        builds_later, masks = self._sampling.needs_tokens(plan), None
-        if builds_later and parts.is_measured:
-            # All earlier steps have ended.
-            with parts.part("masks"):
-                builds_later, masks = False, fill()
-        with parts.part("sampling"):
-            sample = None if builds_later else build(masks)
-            parts.wait(sample.arrays() if sample is not None else [])
-        if sample is None and not builds_later and not forwards.markers:
+        sample, later = self._sampling.build_if_known(plan, forwards, drafts, parts)
+        if sample is None and later is None and not forwards.markers:
             forwards.start_marker(self.store.marker())
         rows = [
             (slot, sequence_id, self.store.length(slot))
@@ -251,18 +265,16 @@ class Executor:
         counter = self._expert_counter
         counts, reads_counts = counter.take_new(plan.step_id) if counter else (None, False)
         return LaunchedStep(
-            plan,
-            kept,
-            rows,
-            sample,
-            fill if builds_later else None,
-            build if builds_later else None,
-            forwards.logits,
-            forwards.markers,
-            states,
-            spills,
-            [] if counts is None else [counts],
-            reads_counts,
+            plan=plan,
+            kept=kept,
+            rows=rows,
+            sample=sample,
+            later=later,
+            markers=forwards.markers,
+            states=states,
+            spills=spills,
+            expert_counts=[] if counts is None else [counts],
+            reads_counts=reads_counts,
         )
 
     def _build_forwards(self, plan: StepPlan, forwards: ForwardOutputs) -> StepDrafts:
@@ -294,31 +306,29 @@ class Executor:
     def start(self, launched: LaunchedStep) -> None:
         """Start the step that `prepare` built. Waits for earlier steps if this one keeps blocks."""
         mx.eval(launched.kept)
-        sample, fill, build = launched.sample, launched.fill_masks, launched.build_sample
-        if fill is None or build is None:
-            self._start_outputs(launched, sample.arrays() if sample is not None else [])
+        if launched.later is None:
+            self._start_outputs(launched, _arrays(launched.sample))
             return
-        masks = self._start_and_fill(launched, fill)
-        launched.sample = build(masks)
-        launched.fill_masks = launched.build_sample = None
-        launched.logits = []
-        mx.async_eval(launched.sample.arrays() if launched.sample is not None else [])
+        masks = self._start_and_fill(launched, launched.later)
+        launched.sample = launched.later.build(masks)
+        launched.later = None
+        mx.async_eval(_arrays(launched.sample))
 
-    def _start_and_fill(self, launched: LaunchedStep, fill: Callable[[], StepMasks]) -> StepMasks:
+    def _start_and_fill(self, launched: LaunchedStep, later: LaterSample) -> StepMasks:
         """Start a step's forwards and fill its masks, while the device computes."""
         if launched.plan.draft_counts:
             # Reads drafts from the device, which only this thread uses.
-            masks = None if self._launcher.in_parts else fill()
-            self._start_outputs(launched, launched.logits)
+            masks = None if self._launcher.in_parts else later.fill_masks()
+            self._start_outputs(launched, later.logits)
             self._launcher.finish_previous_step()
-            return fill() if masks is None else masks
+            return later.fill_masks() if masks is None else masks
         # Where the device has a queue, the masks are filled while the second part of the forward
         # is started. On a CPU `async_eval` returns when the forwards are nearly computed.
         filling: Future[Future[StepMasks]] = Future()
         self._launcher.when_previous_step_is_finished(
-            lambda: filling.set_result(self._sampling.mask_thread.submit(fill))
+            lambda: filling.set_result(self._sampling.mask_thread.submit(later.fill_masks))
         )
-        self._start_outputs(launched, launched.logits)
+        self._start_outputs(launched, later.logits)
         self._launcher.finish_previous_step()
         return filling.result().result()
 
@@ -367,6 +377,10 @@ class Executor:
         return StepResult(tokens, logprobs, digest, read_spills(launched.spills), failures)
 
 
+def _arrays(sample: StepSample | None) -> list[mx.array]:
+    return sample.arrays() if sample is not None else []
+
+
 def _open_model(
     model: nn.Module,
     kv_bits: int,
@@ -376,7 +390,7 @@ def _open_model(
 ) -> tuple[ModelShape, KVStore, Forward]:
     model.eval()
     shape = read_shape(model)
-    store = open_store(model, shape, kv_bits, traits.row_kind if traits else None)
-    store.resize_at_once_bytes_max = profile.resize_at_once_bytes_max
+    kind, at_once = traits.row_kind if traits else None, profile.resize_at_once_bytes_max
+    store = open_store(model, shape, kv_bits, kind, resize_at_once_bytes_max=at_once)
     can_select = traits.can_select if traits else None
     return shape, store, Forward(model, expert_counter, can_select=can_select)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from services.rank_worker.batch.prefill_groups import (
+    PrefillForward,
     concatenate_groups,
     group_chunks,
     padded_width,
@@ -80,99 +81,118 @@ class PrefillExecutor:
             InvariantBroken: a chunk does not start where its row ends.
         """
         with allow_device_wait():
-            in_place = self.runs_in_place(chunks)
-            for groups in self._forwards(chunks, self._store.row_tokens):
-                if in_place or len(groups) > 1:
-                    self._run_concatenated([one for (one,) in groups], forwards, in_place=in_place)
-                elif len(groups[0]) > 1:
-                    self._run_group(groups[0], forwards)
+            for arranged in self._arrange(chunks, self._store.row_tokens):
+                if arranged.kind != "in place" and len(arranged.chunks) == 1:
+                    self._run_single(arranged.chunks[0], forwards)
+                elif arranged.kind == "rows":
+                    self._run_group(arranged.chunks, forwards)
                 else:
-                    self._run_single(groups[0][0], forwards)
-
-    def runs_in_place(self, chunks: Sequence[PrefillChunk]) -> bool:
-        """Tell whether kernels write the rows of these chunks, see `InPlaceView`.
-
-        Either all chunks of a plan do so or none: if MLX and kernels used the same rows in one
-        plan, MLX would copy them. Plans whose hidden states a drafter reads use MLX, which writes
-        rows of its own for them.
-
-        Args:
-            chunks: prefill chunks of a plan.
-        """
-        may = self._store.prefills_in_place and self._pads_chunks
-        ends_late = any(one.start + one.length > IN_PLACE_STOP_MAX for one in chunks)
-        if not may or self._forward.keeps_hidden or ends_late:
-            return False
-        # A forward that waits for the device cannot be compiled.
-        waits = self._forward.device_wait_tokens
-        tokens_max = limits.FORWARD_TOKENS_MAX if waits is None else waits - 1
-        forwards = concatenate_groups([[one] for one in chunks], lambda one: one.length)
-        pairs_max = IN_PLACE_PAIRS_MAX // (2 if len(forwards) > 1 else 1)
-        for groups in forwards:
-            tokens = sum(one.length for (one,) in groups)
-            pairs = sum(one.length * (one.start + one.length // 2) for (one,) in groups)
-            if padded_width(tokens) > tokens_max or pairs > pairs_max:
-                return False
-        return True
+                    self._run_concatenated(arranged, forwards)
 
     def waits_for_earlier_steps(self, chunks: Sequence[PrefillChunk], row_tokens: int) -> bool:
-        """Tell whether `run` waits for the device, and so for all earlier steps.
+        """Tell whether `run` waits for the device, or MLX uses rows that kernels write in place.
 
         Args:
             chunks: prefill chunks of a plan.
             row_tokens: capacity of each row in tokens under this plan.
         """
-        if self.runs_in_place(chunks):
+        arranged = self._arrange(chunks, row_tokens)
+        if not arranged or arranged[0].kind == "in place":
             return False
-        tokens_min = self._forward.device_wait_tokens
-        for groups in self._forwards(chunks, row_tokens):
-            # The longest chunk of a group is its first and determines its width.
-            sizes = [(len(one), self._width(one[0], row_tokens)) for one in groups]
-            if tokens_min is not None and sum(rows * width for rows, width in sizes) >= tokens_min:
-                return True
-            for group, (rows, width) in zip(groups, sizes, strict=True):
-                if self._store.copies_wait_for_device(rows, group[0].start + width, width):
-                    return True
-        return False
+        return self._store.writes_in_place or any(
+            self._waits_for_device(one, row_tokens) for one in arranged
+        )
 
-    def _forwards(
-        self, chunks: Sequence[PrefillChunk], row_tokens: int
-    ) -> list[list[list[PrefillChunk]]]:
-        """Return the groups of each forward; several of one chunk each stand side by side."""
+    def _waits_for_device(self, arranged: PrefillForward, row_tokens: int) -> bool:
+        """Tell whether a forward, not one in place, waits for the device while it is built."""
+        chunks, rows = arranged.chunks, 1
+        if arranged.kind == "rows":
+            chunks, rows = chunks[:1], len(chunks)
+        widths = [self._width(one, row_tokens) for one in chunks]
+        tokens_min = self._forward.device_wait_tokens
+        if tokens_min is not None and rows * sum(widths) >= tokens_min:
+            return True
+        return any(
+            self._store.copies_wait_for_device(rows, one.start + width, width)
+            for one, width in zip(chunks, widths, strict=True)
+        )
+
+    def _arrange(self, chunks: Sequence[PrefillChunk], row_tokens: int) -> list[PrefillForward]:
+        """Return the forwards over the prefill chunks of a plan with rows of this capacity.
+
+        Either all of them write rows in place or none: if MLX and kernels used the same rows in one
+        plan, MLX would copy them.
+        """
 
         def width(chunk: PrefillChunk) -> int:
             return self._width(chunk, row_tokens)
 
-        if self.runs_in_place(chunks):
-            return concatenate_groups([[one] for one in chunks], lambda one: one.length)
+        in_place = self._arrange_in_place(chunks)
+        if in_place:
+            return in_place
         groups = group_chunks(chunks, self._grouped_tokens_max, width)
         if self._store.can_concatenate and self.shares_forwards:
             return concatenate_groups(groups, width)
-        return [[one] for one in groups]
+        return [PrefillForward(one, "rows") for one in groups]
+
+    def _arrange_in_place(self, chunks: Sequence[PrefillChunk]) -> list[PrefillForward]:
+        """Return the forwards over these chunks if kernels write their rows, see `InPlaceView`.
+
+        Plans whose hidden states a drafter reads use MLX, which writes rows of its own for them.
+
+        Returns:
+            As `_arrange`; empty if MLX writes the rows.
+        """
+        may = self._store.prefills_in_place and self._pads_chunks
+        ends_late = any(one.start + one.length > IN_PLACE_STOP_MAX for one in chunks)
+        if not may or self._forward.keeps_hidden or ends_late:
+            return []
+        # A forward that waits for the device cannot be compiled.
+        waits = self._forward.device_wait_tokens
+        tokens_max = limits.FORWARD_TOKENS_MAX if waits is None else waits - 1
+        arranged = concatenate_groups(group_chunks(chunks, 0), lambda one: one.length)
+        pairs_max = IN_PLACE_PAIRS_MAX // (2 if len(arranged) > 1 else 1)
+        for forward in arranged:
+            tokens = sum(one.length for one in forward.chunks)
+            pairs = sum(one.length * (one.start + one.length // 2) for one in forward.chunks)
+            if padded_width(tokens) > tokens_max or pairs > pairs_max:
+                return []
+        return [PrefillForward(one.chunks, "in place") for one in arranged]
 
     def _run_single(self, chunk: PrefillChunk, forwards: ForwardOutputs) -> None:
-        sequence = self._check(chunk)
-        slot, start, stop = sequence.slot, chunk.start, chunk.start + chunk.length
         if chunk.samples and self._forward.splits_last_chunk(chunk.length):
-            tokens = mx.array(sequence.tokens[start : stop - 1])[None]
-            self._forward.fill_caches(tokens, self._store.prefill(slot, chunk.length - 1))
-            forwards.start_fill(self._store.marker())
-            start = stop - 1
-        padding = self._width(chunk, self._store.row_tokens) - chunk.length
-        width = stop - start + padding
+            self._run_last_token_apart(chunk, forwards)
+            return
+        sequence = self._check(chunk)
+        start, stop = chunk.start, chunk.start + chunk.length
+        width = self._width(chunk, self._store.row_tokens)
+        is_padded = width > chunk.length
         tokens = pad_tokens([sequence.tokens[start:stop]], width)
-        caches = self._store.prefill(slot, stop - start, width)
+        caches = self._store.prefill(sequence.slot, chunk.length, width)
         if not chunk.samples:
-            real = _real([stop - start], [width]) if padding else None
+            real = _real([chunk.length], [width]) if is_padded else None
             self._forward.fill_caches(tokens, caches, real)
             forwards.start_fill(self._store.marker())
-        elif padding:
-            ends = mx.array([stop - start - 1], dtype=mx.int32)
+        elif is_padded:
+            ends = mx.array([chunk.length - 1], dtype=mx.int32)
             logits = self._forward.row_end_logits(tokens, caches, ends)
             forwards.start_prefill(logits, [chunk.sequence_id])
         else:
             forwards.start_prefill(self._forward.last_logits(tokens, caches), [chunk.sequence_id])
         self._proposer.on_prefill([(sequence, start, stop)], self._forward.hidden, forwards)
+
+    def _run_last_token_apart(self, chunk: PrefillChunk, forwards: ForwardOutputs) -> None:
+        """Build a chunk in two forwards, as logits of one position alone cannot be computed.
+
+        Chunks of such models are never padded, and no drafter reads their hidden states.
+        """
+        sequence = self._check(chunk)
+        slot, last = sequence.slot, chunk.start + chunk.length - 1
+        tokens = mx.array(sequence.tokens[chunk.start : last + 1])[None]
+        self._forward.fill_caches(tokens[:, :-1], self._store.prefill(slot, chunk.length - 1))
+        forwards.start_fill(self._store.marker())
+        logits = self._forward.last_logits(tokens[:, -1:], self._store.prefill(slot, 1))
+        forwards.start_prefill(logits, [chunk.sequence_id])
 
     def _run_group(self, group: Sequence[PrefillChunk], forwards: ForwardOutputs) -> None:
         width = self._width(group[0], self._store.row_tokens)
@@ -189,13 +209,9 @@ class PrefillExecutor:
         rows = [(sequence, 0, length) for sequence, length in zip(sequences, lengths, strict=True)]
         self._proposer.on_prefill(rows, self._forward.hidden, forwards)
 
-    def _run_concatenated(
-        self, chunks: Sequence[PrefillChunk], forwards: ForwardOutputs, *, in_place: bool
-    ) -> None:
-        """Build a forward over chunks side by side, each padded to its width.
-
-        `in_place`: kernels write their rows, and only the forward as a whole is padded.
-        """
+    def _run_concatenated(self, arranged: PrefillForward, forwards: ForwardOutputs) -> None:
+        """Build a forward over chunks side by side, also in place."""
+        chunks, in_place = arranged.chunks, arranged.kind == "in place"
         sequences = [self._check(one) for one in chunks]
         lengths = [one.length for one in chunks]
         widths = [self._width(one, self._store.row_tokens) for one in chunks]

@@ -40,7 +40,8 @@ class SplitLauncher:
             in_parts: whether the device has a work queue; without one forwards are started whole.
         """
         self._store = store
-        self._in_parts = in_parts
+        self.in_parts = in_parts
+        """Whether the device has a work queue, so that the host can work while it computes."""
         self._first_part: mx.array | None = None
         """Evaluated with the first part of the last forward. It shares no memory with the rows: a
         reference to a row would prevent MLX from writing it in place."""
@@ -65,11 +66,6 @@ class SplitLauncher:
             self._first_part = None
         self._wait = self._finish_before = finish_before
         self._when_finished = None
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether the device has a work queue, so that the host can work while it computes."""
-        return self._in_parts
 
     def when_previous_step_is_finished(self, callback: Callable[[], object]) -> None:
         """Call a function as soon as the previous step is finished, at once if it is already.
@@ -111,7 +107,7 @@ class SplitLauncher:
             outputs: arrays whose evaluation computes the whole forward.
         """
         early_layer_keys = (
-            self._store.early_layer_keys(FIRST_LAYERS_SHARE) if self._in_parts else None
+            self._store.early_layer_keys(FIRST_LAYERS_SHARE) if self.in_parts else None
         )
         if early_layer_keys is None:
             # Rows that are written in place are never copied, so nothing needs to be waited for.

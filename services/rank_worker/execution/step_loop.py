@@ -8,7 +8,8 @@ from typing import NoReturn
 
 import mlx.core as mx
 
-from services.rank_worker.execution.executor import Executor, LaunchedStep
+from services.rank_worker.batch.step_outputs import LaunchedStep
+from services.rank_worker.execution.executor import Executor
 from services.rank_worker.execution.measurements import StepMeasurements
 from services.rank_worker.kv_cache.stored.tier import StoredTier
 from services.rank_worker.peers.watchdog import Watchdog

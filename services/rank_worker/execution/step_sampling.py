@@ -4,6 +4,7 @@ Does not compute tokens from logits; `Sampler` does.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 
 from services.rank_worker.batch.running_batch import RunningSequence, SequenceBatch
-from services.rank_worker.batch.step_outputs import ForwardOutputs, LaunchedStep, StepSample
+from services.rank_worker.batch.step_outputs import (
+    ForwardOutputs,
+    LaterSample,
+    LaunchedStep,
+    StepSample,
+)
 from services.rank_worker.kv_cache.rows.interface import KVStore
+from services.rank_worker.profiling.step_profiler import StepParts
 from services.rank_worker.sampling.draft_acceptance import DraftVerification, count_accepted
 from services.rank_worker.sampling.drafts import StepDrafts
 from services.rank_worker.sampling.grammar.masks import MaskedSequence, MaskFiller, StepMasks
@@ -46,9 +53,35 @@ class StepSampling:
         sampling = [one.sequence_id for one in plan.prefill_chunks if one.samples]
         return [self.batch.find(one) for one in sampling + plan.decodes]
 
-    def needs_tokens(self, plan: StepPlan) -> bool:
-        """Tell whether sampling needs the tokens of all earlier steps: a sequence has a grammar."""
-        return any(sequence.matcher is not None for sequence in self.sequences(plan))
+    def build_if_known(
+        self, plan: StepPlan, forwards: ForwardOutputs, drafts: StepDrafts, parts: StepParts
+    ) -> tuple[StepSample | None, LaterSample | None]:
+        """Build the sampling, unless it needs tokens of earlier steps that are not known yet.
+
+        Args:
+            plan: the step.
+            forwards: outputs of its forwards.
+            drafts: the drafts that its decodes verify.
+            parts: measures the step; if it does, all earlier steps have ended.
+
+        Returns:
+            (the sample as of `build`, None), or (None, what builds it later).
+        """
+        masks = None
+        if any(sequence.matcher is not None for sequence in self.sequences(plan)):
+            later = LaterSample(
+                fill_masks=functools.partial(self.fill_masks, plan, forwards, drafts),
+                build=functools.partial(self.build, plan, forwards, drafts),
+                logits=forwards.logits,
+            )
+            if not parts.is_measured:
+                return None, later
+            with parts.part("masks"):
+                masks = later.fill_masks()
+        with parts.part("sampling"):
+            sample = self.build(plan, forwards, drafts, masks)
+            parts.wait(sample.arrays() if sample is not None else [])
+        return sample, None
 
     def build(
         self,

@@ -54,7 +54,6 @@ def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = F
         ConfigError: the model's logits are not finite.
     """
     prompt_tokens_max = max(1, context_tokens_max - DECODE_STEPS - 1)
-    has_room = prompt_tokens_max >= max(PROMPT_TOKENS) + DECODE_STEPS * len(DRAFT_COUNTS)
     step_ids = itertools.count(1)
 
     def run(**fields: Any) -> None:
@@ -70,6 +69,7 @@ def warm_up(executor: Executor, context_tokens_max: int, *, speculates: bool = F
         run(admitted=[second], prefill_chunks=[whole_prefill(second)])
         for _ in range(DECODE_STEPS):
             run(decodes=SEQUENCES)
+        has_room = context_tokens_max >= _drafting_tokens()
         if speculates and executor.store.can_roll_back and has_room:
             for fields in _drafting_steps(executor.proposer):
                 run(decodes=SEQUENCES, **fields)
@@ -129,14 +129,30 @@ def whole_prefill(admitted: AdmittedSequence) -> PrefillChunk:
     return PrefillChunk(sequence_id=admitted.sequence_id, start=0, length=length, samples=True)
 
 
+def _decoded_lengths() -> list[int]:
+    """Return the tokens in each row after the steps without drafts, if no prompt is shortened."""
+    # The first row has decoded once more than the others.
+    return [length + DECODE_STEPS + (slot == 0) for slot, length in enumerate(PROMPT_TOKENS)]
+
+
+def _drafting_tokens() -> int:
+    """Return the most tokens in a row in the steps that verify drafts.
+
+    Each of these steps adds one token and the drafts to a row, of which the token remains.
+    """
+    return max(
+        length + number + 1 + count
+        for number, counts in enumerate(DRAFT_COUNTS)
+        for length, count in zip(_decoded_lengths(), counts, strict=True)
+    )
+
+
 def _drafting_steps(proposer: RankProposer) -> Iterator[dict[str, Any]]:
     """Yield fields of steps with equal and unequal numbers of drafts, none of which is accepted.
 
     Where the ranks propose drafts they do so here too; their rows read arbitrary tokens.
     """
-    # The first row has decoded once more than the others.
-    lengths = [length + DECODE_STEPS + (slot == 0) for slot, length in enumerate(PROMPT_TOKENS)]
-    rows = list(zip(SEQUENCES, lengths, strict=True))
+    rows = list(zip(SEQUENCES, _decoded_lengths(), strict=True))
     for number, counts in enumerate(DRAFT_COUNTS):
         fields: dict[str, Any] = {"draft_counts": list(counts)}
         if not proposer.bytes_per_token:

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 from mlx import nn
 
-from services.rank_worker.execution.executor import Executor, LaunchedStep, StepResult
+from services.rank_worker.batch.step_outputs import LaunchedStep, StepResult
+from services.rank_worker.execution.executor import Executor
 from services.rank_worker.kv_cache.blocks.items import CachedItem, SpillItem
 from shared.messages import (
     AdmittedSequence,

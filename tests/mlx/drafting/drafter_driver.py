@@ -8,7 +8,7 @@ from mlx import nn
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
-from services.rank_worker.execution.executor import LaunchedStep, StepResult
+from services.rank_worker.batch.step_outputs import LaunchedStep, StepResult
 from services.rank_worker.speculation.draft_model import DraftModelProposer
 from services.rank_worker.speculation.eagle_head import EagleHead
 from services.rank_worker.speculation.loaded_drafter import LoadedDrafter

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from services.rank_worker.execution.executor import LaunchedStep
+from services.rank_worker.batch.step_outputs import LaunchedStep
 from shared.messages import KeptBlock
 from tests.mlx.executor_driver import ExecutorDriver, admission, make_prompt, prefill_chunk
 from tests.mlx.models import make_llama

@@ -9,8 +9,8 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from services.rank_worker.batch.step_outputs import LaunchedStep
 from services.rank_worker.device.execution_profile import ExecutionProfile
-from services.rank_worker.execution.executor import LaunchedStep
 from shared.messages import AdmittedSequence, KeptBlock
 from tests.mlx.executor_driver import (
     ExecutorDriver,

@@ -12,8 +12,9 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
+from services.rank_worker.batch.step_outputs import LaunchedStep, StepResult
 from services.rank_worker.device.execution_profile import ExecutionProfile
-from services.rank_worker.execution.executor import Executor, LaunchedStep, StepResult
+from services.rank_worker.execution.executor import Executor
 from services.rank_worker.execution.measurements import StepMeasurements
 from services.rank_worker.execution.step_loop import StepLoop
 from services.rank_worker.kv_cache.stored import arrays

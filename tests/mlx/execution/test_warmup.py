@@ -1,6 +1,7 @@
 """Warm-up of a rank between loading and the first request, and the time of a prefill."""
 
 import itertools
+from collections.abc import Sequence
 
 import mlx.core as mx
 import pytest
@@ -38,9 +39,35 @@ def test_warm_up_leaves_no_row_or_receipt_and_changes_no_token(
     assert warm.digests == fresh.digests
 
 
-def test_warm_up_runs_no_prompt_longer_than_model_context(make_model: MakeModel) -> None:
-    """The warm-up of a model for 8 tokens runs no longer prompt."""
-    warm_up(ExecutorDriver(make_model("llama")).executor, 8, speculates=True)
+@pytest.mark.parametrize(
+    ("context_tokens", "longest", "verifies"),
+    [(8, 8, False), (67, 67, False), (68, 68, False), (74, 68, False), (75, 75, True)],
+)
+def test_warm_up_fills_no_row_beyond_model_context(
+    make_model: MakeModel,
+    context_tokens: int,
+    longest: int,
+    verifies: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts are shortened for a small context, and drafts are left out where they do not fit."""
+    lengths, rolled_back = [0], []
+    lengthen, roll_back = RowStore._lengthen, RowStore.roll_back
+
+    def noting(store: RowStore, slots: Sequence[int], counts: Sequence[int]) -> None:
+        lengthen(store, slots, counts)
+        lengths.extend(map(store.length, slots))
+
+    def noting_cuts(store: RowStore, slot: int, length: int) -> None:
+        rolled_back.append(length)
+        roll_back(store, slot, length)
+
+    executor = ExecutorDriver(make_model("llama")).executor
+    monkeypatch.setattr(RowStore, "_lengthen", noting)
+    monkeypatch.setattr(RowStore, "roll_back", noting_cuts)
+    warm_up(executor, context_tokens, speculates=True)
+    assert max(lengths) == longest
+    assert bool(rolled_back) == verifies
 
 
 def test_warm_up_refuses_model_with_nan_weights(make_model: MakeModel) -> None:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from mlx import nn
 
+from services.rank_worker.batch.step_outputs import StepResult
 from services.rank_worker.device.execution_profile import ExecutionProfile
-from services.rank_worker.execution.executor import StepResult
 from services.rank_worker.sampling.grammar.compiler import GrammarCompiler
 from shared.errors import InvariantBroken
 from shared.messages import Grammar, Sampling

@@ -5,7 +5,7 @@ from typing import Any
 
 from mlx import nn
 
-from services.rank_worker.execution.executor import LaunchedStep, StepResult
+from services.rank_worker.batch.step_outputs import LaunchedStep, StepResult
 from shared.messages import RolledBack, StepPlan
 from tests.mlx.blocks.block_driver import BLOCK_TOKENS, BlockDriver
 from tests.mlx.executor_driver import make_executor

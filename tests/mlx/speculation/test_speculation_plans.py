@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from mlx import nn
 
-from services.rank_worker.execution.executor import Executor, LaunchedStep
+from services.rank_worker.batch.step_outputs import LaunchedStep
+from services.rank_worker.execution.executor import Executor
 from shared.messages import Sampling, StepPlan
 from tests.mlx.executor_driver import (
     GREEDY,

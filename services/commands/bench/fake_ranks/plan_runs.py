@@ -5,7 +5,8 @@ Each way takes a plan when it builds its step.
 
 from collections.abc import Callable, Iterable
 
-from services.rank_worker.execution.executor import Executor, LaunchedStep
+from services.rank_worker.batch.step_outputs import LaunchedStep
+from services.rank_worker.execution.executor import Executor
 from shared.messages import PrefillChunk, StepPlan
 
 

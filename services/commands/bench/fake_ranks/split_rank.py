@@ -25,9 +25,10 @@ from services.commands.bench.fake_ranks import standalone_rank
 import mlx.core as mx
 
 from services.commands.bench.measuring.orders import answer_orders, refusals_written, write_answer
+from services.rank_worker.batch.step_outputs import LaunchedStep
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.device.hardware import device_kind
-from services.rank_worker.execution.executor import Executor, LaunchedStep
+from services.rank_worker.execution.executor import Executor
 from services.rank_worker.execution.warmup import warm_up
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.peers.collectives import Collectives

@@ -13,7 +13,8 @@ from services.commands.bench.fake_ranks.plan_runs import (
     run_queued,
 )
 from services.commands.bench.fake_ranks.row_filler import RowFiller
-from services.rank_worker.execution.executor import Executor, LaunchedStep
+from services.rank_worker.batch.step_outputs import LaunchedStep
+from services.rank_worker.execution.executor import Executor
 from services.rank_worker.profiling.part_timer import count_primitives
 from services.rank_worker.profiling.step_profiler import measure_bytes_per_s
 from shared.clock import Clock

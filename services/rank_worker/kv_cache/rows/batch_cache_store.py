@@ -26,7 +26,12 @@ from services.rank_worker.kv_cache.rows.cache_parts import (
 )
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.interface import BatchView, KVStore
-from services.rank_worker.kv_cache.rows.kv_shapes import PROBE_TOKENS, cache_bytes, layer_parts
+from services.rank_worker.kv_cache.rows.kv_shapes import (
+    PROBE_TOKENS,
+    cache_bytes,
+    layer_parts,
+    unbatchable,
+)
 from shared.errors import ConfigError, InvariantBroken
 
 
@@ -261,10 +266,7 @@ def _text(layout: BlockLayout, kinds: Sequence[PartKind], used_caches: Sequence[
 def _check_batchable(used_caches: Sequence[Any]) -> None:
     for cache in leaf_caches(used_caches):
         if not hasattr(type(cache), "merge"):
-            raise ConfigError(
-                f"This model keeps its state in a {type(cache).__name__}, which cannot be batched: "
-                "choose another model."
-            )
+            raise unbatchable(cache)
         if isinstance(cache, RotatingKVCache) and cache.keep:
             raise ConfigError(
                 f"This model keeps its first {cache.keep} tokens beside a sliding window, which "

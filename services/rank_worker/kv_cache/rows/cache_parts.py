@@ -119,7 +119,10 @@ def write_tokens(cache: Any, keys: mx.array, values: mx.array) -> None:
 
 
 def _is_exactly(cache: Any, kind: type) -> bool:
-    """Tell whether a cache is of exactly this class. A subclass may have more state."""
+    """Tell whether a cache is of exactly this class. A subclass may have more state.
+
+    In a function, so that mypy does not take mlx-lm's arrays for None, as which they begin.
+    """
     return type(cache) is kind
 
 

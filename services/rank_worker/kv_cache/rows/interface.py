@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.device.execution_profile import RESIZE_AT_ONCE_BYTES_MAX
 from services.rank_worker.kv_cache.rows.block_layout import BlockLayout
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from shared.errors import InvariantBroken
@@ -56,8 +55,6 @@ class KVStore(abc.ABC):
     `prefill_concatenated`."""
     reads_copies: bool = False
     """Whether attention may read copies of KV, see `copies_wait_for_device`."""
-    resize_at_once_bytes_max: int = RESIZE_AT_ONCE_BYTES_MAX
-    """Larger rows may be resized layer by layer, see `resize_waits_for_device`."""
     needs_state: bool = False
     """Whether a row can be rebuilt from blocks only together with a checkpoint at their end."""
 
@@ -68,6 +65,21 @@ class KVStore(abc.ABC):
         """Capacity of each row in tokens."""
         self._lengths: list[int] = []
         """Number of tokens in each row, by slot."""
+
+    def serve_kernels(
+        self, *, writes_in_place: bool, prefills_in_place: bool, can_concatenate: bool
+    ) -> None:
+        """Set what a model's layers do with these rows, before the first step.
+
+        Args:
+            writes_in_place: whether kernels write the rows of decodes.
+            prefills_in_place: whether they write those of prompts too.
+            can_concatenate: whether the layers compute chunks of several rows side by side; rows of
+                which attention reads copies cannot be used so.
+        """
+        self.writes_in_place = writes_in_place
+        self.prefills_in_place = prefills_in_place
+        self.can_concatenate = can_concatenate and not self.reads_copies
 
     def block_bytes(self, tokens: int) -> int:
         """Return the bytes of a block of `tokens` tokens; 0 where blocks cannot be kept."""

@@ -94,11 +94,16 @@ def cache_bytes(used_caches: Sequence[Any]) -> tuple[int, int]:
         elif type(cache) is KVCache:
             per_token += _token_bytes(cache)
         else:
-            raise ConfigError(
-                f"This model keeps its state in a {type(cache).__name__}, which cannot be batched: "
-                "choose another model."
-            )
+            raise unbatchable(cache)
     return per_token, per_row
+
+
+def unbatchable(cache: Any) -> ConfigError:
+    """Return the error for a model with a cache of a kind that cannot be batched."""
+    return ConfigError(
+        f"This model keeps its state in a {type(cache).__name__}, which cannot be batched: "
+        "choose another model."
+    )
 
 
 def _token_bytes(cache: KVCache | RotatingKVCache) -> int:

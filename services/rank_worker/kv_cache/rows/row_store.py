@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from services.rank_worker.device.execution_profile import RESIZE_AT_ONCE_BYTES_MAX
 from services.rank_worker.kv_cache.rows.block_layout import BlockLayout, BlockPart
 from services.rank_worker.kv_cache.rows.checkpoint_state import CheckpointState
 from services.rank_worker.kv_cache.rows.interface import BatchView, KVStore
@@ -44,6 +45,8 @@ class RowStore(KVStore):
         bits: int = 0,
         *,
         reads_packed: bool | None = None,
+        can_roll_back: bool = True,
+        resize_at_once_bytes_max: int = RESIZE_AT_ONCE_BYTES_MAX,
     ) -> None:
         """Make empty rows.
 
@@ -51,16 +54,21 @@ class RowStore(KVStore):
             layers: shapes of each layer's keys and values, as `layer_parts` returns them.
             bits: bits per stored number, 4 or 8; 0: the type that the model computes.
             reads_packed: see `make_row_layer`.
+            can_roll_back: whether the model can decode several tokens per row, so that it can
+                verify drafts.
+            resize_at_once_bytes_max: larger rows are resized layer by layer, see
+                `resize_waits_for_device`.
 
         Raises:
             ValueError: when these shapes cannot be quantized.
         """
         super().__init__()
         self._layers = [make_row_layer(parts, bits, reads_packed=reads_packed) for parts in layers]
-        self.can_roll_back = True
+        self.can_roll_back = can_roll_back
         self.reads_copies = bits > 0
         self.layout = BlockLayout([part for layer in self._layers for part in layer.parts])
         self.layout_text = self.layout.text
+        self._resize_at_once_bytes_max = resize_at_once_bytes_max
         self.bytes_per_token = self.layout.block_bytes(1)
         self.run_bytes_max = 0 if mx.default_device().type == mx.DeviceType.cpu else RUN_BYTES_MAX
         """Limit for consecutive blocks that are copied together, in bytes; 0: each by itself."""
@@ -92,7 +100,7 @@ class RowStore(KVStore):
         """
         if row_count == self.row_count and row_tokens == self.row_tokens:
             return False
-        return row_count * row_tokens * self.bytes_per_token > self.resize_at_once_bytes_max
+        return row_count * row_tokens * self.bytes_per_token > self._resize_at_once_bytes_max
 
     def copies_wait_for_device(self, rows: int, tokens: int, count: int) -> bool:
         """Tell whether a forward waits for the device, because its copies of KV are large.

@@ -5,6 +5,7 @@ import dataclasses
 import mlx.core as mx
 from mlx import nn
 
+from services.rank_worker.device.execution_profile import RESIZE_AT_ONCE_BYTES_MAX
 from services.rank_worker.kv_cache.rows.batch_cache_store import BatchCacheStore, needs_state
 from services.rank_worker.kv_cache.rows.interface import KVStore
 from services.rank_worker.kv_cache.rows.kv_shapes import ModelShape
@@ -42,7 +43,12 @@ def row_kind(model: nn.Module, shape: ModelShape) -> RowKind:
 
 
 def open_store(
-    model: nn.Module, shape: ModelShape, bits: int = 0, kind: RowKind | None = None
+    model: nn.Module,
+    shape: ModelShape,
+    bits: int = 0,
+    kind: RowKind | None = None,
+    *,
+    resize_at_once_bytes_max: int = RESIZE_AT_ONCE_BYTES_MAX,
 ) -> KVStore:
     """Return a `RowStore` for plain keys and values, a `BatchCacheStore` for anything else.
 
@@ -51,6 +57,7 @@ def open_store(
         shape: the result of `read_shape`.
         bits: bits per stored number, 4 or 8; 0: the type that the model computes.
         kind: `row_kind` of the whole model; None: `model` has all layers, so it is found here.
+        resize_at_once_bytes_max: see `RowStore`.
 
     Raises:
         ConfigError: when the model cannot batch sequences of different lengths, or its KV cannot be
@@ -67,14 +74,19 @@ def open_store(
             f"mlx-lm's {type(model).__module__} cannot batch sequences of different lengths "
             f"({error}): choose another model."
         )
-    store = _row_store(model, shape, bits, kind)
-    store.can_roll_back = kind.can_roll_back
-    return store
+    return _row_store(model, shape, bits, kind, resize_at_once_bytes_max)
 
 
-def _row_store(model: nn.Module, shape: ModelShape, bits: int, kind: RowKind) -> RowStore:
+def _row_store(
+    model: nn.Module, shape: ModelShape, bits: int, kind: RowKind, resize_at_once_bytes_max: int
+) -> RowStore:
     try:
-        store = RowStore(shape.layers(), bits)
+        store = RowStore(
+            shape.layers(),
+            bits,
+            can_roll_back=kind.can_roll_back,
+            resize_at_once_bytes_max=resize_at_once_bytes_max,
+        )
     except ValueError as error:
         raise _not_quantizable(model, str(error)) from error
     # Attention that does not use mlx-lm's own function would receive packed numbers. It is refused

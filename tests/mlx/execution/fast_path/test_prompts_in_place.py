@@ -10,7 +10,6 @@ from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.execution import prefill, prefill_time
-from services.rank_worker.execution.prefill import PrefillExecutor
 from services.rank_worker.execution.prefill_time import time_prefill
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
@@ -231,13 +230,14 @@ def test_prompt_to_which_mlx_attends_runs_before_ready(monkeypatch: pytest.Monke
     monkeypatch.setattr(prefill, "IN_PLACE_PAIRS_MAX", 64 * 32 - 1)
     driver = _driver(make("qwen3", 4, 2, 16))
     found: list[bool] = []
-    real = PrefillExecutor.runs_in_place
+    for name in ("prefill", "prefill_in_place"):
+        real = getattr(RowStore, name)
 
-    def noting(executor: PrefillExecutor, chunks: Any) -> bool:
-        found.extend([real(executor, chunks)] if chunks else [])
-        return real(executor, chunks)
+        def noting(*given: Any, name: str = name, real: Any = real) -> Any:
+            found.append(name == "prefill_in_place")
+            return real(*given)
 
-    monkeypatch.setattr(PrefillExecutor, "runs_in_place", noting)
+        monkeypatch.setattr(RowStore, name, noting)
     assert time_prefill(driver.executor, ManualClock(), 64).tokens == 32
     assert [is_in_place for is_in_place, _ in itertools.groupby(found)] == [True, False]
 

@@ -109,10 +109,16 @@ def test_chunks_that_are_alone_stand_side_by_side_up_to_the_tokens_of_one_forwar
 
     forwards = concatenate_groups([*alone[:3], together, *alone[3:]], lambda one: one.length)
 
-    assert forwards == [[*alone[:3]], [together], [alone[3]], [alone[4]], [*alone[5:]]]
+    kinds = ["side by side", "rows", *["side by side"] * 3]
+    assert [one.kind for one in forwards] == kinds
+    chunks = [one for (one,) in alone]
+    expected = [chunks[:3], together, chunks[3:4], chunks[4:5], chunks[5:]]
+    assert [one.chunks for one in forwards] == expected
     again = [
         [PrefillChunk(sequence_id=1, start=start, length=9, samples=False)] for start in (0, 9)
     ]
-    assert concatenate_groups(again, lambda one: one.length) == [[one] for one in again]
+    apart = concatenate_groups(again, lambda one: one.length)
+    assert [one.chunks for one in apart] == again
     many = [[_whole(i, 1)] for i in range(CONCATENATED_MAX + 1)]
-    assert list(map(len, concatenate_groups(many, lambda one: one.length))) == [CONCATENATED_MAX, 1]
+    forwards = concatenate_groups(many, lambda one: one.length)
+    assert [len(one.chunks) for one in forwards] == [CONCATENATED_MAX, 1]

@@ -13,7 +13,7 @@ from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.kernels.attention import head_attention, row_places
 from services.rank_worker.model.fast_path.kernels.attention.row_places import TILE_TOKENS
 from services.rank_worker.model.fast_path.opening import FastPathSettings
-from shared.messages import RolledBack
+from shared.messages import DraftChunk, RolledBack
 from tests.mlx.drafting.drafter_driver import DrafterDriver, random_eagle_head
 from tests.mlx.execution.fast_path.attention_models import make, open_of
 from tests.mlx.execution.fast_path.latent.latent_models import make_latent
@@ -86,6 +86,8 @@ def test_plan_that_uses_rows_otherwise_waits_for_decodes_in_place() -> None:
     assert waits(driver.plan(prefill_chunks=[chunk(1, 0, 9, 9)]))
     assert not waits(driver.plan(decodes=[1], drafts=[[5]]))
     assert not waits(driver.plan(decodes=[1], draft_counts=[1]))
+    read = DraftChunk(sequence_id=1, start=0, tokens=PROMPTS[1])
+    assert waits(driver.plan(decodes=[1], draft_chunks=[read]))
     assert waits(driver.plan(decodes=[1], moves=[(1, 0)]))
     assert not waits(driver.plan(admitted=[admission(3, 2, PROMPTS[3])]))
     assert waits(driver.plan(decodes=[1], row_tokens=96))
