@@ -53,8 +53,8 @@ class KVStore(abc.ABC):
     can_concatenate: bool = False
     """Whether chunks of several rows can be computed side by side. Only then there is
     `prefill_concatenated`."""
-    reads_copies: bool = False
-    """Whether attention may read copies of KV, see `copies_wait_for_device`."""
+    is_quantized: bool = False
+    """Whether numbers have fewer bits than the model's, so that attention reads copies of them."""
     needs_state: bool = False
     """Whether a row can be rebuilt from blocks only together with a checkpoint at their end."""
 
@@ -66,10 +66,10 @@ class KVStore(abc.ABC):
         self._lengths: list[int] = []
         """Number of tokens in each row, by slot."""
 
-    def serve_kernels(
+    def serve_layers(
         self, *, writes_in_place: bool, prefills_in_place: bool, can_concatenate: bool
     ) -> None:
-        """Set what a model's layers do with these rows, before the first step.
+        """Set how a model's layers use these rows, before the first step.
 
         Args:
             writes_in_place: whether kernels write the rows of decodes.
@@ -79,7 +79,7 @@ class KVStore(abc.ABC):
         """
         self.writes_in_place = writes_in_place
         self.prefills_in_place = prefills_in_place
-        self.can_concatenate = can_concatenate and not self.reads_copies
+        self.can_concatenate = can_concatenate and not self.is_quantized
 
     def block_bytes(self, tokens: int) -> int:
         """Return the bytes of a block of `tokens` tokens; 0 where blocks cannot be kept."""

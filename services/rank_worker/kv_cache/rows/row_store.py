@@ -65,7 +65,7 @@ class RowStore(KVStore):
         super().__init__()
         self._layers = [make_row_layer(parts, bits, reads_packed=reads_packed) for parts in layers]
         self.can_roll_back = can_roll_back
-        self.reads_copies = bits > 0
+        self.is_quantized = bits > 0
         self.layout = BlockLayout([part for layer in self._layers for part in layer.parts])
         self.layout_text = self.layout.text
         self._resize_at_once_bytes_max = resize_at_once_bytes_max

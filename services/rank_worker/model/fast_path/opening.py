@@ -126,10 +126,12 @@ def open_fast_path(
     layers = found.layers
     if forward.inner is not None:
         forward.use_layers(layers)
-    store.writes_in_place = layers is not None and layers.has_kernels
-    store.prefills_in_place = layers is not None and layers.prefills_in_place
-    can_concatenate = layers is not None and layers.can_concatenate
-    store.can_concatenate = can_concatenate and not store.reads_copies
+    if layers is not None:
+        store.serve_layers(
+            writes_in_place=layers.has_kernels,
+            prefills_in_place=layers.prefills_in_place,
+            can_concatenate=layers.can_concatenate,
+        )
     _log.info("fast_path", detail=found.state)
     return found
 
