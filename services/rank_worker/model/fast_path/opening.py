@@ -140,8 +140,7 @@ def open_fast_path(
 class _Opening:
     """Opens the highest level that serves a model. Its methods run the same collectives everywhere.
 
-    Each returns what it has opened, or None, with the reason for operators; "" if there is none to
-    tell.
+    Those that return None beside a text say why: operators see it, where it is not "".
     """
 
     forward: Forward
@@ -294,7 +293,7 @@ class _Opening:
         return FastPath(family, f"mlx-lm's layers, attention with kernels: {obstacle}")
 
     def _read_family_form(self) -> tuple[FamilyForm | None, str]:
-        """Return what kernels need to know of mlx-lm's layers; None, and why, if there are none."""
+        """Return the form of mlx-lm's layers for kernels; None, and why, if kernels cannot serve."""
         inner, shape = self.forward.inner, self.shape
         if self.settings.device == "cpu" or inner is None or not shape.is_plain:
             return None, ""
