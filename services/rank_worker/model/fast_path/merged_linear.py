@@ -4,6 +4,7 @@ The modules that held the weights get views of the merged ones, so that nothing 
 mlx-lm's code, which uses these modules, still works.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,11 +85,6 @@ class MergedLinear:
         dtype, bias = self._matrix.dtype, self._arrays.get("bias")
         has_kernel = dtype is not None and (bias is None or bias.dtype == dtype)
         self._few_rows = few_rows if has_kernel and self._matrix.can_multiply else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(array.nbytes for array in self._arrays.values())
 
     def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
         """Multiply.
@@ -194,15 +190,9 @@ def _merge(modules: Sequence[Any], name: str) -> mx.array:
         array: mx.array = modules[0][name]
         return array
     merged = mx.concatenate([one[name] for one in modules])
-    views = mx.split(merged, _borders([one[name].shape[0] for one in modules]))
+    borders = list(itertools.accumulate(one[name].shape[0] for one in modules))[:-1]
+    views = mx.split(merged, borders)
     mx.eval(merged, views)
     for module, view in zip(modules, views, strict=True):
         module[name] = view
     return merged
-
-
-def _borders(sizes: Sequence[int]) -> list[int]:
-    borders = [0]
-    for size in sizes:
-        borders.append(borders[-1] + size)
-    return borders[1:-1]

@@ -5,7 +5,7 @@ B is the number of rows, L the tokens per row.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
@@ -58,7 +58,7 @@ class HeadForm:
     """Of queries and keys; None: they are not rotated."""
     dtype: mx.Dtype
     """Of queries, keys and values."""
-    is_expanded: bool = False
+    is_expanded: ClassVar[bool] = False
     """See `AttentionForm`."""
 
     @property

@@ -10,7 +10,7 @@ B is the number of rows, L the tokens per row.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
@@ -66,13 +66,10 @@ class LatentForm:
     """Of the rotated parts."""
     is_narrow: bool
     """Queries are projected in two steps."""
-    is_expanded: bool = True
+    is_expanded: ClassVar[bool] = True
     """See `AttentionForm`."""
-
-    @property
-    def can_concatenate(self) -> bool:
-        """See `AttentionForm`."""
-        return False
+    can_concatenate: ClassVar[bool] = False
+    """See `AttentionForm`."""
 
     def open(self, kernels: Kernels | None, *, on_cpu: bool) -> "LatentAttention":
         """Merge the weights; arguments as those of `LayerStack`. Waits for the device."""
