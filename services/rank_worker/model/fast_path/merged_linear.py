@@ -1,4 +1,4 @@
-"""Several matrices with one input as one matrix. Owns its weights.
+"""Products with the matrices of modules: of several with one input, a divided one, or any other.
 
 The modules that held the weights get views of the merged ones, so that nothing is held twice and
 mlx-lm's code, which uses these modules, still works.
@@ -6,7 +6,7 @@ mlx-lm's code, which uses these modules, still works.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx import nn
@@ -54,8 +54,58 @@ def packed_bits(model: nn.Module) -> set[int]:
     return {int(one.bits) for one in packed if one.mode == "affine"}
 
 
+class Product(Protocol):
+    """Multiplies rows with a matrix."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the matrix is whole, or its parts are only summed. Only such can be `apart`."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a call sums over ranks, and `own_part` does not."""
+
+    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
+        """Multiply, and sum over ranks if the matrix is divided.
+
+        Args:
+            x: [..., inputs].
+            apart: a row's product must not depend on the other rows, nor on their number.
+
+        Returns:
+            [..., outputs].
+        """
+
+    def own_part(self, x: mx.array, *, apart: bool = False) -> mx.array:
+        """Multiply as a call does, without a sum over ranks."""
+
+    def compile(self, *, apart: bool = False) -> None:
+        """Have a kernel compiled for all numbers of rows that it takes. Waits for the device.
+
+        Args:
+            apart: as for a call.
+        """
+
+
+def single_product(module: Any, few_rows: FewRows | None) -> Product:
+    """Return the product with one matrix, in one operation if its kind is known.
+
+    Args:
+        module: one matrix, whole or divided over ranks, with its weights in memory.
+        few_rows: multiplies few rows, where it can; None: MLX multiplies all.
+    """
+    if can_sum(module):
+        return SummedLinear(module, few_rows)
+    return MergedLinear([module], few_rows) if can_merge([module]) else ModuleProduct(module)
+
+
 class MergedLinear:
-    """The matrices of several modules as one: `x` -> the modules' outputs beside each other."""
+    """The matrices of several modules as one: `x` -> the modules' outputs beside each other.
+
+    Owns its weights.
+    """
+
+    is_plain, is_divided = True, False
 
     def __init__(self, modules: Sequence[Any], few_rows: FewRows | None = None) -> None:
         """Merge the weights and replace those of the modules by views. Waits for the device.
@@ -87,19 +137,15 @@ class MergedLinear:
         self._few_rows = few_rows if has_kernel and self._matrix.can_multiply else None
 
     def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
-        """Multiply.
-
-        Args:
-            x: [..., inputs].
-            apart: a row's product must not depend on the other rows, nor on their number.
-
-        Returns:
-            [..., outputs of all modules].
-        """
+        """See `Product`; the outputs are those of all modules."""
         if self._takes(x, apart=apart):
             assert self._few_rows is not None
             return self._few_rows.multiply(x, self._matrix, self._arrays.get("bias"))
         return multiply_in_tiles(self._multiply, x) if apart else self._multiply(x)
+
+    def own_part(self, x: mx.array, *, apart: bool = False) -> mx.array:
+        """See `Product`."""
+        return self(x, apart=apart)
 
     def _multiply(self, x: mx.array) -> mx.array:
         arrays = self._arrays
@@ -122,7 +168,7 @@ class MergedLinear:
 
         Args:
             x: [rows, inputs]. The outputs are gate, then up.
-            apart: as for a product.
+            apart: as for a call.
 
         Returns:
             [rows, outputs / 2]; None: there is no kernel for it.
@@ -133,11 +179,11 @@ class MergedLinear:
         return self._few_rows.multiply(x, self._matrix, self._arrays.get("bias"), gated=True)
 
     def compile(self, *, gated: bool = False, apart: bool = False) -> None:
-        """Have the kernel compiled for all numbers of rows that it takes. Waits for the device.
+        """See `Product`.
 
         Args:
             gated: the kernel of `gate`.
-            apart: as for a product.
+            apart: as for a call.
         """
         if self._few_rows is None:
             return
@@ -159,6 +205,8 @@ def can_sum(module: Any) -> bool:
 class SummedLinear:
     """A matrix divided over ranks by its inputs."""
 
+    is_plain = is_divided = True
+
     def __init__(self, module: Any, few_rows: FewRows | None) -> None:
         """Take this rank's part.
 
@@ -166,21 +214,42 @@ class SummedLinear:
             module: one for which `can_sum` holds, with its weights in memory.
             few_rows: as for `MergedLinear`.
         """
-        self.part = MergedLinear([module], few_rows)
-        """The product with this rank's part."""
+        self._part = MergedLinear([module], few_rows)
         self._group = module.group
 
     def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
-        """Multiply, and sum over all ranks.
+        """See `Product`; the inputs are this rank's."""
+        return sum_in_group(self._part(x, apart=apart), self._group)
 
-        Args:
-            x: [..., this rank's inputs].
-            apart: as for `MergedLinear`.
+    def own_part(self, x: mx.array, *, apart: bool = False) -> mx.array:
+        """See `Product`."""
+        return self._part(x, apart=apart)
 
-        Returns:
-            [..., outputs].
-        """
-        return sum_in_group(self.part(x, apart=apart), self._group)
+    def compile(self, *, apart: bool = False) -> None:
+        """See `Product`."""
+        self._part.compile(apart=apart)
+
+
+class ModuleProduct:
+    """A module of another kind, as it computes its product itself."""
+
+    is_plain = is_divided = False
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
+        """See `Product`."""
+        assert not apart
+        product: mx.array = self._module(x)
+        return product
+
+    def own_part(self, x: mx.array, *, apart: bool = False) -> mx.array:
+        """See `Product`."""
+        return self(x, apart=apart)
+
+    def compile(self, *, apart: bool = False) -> None:
+        """See `Product`; there is no kernel."""
 
 
 def _merge(modules: Sequence[Any], name: str) -> mx.array:

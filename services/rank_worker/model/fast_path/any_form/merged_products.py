@@ -10,10 +10,15 @@ import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.model.fast_path.compared_rows import relative_difference
-from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
 from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
 from services.rank_worker.model.fast_path.kernels.matrices import matrix_of
-from services.rank_worker.model.fast_path.merged_linear import MergedLinear, can_merge, can_sum
+from services.rank_worker.model.fast_path.merged_linear import (
+    MergedLinear,
+    Product,
+    can_merge,
+    can_sum,
+    single_product,
+)
 
 Matrices = list[Any]
 """Modules, one matrix each, that are called with the same array, in the order of the calls."""
@@ -71,13 +76,13 @@ class MergedProducts:
             groups: the result of `matrices_noted`, with the weights in memory.
             few_rows: multiplies few rows, where it can; None: MLX multiplies all.
         """
-        self._products: dict[int, _Product] = {}
+        self._products: dict[int, _GroupProduct] = {}
         """By the `id` of each matrix."""
         self._matrices: Matrices = []
         for group in itertools.chain.from_iterable(map(_of_one_kind, groups)):
             if len(group) == 1 and few_rows is None:
                 continue
-            product = _Product(group, few_rows)
+            product = _GroupProduct(group, few_rows)
             # The merged weights replace those that the modules have held.
             mx.clear_cache()
             self._matrices += group
@@ -107,7 +112,7 @@ class MergedProducts:
             yield
 
 
-class _Product:
+class _GroupProduct:
     """The product of one array with some matrices."""
 
     def __init__(self, matrices: Matrices, few_rows: FewRows | None) -> None:
@@ -121,7 +126,7 @@ class _Product:
         """Equal for products that are computed by one kernel."""
         ends = list(itertools.accumulate(len(one.weight) for one in matrices))
         self._borders = ends[:-1]
-        self._multiply: Any = (
+        self._multiply: Product = (
             single_product(matrices[0], few_rows)
             if len(matrices) == 1
             else MergedLinear(matrices, few_rows)
@@ -131,7 +136,7 @@ class _Product:
 
     def compile(self) -> None:
         """Have the kernel of the product compiled."""
-        compile_product(self._multiply, apart=False)
+        self._multiply.compile()
 
     def compare(self, rows: int) -> float:
         """Return how much the product of random rows differs; 0 if rounding explains it."""
@@ -144,7 +149,7 @@ class _Product:
     def __call__(self, module: Any, x: mx.array) -> mx.array:
         """Return the product of [..., inputs] with one of the matrices, [..., its outputs]."""
         if x is not self._input:
-            product: mx.array = self._multiply(x.reshape(-1, x.shape[-1]))
+            product = self._multiply(x.reshape(-1, x.shape[-1]))
             parts = mx.split(product.reshape(*x.shape[:-1], -1), self._borders, axis=-1)
             self._input, self._parts = x, list(parts)
         place = next(place for place, one in enumerate(self._matrices) if one is module)

@@ -14,7 +14,6 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView
 from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
-from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
 from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
     AttentionShape,
     AttentionWeights,
@@ -32,8 +31,8 @@ from services.rank_worker.model.fast_path.known_form.attention.interface import 
 from services.rank_worker.model.fast_path.known_form.rotation import Rotation
 from services.rank_worker.model.fast_path.merged_linear import (
     MergedLinear,
-    SummedLinear,
     can_merge,
+    single_product,
 )
 from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 
@@ -144,17 +143,17 @@ class HeadAttention:
     def compile_products(self, *, apart: bool) -> None:
         """See `Attention`."""
         self._qkv.compile(apart=apart)
-        compile_product(self._output, apart=apart)
+        self._output.compile(apart=apart)
 
     @property
     def has_plain_matrices(self) -> bool:
         """See `LayerStack`."""
-        return isinstance(self._output, MergedLinear | SummedLinear)
+        return self._output.is_plain
 
     @property
     def is_divided(self) -> bool:
         """See `Attention`."""
-        return isinstance(self._output, SummedLinear)
+        return self._output.is_divided
 
     def _merge_head_norms(self) -> mx.array:
         """Return the norms' weights of all heads of queries and keys, [heads, 1, head_dim]."""

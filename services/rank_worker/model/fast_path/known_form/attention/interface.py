@@ -17,7 +17,7 @@ from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
 from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.known_form.rotation import Rotation, read_rotation
-from services.rank_worker.model.fast_path.merged_linear import SummedLinear
+from services.rank_worker.model.fast_path.merged_linear import Product
 from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 from services.rank_worker.model.sharding.mlp_split import is_linear
 
@@ -106,29 +106,20 @@ class AttentionForm(Protocol):
         """Merge the weights; arguments as those of `LayerStack`. Waits for the device."""
 
 
-def multiply(product: Any, x: mx.array, tokens: NewTokens) -> mx.array:
-    """Multiply the new tokens with a matrix.
+def multiply_last(product: Product, attended: mx.array, tokens: NewTokens) -> mx.array:
+    """Multiply the results of attention with a layer's last matrix.
 
     Args:
-        product: a result of `single_product`.
-        x: [B * L, inputs].
+        product: with the matrix.
+        attended: [B * L, inputs].
         tokens: of this forward.
-
-    Returns:
-        [B * L, outputs].
-    """
-    result: mx.array = product(x, apart=True) if tokens.apart else product(x)
-    return result
-
-
-def multiply_last(product: Any, x: mx.array, tokens: NewTokens) -> mx.array:
-    """Multiply what a layer has attended to with its last matrix; arguments as of `multiply`.
 
     Returns:
         [B * L, dim]; this rank's summand, if the matrix is divided and `tokens.leaves_summand`.
     """
-    is_summand = tokens.leaves_summand and isinstance(product, SummedLinear)
-    return multiply(product.part if is_summand else product, x, tokens)
+    if tokens.leaves_summand:
+        return product.own_part(attended, apart=tokens.apart)
+    return product(attended, apart=tokens.apart)
 
 
 def attend_apart(

@@ -18,7 +18,6 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
-from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
 from services.rank_worker.model.fast_path.kernels.attention.latent_attention import (
     LatentShape,
     LatentWeights,
@@ -35,15 +34,15 @@ from services.rank_worker.model.fast_path.known_form.attention.interface import 
     as_rms_norm,
     attend_apart,
     is_linear_like,
-    multiply,
     multiply_last,
     share_rotation,
 )
 from services.rank_worker.model.fast_path.known_form.rotation import Rotation
 from services.rank_worker.model.fast_path.merged_linear import (
     MergedLinear,
-    SummedLinear,
+    Product,
     can_merge,
+    single_product,
 )
 from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 
@@ -135,7 +134,7 @@ class LatentAttention:
         module = form.module
         few_rows = kernels.few_rows if kernels is not None else None
         first = [module.q_a_proj if form.is_narrow else module.q_proj, module.kv_a_proj_with_mqa]
-        self._projections: list[Any] = [single_product(one, few_rows) for one in first]
+        self._projections: list[Product] = [single_product(one, few_rows) for one in first]
         widths = [len(one.weight) for one in first]
         self._query_width = len(module.q_b_proj.weight) if form.is_narrow else widths[0]
         """Numbers of a row with new queries at its beginning."""
@@ -152,14 +151,14 @@ class LatentAttention:
         self._query_epsilon = device_numbers(module.q_a_layernorm.eps if form.is_narrow else 0.0)
 
     @property
-    def _products(self) -> list[Any]:
+    def _products(self) -> list[Product]:
         optional = [] if self._wide_query is None else [self._wide_query]
         return [*self._projections, *optional, self._output]
 
     def compile_products(self, *, apart: bool) -> None:
         """See `Attention`."""
         for one in self._products:
-            compile_product(one, apart=apart)
+            one.compile(apart=apart)
         shape = self._form.shape
         self._absorb.compile(self._query_width, shape.head)
         self._unembed.compile(shape.query_heads * shape.latent, shape.latent)
@@ -167,19 +166,19 @@ class LatentAttention:
     @property
     def has_plain_matrices(self) -> bool:
         """See `LayerStack`."""
-        return all(isinstance(one, MergedLinear | SummedLinear) for one in self._products)
+        return all(one.is_plain for one in self._products)
 
     @property
     def is_divided(self) -> bool:
         """See `Attention`."""
-        return isinstance(self._output, SummedLinear)
+        return self._output.is_divided
 
     def attend(
         self, normalized: mx.array, cache: RowLayer | RowArrays, tokens: NewTokens
     ) -> mx.array:
         """See `Attention`."""
         table = tokens.tables[id(self._form.rotation)]
-        projected = [multiply(one, normalized, tokens) for one in self._projections]
+        projected = [one(normalized, apart=tokens.apart) for one in self._projections]
         if tokens.places is not None:
             pair = cache.arrays if isinstance(cache, RowLayer) else cache
             attended = self._attend_in_place(projected, pair, tokens, table)
@@ -213,7 +212,7 @@ class LatentAttention:
         if self._wide_query is not None:
             norm = self._form.module.q_a_layernorm
             narrow = kernels.normalize_part(queries, norm.weight, self._query_epsilon)
-            queries = multiply(self._wide_query, narrow, tokens)
+            queries = self._wide_query(narrow, apart=tokens.apart)
         absorbed = self._absorb.multiply_rows(queries, shape.head)
         new = NewLatents(queries, absorbed, projected[-1])
         attended = kernels.attend(shape, self._weights, new, pair[0], pair[1], tokens.places, table)
@@ -235,7 +234,7 @@ class LatentAttention:
         else:
             first, new = mx.split(parts, [parts.shape[1] - shape.latent - shape.rotated], axis=-1)
         if self._wide_query is not None:
-            first = multiply(self._wide_query, module.q_a_layernorm(first), tokens)
+            first = self._wide_query(module.q_a_layernorm(first), apart=tokens.apart)
         heads = first.reshape(rows, count, shape.query_heads, shape.head).swapaxes(1, 2)
         plain, rotated = mx.split(heads, [shape.plain], axis=-1)
         new = new.reshape(rows, 1, count, shape.latent + shape.rotated)
