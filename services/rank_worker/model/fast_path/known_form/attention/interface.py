@@ -29,11 +29,11 @@ class NewTokens:
     rows: int
     count: int
     """Per row."""
-    offset: int | mx.array
-    """Position of each row's first new token: of all rows, or int32 [rows]; of prompts in place
-    those of all tokens, int32 [count]."""
     tables: dict[int, mx.array]
     """Table of each rotation, by its `id`; not used where the modules rotate."""
+    offset: int | mx.array | None = None
+    """Position of each row's first new token, where the modules may rotate: of all rows, or int32
+    [rows]. None: only the tables tell positions."""
     mask: Any = None
     """See `RowLayer.make_mask`."""
     places: RowPlaces | None = None
@@ -41,7 +41,7 @@ class NewTokens:
     apart: bool = False
     """A row's results must not depend on the other rows."""
     are_concatenated: bool = False
-    """They are chunks of several rows side by side, whose positions only the tables tell."""
+    """They are chunks of several rows side by side."""
     leaves_summand: bool = False
     """The result of a divided attention or MLP is this rank's summand; the norm that follows sums
     over ranks."""
