@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from services.rank_worker.model.fast_path.compared_rows import relative_difference
+from services.rank_worker.model.fast_path.compared_rows import calls_replaced, relative_difference
 from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
 from services.rank_worker.model.fast_path.kernels.matrices import matrix_of
 from services.rank_worker.model.fast_path.merged_linear import (
@@ -48,7 +48,7 @@ def matrices_noted(inner: nn.Module) -> Iterator[list[Matrices]]:
 
     matrices = [one for one in inner.modules() if can_sum(one) or can_merge([one])]
     try:
-        with _called_by(matrices, noting):
+        with calls_replaced(matrices, noting):
             yield found
         found += _with_one_input(calls)
     finally:
@@ -101,15 +101,13 @@ class MergedProducts:
         products = dict.fromkeys(self._products.values())
         return [one.compare(rows) for one in products for rows in (1, ROWS_MAX, ROWS_MAX + 1)]
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> contextlib.AbstractContextManager[None]:
         """Have the matrices' modules return their parts of the merged products."""
 
         def merged(_original: Any) -> Callable[[Any, mx.array], mx.array]:
             return lambda module, x: self._products[id(module)](module, x)
 
-        with _called_by(self._matrices, merged):
-            yield
+        return calls_replaced(self._matrices, merged)
 
 
 class _GroupProduct:
@@ -168,21 +166,3 @@ def _of_one_kind(group: Matrices) -> Iterator[Matrices]:
         same = [first] if can_sum(first) else [one for one in rest if can_merge([first, one])]
         yield same
         rest = [one for one in rest if all(one is not other for other in same)]
-
-
-@contextlib.contextmanager
-def _called_by(
-    matrices: Sequence[Any], calling: Callable[[Any], Callable[[Any, mx.array], mx.array]]
-) -> Iterator[None]:
-    """Replace what calls of modules do; `calling` gets a class and returns the function."""
-    originals = [type(one) for one in matrices]
-    replaced = {
-        kind: type(kind.__name__, (kind,), {"__call__": calling(kind)}) for kind in set(originals)
-    }
-    for module, original in zip(matrices, originals, strict=True):
-        module.__class__ = replaced[original]
-    try:
-        yield
-    finally:
-        for module, original in zip(matrices, originals, strict=True):
-            module.__class__ = original
