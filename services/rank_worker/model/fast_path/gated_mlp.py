@@ -36,40 +36,40 @@ class GatedMlp:
         self._down = single_product(mlp.down_proj, few_rows)
 
     def __call__(
-        self, x: mx.array, *, apart: bool = False, leaves_summand: bool = False
+        self, x: mx.array, *, invariant: bool = False, leaves_summand: bool = False
     ) -> mx.array:
         """Build the MLP.
 
         Args:
             x: [tokens, dim].
-            apart: a token's result must not depend on the others.
+            invariant: a token's result must not depend on the others.
             leaves_summand: return this rank's summand, where the MLP is divided.
 
         Returns:
             [tokens, dim], summed over ranks where the MLP is divided, unless `leaves_summand`.
         """
-        product = self._gate_up.gate(x, apart=apart)
+        product = self._gate_up.gate(x, invariant=invariant)
         if product is None:
-            gate_up = self._gate_up(x, apart=apart)
+            gate_up = self._gate_up(x, invariant=invariant)
             if self._kernels is not None:
                 product = self._kernels.silu_product(gate_up)
             else:
                 product = swiglu(*mx.split(gate_up, 2, axis=-1))
         if leaves_summand:
-            return self._down.own_part(product, apart=apart)
-        return self._down(product, apart=apart)
+            return self._down.own_part(product, invariant=invariant)
+        return self._down(product, invariant=invariant)
 
     @property
     def is_divided(self) -> bool:
         """Whether the result is a sum over ranks."""
         return self._down.is_divided
 
-    def compile(self, *, apart: bool) -> None:
-        """Have the kernels of the products compiled; `apart` as for a call."""
-        self._gate_up.compile(gated=True, apart=apart)
-        self._down.compile(apart=apart)
+    def compile(self, *, invariant: bool) -> None:
+        """Have the kernels of the products compiled; `invariant` as for a call."""
+        self._gate_up.compile(gated=True, invariant=invariant)
+        self._down.compile(invariant=invariant)
 
     @property
     def has_plain_matrices(self) -> bool:
         """See `LayerStack`."""
-        return self._down.is_plain
+        return self._down.can_be_invariant

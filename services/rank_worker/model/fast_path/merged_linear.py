@@ -58,32 +58,32 @@ class Product(Protocol):
     """Multiplies rows with a matrix."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the matrix is whole, or its parts are only summed. Only such can be `apart`."""
+    def can_be_invariant(self) -> bool:
+        """Whether it can be called with `invariant`: the matrix is whole, or its parts summed."""
 
     @property
     def is_divided(self) -> bool:
         """Whether a call sums over ranks, and `own_part` does not."""
 
-    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
+    def __call__(self, x: mx.array, *, invariant: bool = False) -> mx.array:
         """Multiply, and sum over ranks if the matrix is divided.
 
         Args:
             x: [..., inputs].
-            apart: a row's product must not depend on the other rows, nor on their number.
+            invariant: a row's product must not depend on the other rows, nor on their number.
 
         Returns:
             [..., outputs].
         """
 
-    def own_part(self, x: mx.array, *, apart: bool = False) -> mx.array:
+    def own_part(self, x: mx.array, *, invariant: bool = False) -> mx.array:
         """Multiply as a call does, without a sum over ranks."""
 
-    def compile(self, *, apart: bool = False) -> None:
+    def compile(self, *, invariant: bool = False) -> None:
         """Have a kernel compiled for all numbers of rows that it takes. Waits for the device.
 
         Args:
-            apart: as for a call.
+            invariant: as for a call.
         """
 
 
@@ -105,7 +105,7 @@ class MergedLinear:
     Owns its weights.
     """
 
-    is_plain, is_divided = True, False
+    can_be_invariant, is_divided = True, False
 
     def __init__(self, modules: Sequence[Any], few_rows: FewRows | None = None) -> None:
         """Merge the weights and replace those of the modules by views. Waits for the device.
@@ -136,16 +136,16 @@ class MergedLinear:
         has_kernel = dtype is not None and (bias is None or bias.dtype == dtype)
         self._few_rows = few_rows if has_kernel and self._matrix.can_multiply else None
 
-    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
+    def __call__(self, x: mx.array, *, invariant: bool = False) -> mx.array:
         """See `Product`; the outputs are those of all modules."""
-        if self._takes(x, apart=apart):
+        if self._takes(x, invariant=invariant):
             assert self._few_rows is not None
             return self._few_rows.multiply(x, self._matrix, self._arrays.get("bias"))
-        return multiply_in_tiles(self._multiply, x) if apart else self._multiply(x)
+        return multiply_in_tiles(self._multiply, x) if invariant else self._multiply(x)
 
-    def own_part(self, x: mx.array, *, apart: bool = False) -> mx.array:
+    def own_part(self, x: mx.array, *, invariant: bool = False) -> mx.array:
         """See `Product`."""
-        return self(x, apart=apart)
+        return self(x, invariant=invariant)
 
     def _multiply(self, x: mx.array) -> mx.array:
         arrays = self._arrays
@@ -163,37 +163,37 @@ class MergedLinear:
         )
         return product + arrays["bias"] if "bias" in arrays else product
 
-    def gate(self, x: mx.array, *, apart: bool = False) -> mx.array | None:
+    def gate(self, x: mx.array, *, invariant: bool = False) -> mx.array | None:
         """Compute silu(gate) * up in one operation, where a kernel takes that number of rows.
 
         Args:
             x: [rows, inputs]. The outputs are gate, then up.
-            apart: as for a call.
+            invariant: as for a call.
 
         Returns:
             [rows, outputs / 2]; None: there is no kernel for it.
         """
-        if not self._takes(x, apart=apart):
+        if not self._takes(x, invariant=invariant):
             return None
         assert self._few_rows is not None
         return self._few_rows.multiply(x, self._matrix, self._arrays.get("bias"), gated=True)
 
-    def compile(self, *, gated: bool = False, apart: bool = False) -> None:
+    def compile(self, *, gated: bool = False, invariant: bool = False) -> None:
         """See `Product`.
 
         Args:
             gated: the kernel of `gate`.
-            apart: as for a call.
+            invariant: as for a call.
         """
         if self._few_rows is None:
             return
         matrix = self._matrix
-        for rows in (1, ROWS_MAX, *([ROWS_MAX + 1] if apart else [])):
+        for rows in (1, ROWS_MAX, *([ROWS_MAX + 1] if invariant else [])):
             x = mx.zeros((rows, matrix.inputs), dtype=matrix.dtype)
-            mx.eval(self.gate(x, apart=apart) if gated else self(x, apart=apart))
+            mx.eval(self.gate(x, invariant=invariant) if gated else self(x, invariant=invariant))
 
-    def _takes(self, x: mx.array, *, apart: bool) -> bool:
-        is_small = x.ndim == 2 and (apart or x.shape[0] <= ROWS_MAX)
+    def _takes(self, x: mx.array, *, invariant: bool) -> bool:
+        is_small = x.ndim == 2 and (invariant or x.shape[0] <= ROWS_MAX)
         return self._few_rows is not None and is_small and bool(x.dtype == self._matrix.dtype)
 
 
@@ -205,7 +205,7 @@ def can_sum(module: Any) -> bool:
 class SummedLinear:
     """A matrix divided over ranks by its inputs."""
 
-    is_plain = is_divided = True
+    can_be_invariant = is_divided = True
 
     def __init__(self, module: Any, few_rows: FewRows | None) -> None:
         """Take this rank's part.
@@ -217,38 +217,38 @@ class SummedLinear:
         self._part = MergedLinear([module], few_rows)
         self._group = module.group
 
-    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
+    def __call__(self, x: mx.array, *, invariant: bool = False) -> mx.array:
         """See `Product`; the inputs are this rank's."""
-        return sum_in_group(self._part(x, apart=apart), self._group)
+        return sum_in_group(self._part(x, invariant=invariant), self._group)
 
-    def own_part(self, x: mx.array, *, apart: bool = False) -> mx.array:
+    def own_part(self, x: mx.array, *, invariant: bool = False) -> mx.array:
         """See `Product`."""
-        return self._part(x, apart=apart)
+        return self._part(x, invariant=invariant)
 
-    def compile(self, *, apart: bool = False) -> None:
+    def compile(self, *, invariant: bool = False) -> None:
         """See `Product`."""
-        self._part.compile(apart=apart)
+        self._part.compile(invariant=invariant)
 
 
 class ModuleProduct:
     """A module of another kind, as it computes its product itself."""
 
-    is_plain = is_divided = False
+    can_be_invariant = is_divided = False
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
-    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
+    def __call__(self, x: mx.array, *, invariant: bool = False) -> mx.array:
         """See `Product`."""
-        assert not apart
+        assert not invariant
         product: mx.array = self._module(x)
         return product
 
-    def own_part(self, x: mx.array, *, apart: bool = False) -> mx.array:
+    def own_part(self, x: mx.array, *, invariant: bool = False) -> mx.array:
         """See `Product`."""
-        return self(x, apart=apart)
+        return self(x, invariant=invariant)
 
-    def compile(self, *, apart: bool = False) -> None:
+    def compile(self, *, invariant: bool = False) -> None:
         """See `Product`; there is no kernel."""
 
 

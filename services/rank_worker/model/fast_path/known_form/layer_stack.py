@@ -58,7 +58,7 @@ class LayerStack:
             # The merged weights replace those that the modules have held.
             mx.clear_cache()
         # Layers usually have matrices of the same shapes; others are compiled when they first run.
-        self._layers[0].compile_products(apart=batch_invariant)
+        self._layers[0].compile_products(invariant=batch_invariant)
         self._following = [*(one.input_norm for one in form.layers[1:]), form.norm]
         norms = [*(one.mlp_norm for one in form.layers), *self._following]
         self._epsilons = {id(norm): device_numbers(norm.eps) for norm in norms}
@@ -234,7 +234,7 @@ class LayerStack:
         """
         layer, rows = self._layers[number], hidden.shape[0]
         flat, change = hidden.reshape(rows, -1), attended.reshape(rows, -1)
-        new, norm = NewTokens(rows, 1, {}, apart=self._batch_invariant), layer.form.mlp_norm
+        new, norm = NewTokens(rows, 1, {}, invariant=self._batch_invariant), layer.form.mlp_norm
         output, _ = self._run_rest(layer, new, *self._add_norm(flat, change, norm), norm)
         normalized: mx.array = layer.form.input_norm(hidden)
         return normalized, output.reshape(hidden.shape)
@@ -264,13 +264,13 @@ class LayerStack:
             return NewTokens(rows, count, self._concatenated_tables(view), are_concatenated=True)
         tables = self._tables(offset, rows, count)
         mask = cache.make_mask(count, return_array=self._wants_mask_array)
-        apart = self._batch_invariant and count == 1
-        return NewTokens(rows, count, tables, offset, mask, apart=apart)
+        invariant = self._batch_invariant and count == 1
+        return NewTokens(rows, count, tables, offset, mask, invariant=invariant)
 
     def _tokens_in_place(self, places: RowPlaces, rows: int, count: int) -> NewTokens:
         """Return new tokens that kernels write."""
         tables = self._tables(places.lengths, rows * count, 1)
-        return NewTokens(rows, count, tables, places=places, apart=self._batch_invariant)
+        return NewTokens(rows, count, tables, places=places, invariant=self._batch_invariant)
 
     def _part(self, module: Any, function: Callable[..., Any], *args: Any) -> Any:
         if self.observe is None:

@@ -335,8 +335,8 @@ def _compare_graph(
             mx.eval(results, [cache.arrays for cache in caches])
         finally:
             stack.observe = None
-    compiled, plain = results
-    return graphs_differ(plain, compiled)
+    compiled, measured = results
+    return graphs_differ(measured, compiled)
 
 
 def _call(_module: Any, function: Callable[..., Any], *args: Any) -> Any:

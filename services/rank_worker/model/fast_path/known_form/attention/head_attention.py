@@ -23,7 +23,7 @@ from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.known_form.attention.interface import (
     NewTokens,
     as_rms_norm,
-    attend_apart,
+    attend_row_by_row,
     is_linear_like,
     multiply_last,
     share_rotation,
@@ -140,15 +140,15 @@ class HeadAttention:
         self._prepares_together = on_cpu and form.has_one_norm
         mx.eval(self._head_norm)
 
-    def compile_products(self, *, apart: bool) -> None:
+    def compile_products(self, *, invariant: bool) -> None:
         """See `Attention`."""
-        self._qkv.compile(apart=apart)
-        self._output.compile(apart=apart)
+        self._qkv.compile(invariant=invariant)
+        self._output.compile(invariant=invariant)
 
     @property
     def has_plain_matrices(self) -> bool:
         """See `LayerStack`."""
-        return self._output.is_plain
+        return self._output.can_be_invariant
 
     @property
     def is_divided(self) -> bool:
@@ -167,7 +167,7 @@ class HeadAttention:
         self, normalized: mx.array, cache: RowLayer | RowArrays, tokens: NewTokens
     ) -> mx.array:
         """See `Attention`."""
-        qkv = self._qkv(normalized, apart=tokens.apart)
+        qkv = self._qkv(normalized, invariant=tokens.invariant)
         table = tokens.tables.get(id(self._form.rotation))
         if tokens.places is not None:
             assert self._kernels is not None
@@ -193,8 +193,8 @@ class HeadAttention:
         fetched = cache.update_and_fetch(keys, values)
         attend = functools.partial(scaled_dot_product_attention, cache=cache, scale=form.scale)
         attended: mx.array
-        if tokens.apart:
-            attended = attend_apart(attend, [queries], fetched, cache)
+        if tokens.invariant:
+            attended = attend_row_by_row(attend, [queries], fetched, cache)
         else:
             attended = attend(queries, *fetched, mask=tokens.mask)
         return attended.swapaxes(1, 2).reshape(tokens.rows * tokens.count, -1)

@@ -38,7 +38,7 @@ class NewTokens:
     """See `RowLayer.make_mask`."""
     places: RowPlaces | None = None
     """Where a kernel writes them; None: the rows' caches write them."""
-    apart: bool = False
+    invariant: bool = False
     """A row's results must not depend on the other rows."""
     are_concatenated: bool = False
     """They are chunks of several rows side by side."""
@@ -68,8 +68,8 @@ class Attention(Protocol):
     def is_divided(self) -> bool:
         """Whether the result is a sum over ranks."""
 
-    def compile_products(self, *, apart: bool) -> None:
-        """Have the kernels of all products compiled; `apart` as for `MergedLinear`."""
+    def compile_products(self, *, invariant: bool) -> None:
+        """Have the kernels of all products compiled; `invariant` as for `Product`."""
 
     @property
     def has_plain_matrices(self) -> bool:
@@ -118,11 +118,11 @@ def multiply_last(product: Product, attended: mx.array, tokens: NewTokens) -> mx
         [B * L, dim]; this rank's summand, if the matrix is divided and `tokens.leaves_summand`.
     """
     if tokens.leaves_summand:
-        return product.own_part(attended, apart=tokens.apart)
-    return product(attended, apart=tokens.apart)
+        return product.own_part(attended, invariant=tokens.invariant)
+    return product(attended, invariant=tokens.invariant)
 
 
-def attend_apart(
+def attend_row_by_row(
     attend: Callable[..., mx.array],
     queries: Sequence[mx.array],
     fetched: Sequence[Any],
