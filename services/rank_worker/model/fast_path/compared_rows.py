@@ -1,8 +1,12 @@
-"""What comparisons with mlx-lm's code have in common; they come before the fast path serves."""
+"""What comparisons with mlx-lm's code have in common; they come before the fast path serves.
 
+Also replaces calls of mlx-lm's modules for a while.
+"""
+
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -149,3 +153,27 @@ def graphs_differ(expected: mx.array, found: mx.array) -> float:
     sizes = [mx.square(numbers).mean() for numbers in (one - other, one)]
     differs: float = mx.sqrt(sizes[0] / sizes[1]).item()  # type: ignore[assignment]
     return 0.0 if differs <= _GRAPH_TOLERANCE else differs
+
+
+@contextlib.contextmanager
+def calls_replaced(
+    modules: Sequence[Any], calling: Callable[[Any], Callable[..., Any]]
+) -> Iterator[None]:
+    """Have calls of modules do something else for a while.
+
+    Args:
+        modules: of mlx-lm.
+        calling: gets a class of theirs, and returns the function that is called with a module of
+            that class and the arguments of the call.
+    """
+    originals = [type(one) for one in modules]
+    replaced = {
+        kind: type(kind.__name__, (kind,), {"__call__": calling(kind)}) for kind in set(originals)
+    }
+    for module, original in zip(modules, originals, strict=True):
+        module.__class__ = replaced[original]
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, originals, strict=True):
+            module.__class__ = original

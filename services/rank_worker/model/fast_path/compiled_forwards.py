@@ -3,6 +3,7 @@
 B is the number of new tokens.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,18 @@ BuildForward = Callable[[mx.array, RowPlaces, list[RowArrays]], mx.array]
 states [B, dim]."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kind:
+    """Settings of a graph that is compiled; forwards of another kind need another one."""
+
+    are_prompts: bool
+    """Blocks of prompts come before the arrays of the rows."""
+    tiles: int
+    """Of the longest row; of prompts always 0, as their kernels need no number."""
+    tokens_share_rows: bool
+    """See `RowPlaces`."""
+
+
 class CompiledForwards:
     """Has MLX compile each kind of forward when it first occurs."""
 
@@ -37,9 +50,8 @@ class CompiledForwards:
         self._build = build
         self._query_heads = query_heads
         self._counter = counter
-        self._compiled: dict[tuple[int, bool], Callable[..., list[mx.array]]] = {}
-        """By the number of tiles, 0 for prompts, and whether tokens share rows: hidden states, then
-        the experts of each layer that the counter has noted."""
+        self._compiled: dict[_Kind, Callable[..., list[mx.array]]] = {}
+        """Return hidden states, then the experts of each layer that the counter has noted."""
         self._noted_layers: list[int] = []
         """What the counter calls these layers."""
 
@@ -63,26 +75,25 @@ class CompiledForwards:
             [B, dim].
         """
         blocks = [] if view.blocks is None else [view.blocks]
-        kind = (0 if blocks else tile_count(view.longest), view.tokens_share_rows)
+        tiles = 0 if blocks else tile_count(view.longest)
+        kind = _Kind(bool(blocks), tiles, view.tokens_share_rows)
         arrays = [*blocks, *(array for cache in caches for array in cache.arrays)]
         if is_measured:
-            return self._build_with(len(caches), *kind, tokens, view.lengths, view.slots, *arrays)
+            return self._build_with(len(caches), kind, tokens, view.lengths, view.slots, *arrays)
         if kind not in self._compiled:
-            build = functools.partial(self._build_and_note, len(caches), *kind)
+            build = functools.partial(self._build_and_note, len(caches), kind)
             self._compiled[kind] = mx.compile(build)
         hidden, *experts = self._compiled[kind](tokens, view.lengths, view.slots, *arrays)
         if self._counter is not None:
             self._counter.note(zip(self._noted_layers, experts, strict=True))
         return hidden
 
-    def _build_and_note(
-        self, layers: int, tiles: int, tokens_share_rows: bool, *args: mx.array
-    ) -> list[mx.array]:
+    def _build_and_note(self, layers: int, kind: _Kind, *args: mx.array) -> list[mx.array]:
         """Build a forward; return also the arrays that layers of experts note while it is built."""
         if self._counter is not None:
             # Those of earlier forwards that are not counted, as in the proof.
             self._counter.take_noted()
-        hidden = self._build_with(layers, tiles, tokens_share_rows, *args)
+        hidden = self._build_with(layers, kind, *args)
         if self._counter is None:
             return [hidden]
         noted = self._counter.take_noted()
@@ -93,8 +104,7 @@ class CompiledForwards:
     def _build_with(
         self,
         layers: int,
-        tiles: int,
-        tokens_share_rows: bool,
+        kind: _Kind,
         tokens: mx.array,
         lengths: mx.array,
         slots: mx.array,
@@ -104,19 +114,20 @@ class CompiledForwards:
 
         Args:
             layers: number of layers.
-            tiles: of the longest row; 0: of prompts, whose blocks come before the other arrays.
-            tokens_share_rows: see `RowPlaces`.
+            kind: of the forward.
             tokens: int32 [B].
             lengths: see `RowPlaces`; so is `slots`.
             slots: of the rows.
-            given: those of each layer in turn.
+            given: blocks of prompts, if it is of prompts; then the arrays of each layer in turn.
         """
         arrays, blocks = list(given), None
-        if not tiles:
+        if kind.are_prompts:
             blocks, *arrays = arrays
         shape = (tokens.shape[0], self._query_heads)
-        arrived = mx.zeros(shape, dtype=mx.int32) if tiles > 1 else None
-        places = RowPlaces(lengths, slots, tiles, arrived, tokens_share_rows, blocks=blocks)
+        arrived = mx.zeros(shape, dtype=mx.int32) if kind.tiles > 1 else None
+        places = RowPlaces(
+            lengths, slots, kind.tiles, arrived, kind.tokens_share_rows, blocks=blocks
+        )
         per_layer = len(arrays) // layers
         starts = range(0, len(arrays), per_layer)
         return self._build(tokens, places, [arrays[one : one + per_layer] for one in starts])

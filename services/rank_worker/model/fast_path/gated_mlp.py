@@ -5,13 +5,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.merged_linear import (
     MergedLinear,
-    SummedLinear,
     can_merge,
-    can_sum,
+    single_product,
 )
 
 _MATRICES = {"gate_proj", "up_proj", "down_proj"}
@@ -38,61 +36,40 @@ class GatedMlp:
         self._down = single_product(mlp.down_proj, few_rows)
 
     def __call__(
-        self, x: mx.array, *, apart: bool = False, leaves_summand: bool = False
+        self, x: mx.array, *, invariant: bool = False, leaves_summand: bool = False
     ) -> mx.array:
         """Build the MLP.
 
         Args:
             x: [tokens, dim].
-            apart: a token's result must not depend on the others.
+            invariant: a token's result must not depend on the others.
             leaves_summand: return this rank's summand, where the MLP is divided.
 
         Returns:
             [tokens, dim], summed over ranks where the MLP is divided, unless `leaves_summand`.
         """
-        product = self._gate_up.gate(x, apart=apart)
+        product = self._gate_up.gate(x, invariant=invariant)
         if product is None:
-            gate_up = self._gate_up(x, apart=apart)
+            gate_up = self._gate_up(x, invariant=invariant)
             if self._kernels is not None:
                 product = self._kernels.silu_product(gate_up)
             else:
                 product = swiglu(*mx.split(gate_up, 2, axis=-1))
-        down = self._down
-        if leaves_summand and isinstance(down, SummedLinear):
-            down = down.part
-        found: mx.array = down(product, apart=True) if apart else down(product)
-        return found
+        if leaves_summand:
+            return self._down.own_part(product, invariant=invariant)
+        return self._down(product, invariant=invariant)
 
     @property
     def is_divided(self) -> bool:
         """Whether the result is a sum over ranks."""
-        return isinstance(self._down, SummedLinear)
+        return self._down.is_divided
 
-    def compile(self, *, apart: bool) -> None:
-        """Have the kernels of the products compiled; `apart` as for a call."""
-        self._gate_up.compile(gated=True, apart=apart)
-        compile_product(self._down, apart=apart)
+    def compile(self, *, invariant: bool) -> None:
+        """Have the kernels of the products compiled; `invariant` as for a call."""
+        self._gate_up.compile(gated=True, invariant=invariant)
+        self._down.compile(invariant=invariant)
 
     @property
     def has_plain_matrices(self) -> bool:
         """See `LayerStack`."""
-        return isinstance(self._down, MergedLinear | SummedLinear)
-
-
-def single_product(module: Any, few_rows: FewRows | None) -> Any:
-    """Return a matrix whose product is one operation, and a sum if it is divided by its inputs.
-
-    Args:
-        module: one matrix, whole or divided over ranks.
-        few_rows: multiplies few rows, where it can; None: MLX multiplies all.
-    """
-    if can_sum(module):
-        return SummedLinear(module, few_rows)
-    return MergedLinear([module], few_rows) if can_merge([module]) else module
-
-
-def compile_product(product: Any, *, apart: bool) -> None:
-    """Have the kernels of a result of `single_product` compiled; `apart` as for a product."""
-    part = product.part if isinstance(product, SummedLinear) else product
-    if isinstance(part, MergedLinear):
-        part.compile(apart=apart)
+        return self._down.can_be_invariant

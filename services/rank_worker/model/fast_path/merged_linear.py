@@ -1,11 +1,12 @@
-"""Several matrices with one input as one matrix. Owns its weights.
+"""Products with the matrices of modules: of several with one input, a divided one, or any other.
 
 The modules that held the weights get views of the merged ones, so that nothing is held twice and
 mlx-lm's code, which uses these modules, still works.
 """
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx import nn
@@ -53,8 +54,58 @@ def packed_bits(model: nn.Module) -> set[int]:
     return {int(one.bits) for one in packed if one.mode == "affine"}
 
 
+class Product(Protocol):
+    """Multiplies rows with a matrix."""
+
+    @property
+    def can_be_invariant(self) -> bool:
+        """Whether it can be called with `invariant`: the matrix is whole, or its parts summed."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a call sums over ranks, and `own_part` does not."""
+
+    def __call__(self, x: mx.array, *, invariant: bool = False) -> mx.array:
+        """Multiply, and sum over ranks if the matrix is divided.
+
+        Args:
+            x: [..., inputs].
+            invariant: a row's product must not depend on the other rows, nor on their number.
+
+        Returns:
+            [..., outputs].
+        """
+
+    def own_part(self, x: mx.array, *, invariant: bool = False) -> mx.array:
+        """Multiply as a call does, without a sum over ranks."""
+
+    def compile(self, *, invariant: bool = False) -> None:
+        """Have a kernel compiled for all numbers of rows that it takes. Waits for the device.
+
+        Args:
+            invariant: as for a call.
+        """
+
+
+def single_product(module: Any, few_rows: FewRows | None) -> Product:
+    """Return the product with one matrix, in one operation if its kind is known.
+
+    Args:
+        module: one matrix, whole or divided over ranks, with its weights in memory.
+        few_rows: multiplies few rows, where it can; None: MLX multiplies all.
+    """
+    if can_sum(module):
+        return SummedLinear(module, few_rows)
+    return MergedLinear([module], few_rows) if can_merge([module]) else ModuleProduct(module)
+
+
 class MergedLinear:
-    """The matrices of several modules as one: `x` -> the modules' outputs beside each other."""
+    """The matrices of several modules as one: `x` -> the modules' outputs beside each other.
+
+    Owns its weights.
+    """
+
+    can_be_invariant, is_divided = True, False
 
     def __init__(self, modules: Sequence[Any], few_rows: FewRows | None = None) -> None:
         """Merge the weights and replace those of the modules by views. Waits for the device.
@@ -85,25 +136,16 @@ class MergedLinear:
         has_kernel = dtype is not None and (bias is None or bias.dtype == dtype)
         self._few_rows = few_rows if has_kernel and self._matrix.can_multiply else None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(array.nbytes for array in self._arrays.values())
-
-    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
-        """Multiply.
-
-        Args:
-            x: [..., inputs].
-            apart: a row's product must not depend on the other rows, nor on their number.
-
-        Returns:
-            [..., outputs of all modules].
-        """
-        if self._takes(x, apart=apart):
+    def __call__(self, x: mx.array, *, invariant: bool = False) -> mx.array:
+        """See `Product`; the outputs are those of all modules."""
+        if self._takes(x, invariant=invariant):
             assert self._few_rows is not None
             return self._few_rows.multiply(x, self._matrix, self._arrays.get("bias"))
-        return multiply_in_tiles(self._multiply, x) if apart else self._multiply(x)
+        return multiply_in_tiles(self._multiply, x) if invariant else self._multiply(x)
+
+    def own_part(self, x: mx.array, *, invariant: bool = False) -> mx.array:
+        """See `Product`."""
+        return self(x, invariant=invariant)
 
     def _multiply(self, x: mx.array) -> mx.array:
         arrays = self._arrays
@@ -121,37 +163,37 @@ class MergedLinear:
         )
         return product + arrays["bias"] if "bias" in arrays else product
 
-    def gate(self, x: mx.array, *, apart: bool = False) -> mx.array | None:
+    def gate(self, x: mx.array, *, invariant: bool = False) -> mx.array | None:
         """Compute silu(gate) * up in one operation, where a kernel takes that number of rows.
 
         Args:
             x: [rows, inputs]. The outputs are gate, then up.
-            apart: as for a product.
+            invariant: as for a call.
 
         Returns:
             [rows, outputs / 2]; None: there is no kernel for it.
         """
-        if not self._takes(x, apart=apart):
+        if not self._takes(x, invariant=invariant):
             return None
         assert self._few_rows is not None
         return self._few_rows.multiply(x, self._matrix, self._arrays.get("bias"), gated=True)
 
-    def compile(self, *, gated: bool = False, apart: bool = False) -> None:
-        """Have the kernel compiled for all numbers of rows that it takes. Waits for the device.
+    def compile(self, *, gated: bool = False, invariant: bool = False) -> None:
+        """See `Product`.
 
         Args:
             gated: the kernel of `gate`.
-            apart: as for a product.
+            invariant: as for a call.
         """
         if self._few_rows is None:
             return
         matrix = self._matrix
-        for rows in (1, ROWS_MAX, *([ROWS_MAX + 1] if apart else [])):
+        for rows in (1, ROWS_MAX, *([ROWS_MAX + 1] if invariant else [])):
             x = mx.zeros((rows, matrix.inputs), dtype=matrix.dtype)
-            mx.eval(self.gate(x, apart=apart) if gated else self(x, apart=apart))
+            mx.eval(self.gate(x, invariant=invariant) if gated else self(x, invariant=invariant))
 
-    def _takes(self, x: mx.array, *, apart: bool) -> bool:
-        is_small = x.ndim == 2 and (apart or x.shape[0] <= ROWS_MAX)
+    def _takes(self, x: mx.array, *, invariant: bool) -> bool:
+        is_small = x.ndim == 2 and (invariant or x.shape[0] <= ROWS_MAX)
         return self._few_rows is not None and is_small and bool(x.dtype == self._matrix.dtype)
 
 
@@ -163,6 +205,8 @@ def can_sum(module: Any) -> bool:
 class SummedLinear:
     """A matrix divided over ranks by its inputs."""
 
+    can_be_invariant = is_divided = True
+
     def __init__(self, module: Any, few_rows: FewRows | None) -> None:
         """Take this rank's part.
 
@@ -170,21 +214,42 @@ class SummedLinear:
             module: one for which `can_sum` holds, with its weights in memory.
             few_rows: as for `MergedLinear`.
         """
-        self.part = MergedLinear([module], few_rows)
-        """The product with this rank's part."""
+        self._part = MergedLinear([module], few_rows)
         self._group = module.group
 
-    def __call__(self, x: mx.array, *, apart: bool = False) -> mx.array:
-        """Multiply, and sum over all ranks.
+    def __call__(self, x: mx.array, *, invariant: bool = False) -> mx.array:
+        """See `Product`; the inputs are this rank's."""
+        return sum_in_group(self._part(x, invariant=invariant), self._group)
 
-        Args:
-            x: [..., this rank's inputs].
-            apart: as for `MergedLinear`.
+    def own_part(self, x: mx.array, *, invariant: bool = False) -> mx.array:
+        """See `Product`."""
+        return self._part(x, invariant=invariant)
 
-        Returns:
-            [..., outputs].
-        """
-        return sum_in_group(self.part(x, apart=apart), self._group)
+    def compile(self, *, invariant: bool = False) -> None:
+        """See `Product`."""
+        self._part.compile(invariant=invariant)
+
+
+class ModuleProduct:
+    """A module of another kind, as it computes its product itself."""
+
+    can_be_invariant = is_divided = False
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, x: mx.array, *, invariant: bool = False) -> mx.array:
+        """See `Product`."""
+        assert not invariant
+        product: mx.array = self._module(x)
+        return product
+
+    def own_part(self, x: mx.array, *, invariant: bool = False) -> mx.array:
+        """See `Product`."""
+        return self(x, invariant=invariant)
+
+    def compile(self, *, invariant: bool = False) -> None:
+        """See `Product`; there is no kernel."""
 
 
 def _merge(modules: Sequence[Any], name: str) -> mx.array:
@@ -194,15 +259,9 @@ def _merge(modules: Sequence[Any], name: str) -> mx.array:
         array: mx.array = modules[0][name]
         return array
     merged = mx.concatenate([one[name] for one in modules])
-    views = mx.split(merged, _borders([one[name].shape[0] for one in modules]))
+    borders = list(itertools.accumulate(one[name].shape[0] for one in modules))[:-1]
+    views = mx.split(merged, borders)
     mx.eval(merged, views)
     for module, view in zip(modules, views, strict=True):
         module[name] = view
     return merged
-
-
-def _borders(sizes: Sequence[int]) -> list[int]:
-    borders = [0]
-    for size in sizes:
-        borders.append(borders[-1] + size)
-    return borders[1:-1]

@@ -8,11 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from services.rank_worker.model.fast_path.gated_mlp import (
-    GatedMlp,
-    has_gated_matrices,
-    single_product,
-)
+from services.rank_worker.model.fast_path.gated_mlp import GatedMlp, has_gated_matrices
 from services.rank_worker.model.fast_path.kernels.dialects import device_numbers
 from services.rank_worker.model.fast_path.kernels.few_experts import TOKENS_MAX
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
@@ -24,6 +20,7 @@ from services.rank_worker.model.fast_path.kernels.routing import (
     RoutingRule,
 )
 from services.rank_worker.model.fast_path.kernels.tensor_cores import can_multiply
+from services.rank_worker.model.fast_path.merged_linear import single_product
 from services.rank_worker.model.sharding.local_experts import LocalExperts, is_expert_layer
 from services.rank_worker.model.sharding.mlp_split import is_linear, is_mlp
 from services.rank_worker.peers.collectives import sum_in_group
@@ -154,9 +151,8 @@ class RoutedBlock:
         self._shared = form.shared
         if form.shared is not None and has_gated_matrices(form.shared):
             self._shared = GatedMlp(form.shared, kernels)
-        self._shared_gate = form.shared_gate
-        if form.shared_gate is not None:
-            self._shared_gate = single_product(form.shared_gate, kernels.few_rows)
+        gate = form.shared_gate
+        self._shared_gate = None if gate is None else single_product(gate, kernels.few_rows)
         # A view, once: otherwise each step would have a node for it.
         self._transposed = None if matrix is None else matrix.T
         self._factor = device_numbers(form.factor)

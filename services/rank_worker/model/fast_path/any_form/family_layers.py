@@ -46,8 +46,8 @@ returns an array like the queries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PlainAttention:
-    """The attention of one layer: nothing but a factor of the scores and a softmax."""
+class FullAttention:
+    """A layer's attention to all earlier tokens, of a factor of the scores and a softmax alone."""
 
     shape: AttentionShape
     scale: float
@@ -58,7 +58,7 @@ class PlainAttention:
 class FamilyForm:
     """How a model of any form attends and multiplies."""
 
-    attentions: list[PlainAttention]
+    attentions: list[FullAttention]
     """Of each layer."""
     matrices: list[Matrices]
     """Those that are called with the same array."""
@@ -112,7 +112,7 @@ class FamilyLayers:
 
     def attend(
         self,
-        attention: PlainAttention,
+        attention: FullAttention,
         new: Sequence[mx.array],
         rows: RowArrays,
         places: RowPlaces,
@@ -140,7 +140,7 @@ class FamilyLayers:
     ) -> mx.array:
         """Build a decode whose kernels write the rows; see `BuildForward`."""
 
-        def attend_in(attention: PlainAttention, its_rows: RowArrays) -> Attend:
+        def attend_in(attention: FullAttention, its_rows: RowArrays) -> Attend:
             return lambda queries, keys, values, _scale: self.attend(
                 attention, [queries, keys, values], its_rows, places
             )
@@ -163,11 +163,11 @@ def read_family_form(
         parts: shapes of each layer's keys and values, as `ModelShape.layers` returns them.
 
     Raises:
-        UnknownForm: a layer attends in another way than `PlainAttention` says.
+        UnknownForm: a layer attends in another way than `FullAttention` says.
     """
     if getattr(inner, "pipeline_size", 1) > 1:
         raise UnknownForm("the model is a part of a pipeline")
-    found: dict[int, PlainAttention] = {}
+    found: dict[int, FullAttention] = {}
 
     def note_in(number: int) -> Attend:
         def note(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
@@ -227,8 +227,8 @@ class _NewTokens:
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, *others: Any
     ) -> mx.array:
         """Attend to the row, to which the new keys and values belong."""
-        is_plain = self._new is not None and keys is self._new[0] and values is self._new[1]
-        if not is_plain or any(one is not None for one in others):
+        is_own = self._new is not None and keys is self._new[0] and values is self._new[1]
+        if not is_own or any(one is not None for one in others):
             raise UnknownForm("a layer attends in a way of its own")
         return self._attend(queries, keys, values, scale)
 
@@ -270,7 +270,7 @@ def _attention_modules(inner: nn.Module) -> list[ModuleType]:
 
 def _read_attention(
     number: int, new: Sequence[mx.array], scale: float, parts: Sequence[BlockPart]
-) -> PlainAttention:
+) -> FullAttention:
     """Return a layer's attention, given new queries, keys and values."""
     queries, *stored = new
     for array, part in zip(stored, parts, strict=True):
@@ -288,10 +288,10 @@ def _read_attention(
         is_traditional=False,
         normalizes=False,
     )
-    return PlainAttention(shape, float(scale))
+    return FullAttention(shape, float(scale))
 
 
-def _weights(attention: PlainAttention) -> AttentionWeights:
+def _weights(attention: FullAttention) -> AttentionWeights:
     unused = mx.zeros((1,))
     mx.eval(unused)
     return AttentionWeights(unused, unused, device_numbers(attention.scale, 0.0, 0.0))

@@ -9,11 +9,16 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from services.rank_worker.model.fast_path.compared_rows import relative_difference
-from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
+from services.rank_worker.model.fast_path.compared_rows import calls_replaced, relative_difference
 from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
 from services.rank_worker.model.fast_path.kernels.matrices import matrix_of
-from services.rank_worker.model.fast_path.merged_linear import MergedLinear, can_merge, can_sum
+from services.rank_worker.model.fast_path.merged_linear import (
+    MergedLinear,
+    Product,
+    can_merge,
+    can_sum,
+    single_product,
+)
 
 Matrices = list[Any]
 """Modules, one matrix each, that are called with the same array, in the order of the calls."""
@@ -43,7 +48,7 @@ def matrices_noted(inner: nn.Module) -> Iterator[list[Matrices]]:
 
     matrices = [one for one in inner.modules() if can_sum(one) or can_merge([one])]
     try:
-        with _called_by(matrices, noting):
+        with calls_replaced(matrices, noting):
             yield found
         found += _with_one_input(calls)
     finally:
@@ -71,13 +76,13 @@ class MergedProducts:
             groups: the result of `matrices_noted`, with the weights in memory.
             few_rows: multiplies few rows, where it can; None: MLX multiplies all.
         """
-        self._products: dict[int, _Product] = {}
+        self._products: dict[int, _GroupProduct] = {}
         """By the `id` of each matrix."""
         self._matrices: Matrices = []
         for group in itertools.chain.from_iterable(map(_of_one_kind, groups)):
             if len(group) == 1 and few_rows is None:
                 continue
-            product = _Product(group, few_rows)
+            product = _GroupProduct(group, few_rows)
             # The merged weights replace those that the modules have held.
             mx.clear_cache()
             self._matrices += group
@@ -96,18 +101,16 @@ class MergedProducts:
         products = dict.fromkeys(self._products.values())
         return [one.compare(rows) for one in products for rows in (1, ROWS_MAX, ROWS_MAX + 1)]
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> contextlib.AbstractContextManager[None]:
         """Have the matrices' modules return their parts of the merged products."""
 
         def merged(_original: Any) -> Callable[[Any, mx.array], mx.array]:
             return lambda module, x: self._products[id(module)](module, x)
 
-        with _called_by(self._matrices, merged):
-            yield
+        return calls_replaced(self._matrices, merged)
 
 
-class _Product:
+class _GroupProduct:
     """The product of one array with some matrices."""
 
     def __init__(self, matrices: Matrices, few_rows: FewRows | None) -> None:
@@ -121,7 +124,7 @@ class _Product:
         """Equal for products that are computed by one kernel."""
         ends = list(itertools.accumulate(len(one.weight) for one in matrices))
         self._borders = ends[:-1]
-        self._multiply: Any = (
+        self._multiply: Product = (
             single_product(matrices[0], few_rows)
             if len(matrices) == 1
             else MergedLinear(matrices, few_rows)
@@ -131,7 +134,7 @@ class _Product:
 
     def compile(self) -> None:
         """Have the kernel of the product compiled."""
-        compile_product(self._multiply, apart=False)
+        self._multiply.compile()
 
     def compare(self, rows: int) -> float:
         """Return how much the product of random rows differs; 0 if rounding explains it."""
@@ -144,7 +147,7 @@ class _Product:
     def __call__(self, module: Any, x: mx.array) -> mx.array:
         """Return the product of [..., inputs] with one of the matrices, [..., its outputs]."""
         if x is not self._input:
-            product: mx.array = self._multiply(x.reshape(-1, x.shape[-1]))
+            product = self._multiply(x.reshape(-1, x.shape[-1]))
             parts = mx.split(product.reshape(*x.shape[:-1], -1), self._borders, axis=-1)
             self._input, self._parts = x, list(parts)
         place = next(place for place, one in enumerate(self._matrices) if one is module)
@@ -163,21 +166,3 @@ def _of_one_kind(group: Matrices) -> Iterator[Matrices]:
         same = [first] if can_sum(first) else [one for one in rest if can_merge([first, one])]
         yield same
         rest = [one for one in rest if all(one is not other for other in same)]
-
-
-@contextlib.contextmanager
-def _called_by(
-    matrices: Sequence[Any], calling: Callable[[Any], Callable[[Any, mx.array], mx.array]]
-) -> Iterator[None]:
-    """Replace what calls of modules do; `calling` gets a class and returns the function."""
-    originals = [type(one) for one in matrices]
-    replaced = {
-        kind: type(kind.__name__, (kind,), {"__call__": calling(kind)}) for kind in set(originals)
-    }
-    for module, original in zip(matrices, originals, strict=True):
-        module.__class__ = replaced[original]
-    try:
-        yield
-    finally:
-        for module, original in zip(matrices, originals, strict=True):
-            module.__class__ = original

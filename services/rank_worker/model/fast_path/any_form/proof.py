@@ -12,7 +12,7 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import QuantizedRowLayer, RowLayer
 from services.rank_worker.model.fast_path.any_form.family_layers import (
     FamilyLayers,
-    PlainAttention,
+    FullAttention,
 )
 from services.rank_worker.model.fast_path.compared_rows import (
     LENGTHS,
@@ -86,7 +86,7 @@ def find_fault(layers: FamilyLayers, parts: list[list[BlockPart]], kv_bits: int)
 
 def _compare_attention(
     layers: FamilyLayers,
-    attention: PlainAttention,
+    attention: FullAttention,
     rows: ComparedRows,
     lengths: Sequence[int],
     count: int,

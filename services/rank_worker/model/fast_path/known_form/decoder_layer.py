@@ -23,15 +23,15 @@ class DecoderLayer:
         self._attention = form.attention.open(kernels, on_cpu=on_cpu)
         self._mlp = GatedMlp(form.mlp, kernels) if form.has_gated_mlp else None
 
-    def compile_products(self, *, apart: bool) -> None:
+    def compile_products(self, *, invariant: bool) -> None:
         """Have the kernels of all products compiled, so that no step waits for it.
 
         Args:
-            apart: as for `MergedLinear`.
+            invariant: as for `Product`.
         """
-        self._attention.compile_products(apart=apart)
+        self._attention.compile_products(invariant=invariant)
         if self._mlp is not None:
-            self._mlp.compile(apart=apart)
+            self._mlp.compile(invariant=invariant)
 
     @property
     def has_plain_matrices(self) -> bool:
@@ -48,7 +48,9 @@ class DecoderLayer:
     def transform(self, normalized: mx.array, tokens: NewTokens) -> mx.array:
         """Compute the layer's MLP: [tokens, dim] -> [tokens, dim]; see `GatedMlp`."""
         assert self._mlp is not None
-        return self._mlp(normalized, apart=tokens.apart, leaves_summand=tokens.leaves_summand)
+        return self._mlp(
+            normalized, invariant=tokens.invariant, leaves_summand=tokens.leaves_summand
+        )
 
     @property
     def attention_is_divided(self) -> bool:

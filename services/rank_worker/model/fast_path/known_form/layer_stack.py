@@ -58,7 +58,7 @@ class LayerStack:
             # The merged weights replace those that the modules have held.
             mx.clear_cache()
         # Layers usually have matrices of the same shapes; others are compiled when they first run.
-        self._layers[0].compile_products(apart=batch_invariant)
+        self._layers[0].compile_products(invariant=batch_invariant)
         self._following = [*(one.input_norm for one in form.layers[1:]), form.norm]
         norms = [*(one.mlp_norm for one in form.layers), *self._following]
         self._epsilons = {id(norm): device_numbers(norm.eps) for norm in norms}
@@ -123,24 +123,11 @@ class LayerStack:
             [B, L, dim].
         """
         rows, count = tokens.shape
-        view = caches[0].view
+        view, flat = caches[0].view, tokens.reshape(-1)
         if isinstance(view, InPlaceView):
-            is_measured = self.observe is not None
-            hidden = self._compiled(tokens.reshape(-1), view, caches, is_measured=is_measured)
-        elif isinstance(view, ConcatenatedView):
-            tables = self._concatenated_tables(view)
-            new = NewTokens(rows, count, view.offset, tables, are_concatenated=True)
-            hidden = self._run(tokens.reshape(-1), caches, new)
+            hidden = self._compiled(flat, view, caches, is_measured=self.observe is not None)
         else:
-            new = NewTokens(
-                rows,
-                count,
-                caches[0].offset,
-                self._tables(caches[0].offset, rows, count),
-                caches[0].make_mask(count, return_array=self._wants_mask_array),
-                apart=self._batch_invariant and count == 1,
-            )
-            hidden = self._run(tokens.reshape(-1), caches, new)
+            hidden = self._run(flat, caches, self._new_tokens(caches[0], rows, count))
         return hidden.reshape(rows, count, -1)
 
     def _build_forward(
@@ -148,10 +135,8 @@ class LayerStack:
     ) -> mx.array:
         """Build a forward whose kernels write the rows; see `BuildForward`."""
         count = tokens.shape[0]
-        tables, apart = self._tables(places.lengths, count, 1), self._batch_invariant
         shape = (count, 1) if places.blocks is None else (1, count)
-        new = NewTokens(*shape, places.lengths, tables, places=places, apart=apart)
-        return self._run(tokens, rows, new)
+        return self._run(tokens, rows, self._tokens_in_place(places, *shape))
 
     def _run(
         self, tokens: mx.array, caches: Sequence[RowLayer] | Sequence[RowArrays], new: NewTokens
@@ -230,7 +215,7 @@ class LayerStack:
         Returns:
             Its output, [B, 1, dim].
         """
-        layer, new = self._layers[number], self._new_tokens(cache, hidden)
+        layer, new = self._layers[number], self._new_tokens(cache, *hidden.shape[:2])
         flat = hidden.reshape(new.rows, -1)
         normalized = layer.form.input_norm(flat)
         output, _ = self._run_layer(layer, cache, new, flat, normalized, layer.form.mlp_norm)
@@ -249,7 +234,7 @@ class LayerStack:
         """
         layer, rows = self._layers[number], hidden.shape[0]
         flat, change = hidden.reshape(rows, -1), attended.reshape(rows, -1)
-        new, norm = NewTokens(rows, 1, 0, {}, apart=self._batch_invariant), layer.form.mlp_norm
+        new, norm = NewTokens(rows, 1, {}, invariant=self._batch_invariant), layer.form.mlp_norm
         output, _ = self._run_rest(layer, new, *self._add_norm(flat, change, norm), norm)
         normalized: mx.array = layer.form.input_norm(hidden)
         return normalized, output.reshape(hidden.shape)
@@ -265,20 +250,27 @@ class LayerStack:
         Returns:
             [B, L, dim].
         """
-        new, dim = self._new_tokens(cache, normalized), normalized.shape[-1]
+        rows, count, dim = normalized.shape
+        new = self._new_tokens(cache, rows, count)
         attended = self._layers[number].attend(normalized.reshape(-1, dim), cache, new)
         return attended.reshape(normalized.shape)
 
-    def _new_tokens(self, cache: RowLayer, x: mx.array) -> NewTokens:
-        """Return the new tokens of a part of a forward, for its input [B, L, dim]."""
-        view, (rows, count, _) = cache.view, x.shape
-        mask = places = None
+    def _new_tokens(self, cache: RowLayer, rows: int, count: int) -> NewTokens:
+        """Return the new tokens of a forward or a part of one, `count` per row of a layer."""
+        view, offset = cache.view, cache.offset
         if isinstance(view, InPlaceView):
-            places = RowPlaces.of(view)
-        else:
-            mask = cache.make_mask(count, return_array=self._wants_mask_array)
-        tables, apart = self._tables(cache.offset, rows, count), self._batch_invariant
-        return NewTokens(rows, count, cache.offset, tables, mask, places, apart and count == 1)
+            return self._tokens_in_place(RowPlaces.of(view), rows, count)
+        if isinstance(view, ConcatenatedView):
+            return NewTokens(rows, count, self._concatenated_tables(view), are_concatenated=True)
+        tables = self._tables(offset, rows, count)
+        mask = cache.make_mask(count, return_array=self._wants_mask_array)
+        invariant = self._batch_invariant and count == 1
+        return NewTokens(rows, count, tables, offset, mask, invariant=invariant)
+
+    def _tokens_in_place(self, places: RowPlaces, rows: int, count: int) -> NewTokens:
+        """Return new tokens that kernels write."""
+        tables = self._tables(places.lengths, rows * count, 1)
+        return NewTokens(rows, count, tables, places=places, invariant=self._batch_invariant)
 
     def _part(self, module: Any, function: Callable[..., Any], *args: Any) -> Any:
         if self.observe is None:

@@ -4,18 +4,16 @@ Every layer is compared by itself, with rows of different lengths. So errors of 
 up over the layers, and a layer that computes anything else is found.
 """
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
-from services.rank_worker.kv_cache.rows.row_layers import (
-    RowLayer,
-)
+from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import (
     PROMPT_BLOCK,
     InPlaceView,
@@ -30,6 +28,7 @@ from services.rank_worker.model.fast_path.compared_rows import (
     TOKENS_OF_ROW,
     ComparedRows,
     PlainForward,
+    calls_replaced,
     graphs_differ,
     in_place_view,
     new_tokens,
@@ -209,23 +208,15 @@ def _compare_ends(
     return None
 
 
-@contextlib.contextmanager
-def _layers_do_nothing(inner: nn.Module, calls: list[list[Any]]) -> Iterator[None]:
+def _layers_do_nothing(inner: nn.Module, calls: list[list[Any]]) -> AbstractContextManager[None]:
     """Replace the layers by functions that return their input, and note all that they are given."""
-    blocks: list[Any] = inner.children()["layers"]
-    originals = [type(one) for one in blocks]
 
     def call(_block: Any, hidden: mx.array, *others: Any, **named: Any) -> mx.array:
         calls.append([*others, *named.values()])
         return hidden
 
-    for block, original in zip(blocks, originals, strict=True):
-        block.__class__ = type(original.__name__, (original,), {"__call__": call})
-    try:
-        yield
-    finally:
-        for block, original in zip(blocks, originals, strict=True):
-            block.__class__ = original
+    blocks: list[Any] = inner.children()["layers"]
+    return calls_replaced(blocks, lambda _original: call)
 
 
 def _compare_layer(
@@ -290,21 +281,16 @@ def _compare_rest(stack: LayerStack, number: int, block: Any, rows: ComparedRows
     return max(relative_difference(*pair) for pair in pairs)
 
 
-@contextlib.contextmanager
-def _attention_gives(block: Any, result: mx.array, given: list[mx.array]) -> Iterator[None]:
+def _attention_gives(
+    block: Any, result: mx.array, given: list[mx.array]
+) -> AbstractContextManager[None]:
     """Replace a layer's attention by a function that returns `result`, and note its input."""
-    attention = block.self_attn
-    original = type(attention)
 
     def call(_attention: Any, x: mx.array, *_others: Any, **_named: Any) -> mx.array:
         given.append(x)
         return result
 
-    attention.__class__ = type(original.__name__, (original,), {"__call__": call})
-    try:
-        yield
-    finally:
-        attention.__class__ = original
+    return calls_replaced([block.self_attn], lambda _original: call)
 
 
 def _random_input(
@@ -349,8 +335,8 @@ def _compare_graph(
             mx.eval(results, [cache.arrays for cache in caches])
         finally:
             stack.observe = None
-    compiled, plain = results
-    return graphs_differ(plain, compiled)
+    compiled, measured = results
+    return graphs_differ(measured, compiled)
 
 
 def _call(_module: Any, function: Callable[..., Any], *args: Any) -> Any:

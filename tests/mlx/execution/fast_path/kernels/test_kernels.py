@@ -349,7 +349,7 @@ def test_packed_product_of_few_rows_is_that_of_mlx_and_does_not_depend_on_other_
     group_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A merged matrix multiplies with the kernel up to 16 rows, or any number that stand apart."""
+    """A merged matrix multiplies with the kernel up to 16 rows, or any number if invariant."""
     monkeypatch.setattr(tensor_cores, "DTYPES", (mx.float32,))
     mx.random.seed(row_count)
     linear: Any = nn.Linear(inputs, outputs, bias=has_bias)
@@ -362,7 +362,7 @@ def test_packed_product_of_few_rows_is_that_of_mlx_and_does_not_depend_on_other_
     merged = MergedLinear([linear], FewRows())
 
     def multiply(rows: mx.array) -> Any:
-        return merged.gate(rows, apart=True) if gated else merged(rows, apart=True)
+        return merged.gate(rows, invariant=True) if gated else merged(rows, invariant=True)
 
     monkeypatch.setattr(mx, "quantized_matmul", None)
     found = multiply(rows)

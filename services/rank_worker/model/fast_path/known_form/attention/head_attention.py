@@ -5,7 +5,7 @@ B is the number of rows, L the tokens per row.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
@@ -14,7 +14,6 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView
 from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
-from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
 from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
     AttentionShape,
     AttentionWeights,
@@ -24,7 +23,7 @@ from services.rank_worker.model.fast_path.kernels.kernels import Kernels
 from services.rank_worker.model.fast_path.known_form.attention.interface import (
     NewTokens,
     as_rms_norm,
-    attend_apart,
+    attend_row_by_row,
     is_linear_like,
     multiply_last,
     share_rotation,
@@ -32,8 +31,8 @@ from services.rank_worker.model.fast_path.known_form.attention.interface import 
 from services.rank_worker.model.fast_path.known_form.rotation import Rotation
 from services.rank_worker.model.fast_path.merged_linear import (
     MergedLinear,
-    SummedLinear,
     can_merge,
+    single_product,
 )
 from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 
@@ -58,7 +57,7 @@ class HeadForm:
     """Of queries and keys; None: they are not rotated."""
     dtype: mx.Dtype
     """Of queries, keys and values."""
-    is_expanded: bool = False
+    is_expanded: ClassVar[bool] = False
     """See `AttentionForm`."""
 
     @property
@@ -141,20 +140,20 @@ class HeadAttention:
         self._prepares_together = on_cpu and form.has_one_norm
         mx.eval(self._head_norm)
 
-    def compile_products(self, *, apart: bool) -> None:
+    def compile_products(self, *, invariant: bool) -> None:
         """See `Attention`."""
-        self._qkv.compile(apart=apart)
-        compile_product(self._output, apart=apart)
+        self._qkv.compile(invariant=invariant)
+        self._output.compile(invariant=invariant)
 
     @property
     def has_plain_matrices(self) -> bool:
         """See `LayerStack`."""
-        return isinstance(self._output, MergedLinear | SummedLinear)
+        return self._output.can_be_invariant
 
     @property
     def is_divided(self) -> bool:
         """See `Attention`."""
-        return isinstance(self._output, SummedLinear)
+        return self._output.is_divided
 
     def _merge_head_norms(self) -> mx.array:
         """Return the norms' weights of all heads of queries and keys, [heads, 1, head_dim]."""
@@ -168,7 +167,7 @@ class HeadAttention:
         self, normalized: mx.array, cache: RowLayer | RowArrays, tokens: NewTokens
     ) -> mx.array:
         """See `Attention`."""
-        qkv = self._qkv(normalized, apart=tokens.apart)
+        qkv = self._qkv(normalized, invariant=tokens.invariant)
         table = tokens.tables.get(id(self._form.rotation))
         if tokens.places is not None:
             assert self._kernels is not None
@@ -194,8 +193,8 @@ class HeadAttention:
         fetched = cache.update_and_fetch(keys, values)
         attend = functools.partial(scaled_dot_product_attention, cache=cache, scale=form.scale)
         attended: mx.array
-        if tokens.apart:
-            attended = attend_apart(attend, [queries], fetched, cache)
+        if tokens.invariant:
+            attended = attend_row_by_row(attend, [queries], fetched, cache)
         else:
             attended = attend(queries, *fetched, mask=tokens.mask)
         return attended.swapaxes(1, 2).reshape(tokens.rows * tokens.count, -1)

@@ -17,7 +17,7 @@ from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
 from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.known_form.rotation import Rotation, read_rotation
-from services.rank_worker.model.fast_path.merged_linear import SummedLinear
+from services.rank_worker.model.fast_path.merged_linear import Product
 from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 from services.rank_worker.model.sharding.mlp_split import is_linear
 
@@ -29,19 +29,19 @@ class NewTokens:
     rows: int
     count: int
     """Per row."""
-    offset: int | mx.array
-    """Position of each row's first new token: of all rows, or int32 [rows]; of prompts in place
-    those of all tokens, int32 [count]."""
     tables: dict[int, mx.array]
     """Table of each rotation, by its `id`; not used where the modules rotate."""
+    offset: int | mx.array | None = None
+    """Position of each row's first new token, where the modules may rotate: of all rows, or int32
+    [rows]. None: only the tables tell positions."""
     mask: Any = None
     """See `RowLayer.make_mask`."""
     places: RowPlaces | None = None
     """Where a kernel writes them; None: the rows' caches write them."""
-    apart: bool = False
+    invariant: bool = False
     """A row's results must not depend on the other rows."""
     are_concatenated: bool = False
-    """They are chunks of several rows side by side, whose positions only the tables tell."""
+    """They are chunks of several rows side by side."""
     leaves_summand: bool = False
     """The result of a divided attention or MLP is this rank's summand; the norm that follows sums
     over ranks."""
@@ -68,8 +68,8 @@ class Attention(Protocol):
     def is_divided(self) -> bool:
         """Whether the result is a sum over ranks."""
 
-    def compile_products(self, *, apart: bool) -> None:
-        """Have the kernels of all products compiled; `apart` as for `MergedLinear`."""
+    def compile_products(self, *, invariant: bool) -> None:
+        """Have the kernels of all products compiled; `invariant` as for `Product`."""
 
     @property
     def has_plain_matrices(self) -> bool:
@@ -106,32 +106,23 @@ class AttentionForm(Protocol):
         """Merge the weights; arguments as those of `LayerStack`. Waits for the device."""
 
 
-def multiply(product: Any, x: mx.array, tokens: NewTokens) -> mx.array:
-    """Multiply the new tokens with a matrix.
+def multiply_last(product: Product, attended: mx.array, tokens: NewTokens) -> mx.array:
+    """Multiply the results of attention with a layer's last matrix.
 
     Args:
-        product: a result of `single_product`.
-        x: [B * L, inputs].
+        product: with the matrix.
+        attended: [B * L, inputs].
         tokens: of this forward.
-
-    Returns:
-        [B * L, outputs].
-    """
-    result: mx.array = product(x, apart=True) if tokens.apart else product(x)
-    return result
-
-
-def multiply_last(product: Any, x: mx.array, tokens: NewTokens) -> mx.array:
-    """Multiply what a layer has attended to with its last matrix; arguments as of `multiply`.
 
     Returns:
         [B * L, dim]; this rank's summand, if the matrix is divided and `tokens.leaves_summand`.
     """
-    is_summand = tokens.leaves_summand and isinstance(product, SummedLinear)
-    return multiply(product.part if is_summand else product, x, tokens)
+    if tokens.leaves_summand:
+        return product.own_part(attended, invariant=tokens.invariant)
+    return product(attended, invariant=tokens.invariant)
 
 
-def attend_apart(
+def attend_row_by_row(
     attend: Callable[..., mx.array],
     queries: Sequence[mx.array],
     fetched: Sequence[Any],

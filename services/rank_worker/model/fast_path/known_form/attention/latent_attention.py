@@ -10,7 +10,7 @@ B is the number of rows, L the tokens per row.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
@@ -18,7 +18,6 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
-from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
 from services.rank_worker.model.fast_path.kernels.attention.latent_attention import (
     LatentShape,
     LatentWeights,
@@ -33,17 +32,17 @@ from services.rank_worker.model.fast_path.known_form.attention.head_matrices imp
 from services.rank_worker.model.fast_path.known_form.attention.interface import (
     NewTokens,
     as_rms_norm,
-    attend_apart,
+    attend_row_by_row,
     is_linear_like,
-    multiply,
     multiply_last,
     share_rotation,
 )
 from services.rank_worker.model.fast_path.known_form.rotation import Rotation
 from services.rank_worker.model.fast_path.merged_linear import (
     MergedLinear,
-    SummedLinear,
+    Product,
     can_merge,
+    single_product,
 )
 from services.rank_worker.model.fast_path.unknown_form import UnknownForm
 
@@ -66,13 +65,10 @@ class LatentForm:
     """Of the rotated parts."""
     is_narrow: bool
     """Queries are projected in two steps."""
-    is_expanded: bool = True
+    is_expanded: ClassVar[bool] = True
     """See `AttentionForm`."""
-
-    @property
-    def can_concatenate(self) -> bool:
-        """See `AttentionForm`."""
-        return False
+    can_concatenate: ClassVar[bool] = False
+    """See `AttentionForm`."""
 
     def open(self, kernels: Kernels | None, *, on_cpu: bool) -> "LatentAttention":
         """Merge the weights; arguments as those of `LayerStack`. Waits for the device."""
@@ -105,12 +101,12 @@ def read_latents(
         raise UnknownForm("a projection is no matrix")
     heads = int(attention.embed_q.weight.shape[0])
     query = attention.q_b_proj if is_narrow else attention.q_proj
-    plain = int(query.weight.shape[0]) // heads - keys.dim
+    unrotated = int(query.weight.shape[0]) // heads - keys.dim
     fits = (
         latents.heads == keys.heads == 1
         and len(attention.kv_a_proj_with_mqa.weight) == latents.dim + keys.dim
-        and len(query.weight) == heads * (plain + keys.dim)
-        and head_shape(attention.embed_q) == (heads, latents.dim, plain)
+        and len(query.weight) == heads * (unrotated + keys.dim)
+        and head_shape(attention.embed_q) == (heads, latents.dim, unrotated)
         and head_shape(attention.unembed_out)[::2] == (heads, latents.dim)
     )
     norms = [("kv_a_layernorm", latents.dim)]
@@ -123,7 +119,7 @@ def read_latents(
     rotation = share_rotation(attention.rope, keys.dim, rotations)
     if rotation is None or rotation.width != keys.dim:
         raise UnknownForm("the rotated parts of keys are not rotated as a whole")
-    shape = LatentShape(heads, latents.dim, keys.dim, plain, rotation.is_traditional)
+    shape = LatentShape(heads, latents.dim, keys.dim, unrotated, rotation.is_traditional)
     return LatentForm(attention, shape, float(attention.scale), rotation, is_narrow)
 
 
@@ -138,7 +134,7 @@ class LatentAttention:
         module = form.module
         few_rows = kernels.few_rows if kernels is not None else None
         first = [module.q_a_proj if form.is_narrow else module.q_proj, module.kv_a_proj_with_mqa]
-        self._projections: list[Any] = [single_product(one, few_rows) for one in first]
+        self._projections: list[Product] = [single_product(one, few_rows) for one in first]
         widths = [len(one.weight) for one in first]
         self._query_width = len(module.q_b_proj.weight) if form.is_narrow else widths[0]
         """Numbers of a row with new queries at its beginning."""
@@ -155,14 +151,14 @@ class LatentAttention:
         self._query_epsilon = device_numbers(module.q_a_layernorm.eps if form.is_narrow else 0.0)
 
     @property
-    def _products(self) -> list[Any]:
+    def _products(self) -> list[Product]:
         optional = [] if self._wide_query is None else [self._wide_query]
         return [*self._projections, *optional, self._output]
 
-    def compile_products(self, *, apart: bool) -> None:
+    def compile_products(self, *, invariant: bool) -> None:
         """See `Attention`."""
         for one in self._products:
-            compile_product(one, apart=apart)
+            one.compile(invariant=invariant)
         shape = self._form.shape
         self._absorb.compile(self._query_width, shape.head)
         self._unembed.compile(shape.query_heads * shape.latent, shape.latent)
@@ -170,19 +166,19 @@ class LatentAttention:
     @property
     def has_plain_matrices(self) -> bool:
         """See `LayerStack`."""
-        return all(isinstance(one, MergedLinear | SummedLinear) for one in self._products)
+        return all(one.can_be_invariant for one in self._products)
 
     @property
     def is_divided(self) -> bool:
         """See `Attention`."""
-        return isinstance(self._output, SummedLinear)
+        return self._output.is_divided
 
     def attend(
         self, normalized: mx.array, cache: RowLayer | RowArrays, tokens: NewTokens
     ) -> mx.array:
         """See `Attention`."""
         table = tokens.tables[id(self._form.rotation)]
-        projected = [multiply(one, normalized, tokens) for one in self._projections]
+        projected = [one(normalized, invariant=tokens.invariant) for one in self._projections]
         if tokens.places is not None:
             pair = cache.arrays if isinstance(cache, RowLayer) else cache
             attended = self._attend_in_place(projected, pair, tokens, table)
@@ -216,7 +212,7 @@ class LatentAttention:
         if self._wide_query is not None:
             norm = self._form.module.q_a_layernorm
             narrow = kernels.normalize_part(queries, norm.weight, self._query_epsilon)
-            queries = multiply(self._wide_query, narrow, tokens)
+            queries = self._wide_query(narrow, invariant=tokens.invariant)
         absorbed = self._absorb.multiply_rows(queries, shape.head)
         new = NewLatents(queries, absorbed, projected[-1])
         attended = kernels.attend(shape, self._weights, new, pair[0], pair[1], tokens.places, table)
@@ -238,20 +234,20 @@ class LatentAttention:
         else:
             first, new = mx.split(parts, [parts.shape[1] - shape.latent - shape.rotated], axis=-1)
         if self._wide_query is not None:
-            first = multiply(self._wide_query, module.q_a_layernorm(first), tokens)
+            first = self._wide_query(module.q_a_layernorm(first), invariant=tokens.invariant)
         heads = first.reshape(rows, count, shape.query_heads, shape.head).swapaxes(1, 2)
-        plain, rotated = mx.split(heads, [shape.plain], axis=-1)
+        unrotated, rotated = mx.split(heads, [shape.plain], axis=-1)
         new = new.reshape(rows, 1, count, shape.latent + shape.rotated)
         latent, key = mx.split(new, [shape.latent], axis=-1)
         rotated, key = self._rotate(rotated, key, tokens, table)
         fetched = cache.update_and_fetch(module.kv_a_layernorm(latent), key)
         is_absorbed = count == 1
-        queries = [self._absorb(plain) if is_absorbed else plain, rotated * form.scale]
+        queries = [self._absorb(unrotated) if is_absorbed else unrotated, rotated * form.scale]
         attend: Callable[..., mx.array] = functools.partial(
             self._attend, cache, is_absorbed=is_absorbed
         )
-        if tokens.apart:
-            attended = attend_apart(attend, queries, fetched, cache)
+        if tokens.invariant:
+            attended = attend_row_by_row(attend, queries, fetched, cache)
         else:
             attended = attend(*queries, *fetched, mask=tokens.mask)
         if is_absorbed:
@@ -285,7 +281,7 @@ class LatentAttention:
 
         Args:
             cache: of the layer.
-            queries: [B, heads, L, C] if absorbed, else their plain parts.
+            queries: [B, heads, L, C] if absorbed, else their unrotated parts.
             rotated: their rotated parts, multiplied with the scale, [B, heads, L, R].
             latents: [B, 1, tokens, C].
             rotated_keys: [B, 1, tokens, R].
