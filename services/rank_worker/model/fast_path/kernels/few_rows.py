@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import mlx.core as mx
 
+from services.rank_worker.model.fast_path.kernels.faults import first_error
 from services.rank_worker.model.fast_path.kernels.matrices import (
     PACKED_HEADER,
     Matrix,
@@ -57,13 +58,11 @@ class FewRows:
         for one in bits:
             weight, scales, biases = mx.quantize(numbers, CHUNK, one)
             matrices.append(PackedMatrix(weight, scales, biases, CHUNK, one, "affine"))
-        try:
-            for matrix in matrices:
-                if matrix.can_multiply:
-                    mx.eval(self.multiply(numbers[:1], matrix, None))
-        except (RuntimeError, ValueError) as error:
-            return f"the product of few rows does not run ({str(error).splitlines()[0]})"
-        return ""
+        fault = first_error(
+            lambda matrix: mx.eval(self.multiply(numbers[:1], matrix, None)),
+            (one for one in matrices if one.can_multiply),
+        )
+        return f"the product of few rows does not run ({fault})" if fault else ""
 
     def multiply(
         self,

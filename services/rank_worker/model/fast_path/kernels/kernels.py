@@ -20,6 +20,7 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     start_norm,
     vector_size,
 )
+from services.rank_worker.model.fast_path.kernels.faults import first_error
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from shared.log import Log
 
@@ -109,12 +110,12 @@ class Kernels:
         self.prompt_attention = None
 
     def _find_fault_of_norms(self, dtype: mx.Dtype, dim: int) -> str:
-        hidden, epsilon = mx.ones((1, dim), dtype=dtype), mx.zeros((1,), dtype=mx.float32)
-        try:
-            mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon), self.silu_product(hidden))
-        except (RuntimeError, ValueError) as error:
-            return f"a kernel does not run ({str(error).splitlines()[0]})"
-        return ""
+        fault = first_error(self._normalize_once, [mx.ones((1, dim), dtype=dtype)])
+        return f"a kernel does not run ({fault})" if fault else ""
+
+    def _normalize_once(self, hidden: mx.array) -> None:
+        epsilon = mx.zeros((1,), dtype=mx.float32)
+        mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon), self.silu_product(hidden))
 
     def keep_common(self, all_agree: Callable[[bool], bool]) -> None:
         """Leave the kernels for few rows, prompts or tensor cores if another rank has none.

@@ -15,6 +15,7 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     start_norm,
     vector_size,
 )
+from services.rank_worker.model.fast_path.kernels.faults import first_error
 from services.rank_worker.model.fast_path.kernels.routing import (
     ExpertResults,
     sum_inputs,
@@ -150,16 +151,15 @@ class PeerSums:
         They are started with addresses of 0, so that they return at once.
         """
         table, self._peer_table = self._peer_table, mx.zeros_like(self._peer_table)
-        hidden, epsilon = mx.ones((1, self._dim), dtype=self._dtype), mx.zeros((1,))
-        results = ExpertResults(hidden[None], mx.ones((1, 1)), None, None)
         try:
-            mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon))
-            mx.eval(self.add_experts_norm(hidden, results, hidden[0], epsilon))
-        except (RuntimeError, ValueError) as error:
-            return str(error).splitlines()[0]
+            return first_error(self._sum_once, [mx.ones((1, self._dim), dtype=self._dtype)])
         finally:
             self._peer_table = table
-        return ""
+
+    def _sum_once(self, hidden: mx.array) -> None:
+        results, epsilon = ExpertResults(hidden[None], mx.ones((1, 1)), None, None), mx.zeros((1,))
+        mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon))
+        mx.eval(self.add_experts_norm(hidden, results, hidden[0], epsilon))
 
     def find_difference(self, all_agree: Callable[[bool], bool]) -> str:
         """Sum numbers that all ranks know; return the fault, or "". A collective.

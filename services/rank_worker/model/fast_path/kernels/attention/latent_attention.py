@@ -13,7 +13,6 @@ from services.rank_worker.model.fast_path.kernels.attention.row_places import (
     TILE_TOKENS,
     RowPlaces,
     TileSums,
-    first_error,
     halves,
     tile_count,
     write_first,
@@ -26,6 +25,7 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     read_source,
     vector_size,
 )
+from services.rank_worker.model.fast_path.kernels.faults import first_error
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
     DTYPES,

@@ -16,11 +16,9 @@ from services.rank_worker.model.fast_path.kernels.attention.head_attention impor
     AttentionWeights,
     made_up_token,
 )
-from services.rank_worker.model.fast_path.kernels.attention.row_places import (
-    RowPlaces,
-    first_error,
-)
+from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
 from services.rank_worker.model.fast_path.kernels.dialects import largest_divisor
+from services.rank_worker.model.fast_path.kernels.faults import first_error
 from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kernel, multiplies
 
 _THREADS = 2 * PROMPT_BLOCK

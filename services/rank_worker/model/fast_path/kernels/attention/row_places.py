@@ -5,7 +5,6 @@ other are written first.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
 from typing import Any, Self
 
 import mlx.core as mx
@@ -88,16 +87,6 @@ def halves(rows: mx.array) -> list[mx.array]:
 def tile_count(length_max: int) -> int:
     """Return how many tiles a row of `length_max` tokens and its new token need."""
     return length_max // TILE_TOKENS + 1
-
-
-def first_error(run: Callable[[Any], None], shapes: Collection[Any]) -> str:
-    """Run kernels for all shapes; return the first line of MLX's error, "" without one."""
-    try:
-        for one in shapes:
-            run(one)
-    except (RuntimeError, ValueError) as error:
-        return str(error).splitlines()[0]
-    return ""
 
 
 def write_first(
