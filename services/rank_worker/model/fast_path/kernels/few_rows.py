@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import mlx.core as mx
 
+from services.rank_worker.model.fast_path.kernels.dialects import make_kernel
 from services.rank_worker.model.fast_path.kernels.faults import first_error
 from services.rank_worker.model.fast_path.kernels.matrices import (
     PACKED_HEADER,
@@ -19,9 +20,9 @@ from services.rank_worker.model.fast_path.kernels.matrices import (
 )
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
+    HEADER,
     OUTPUTS,
     TILE_ROWS,
-    cuda_kernel,
     multiplies,
 )
 
@@ -36,8 +37,11 @@ class FewRows:
 
     def __init__(self) -> None:
         """Prepare; nothing is compiled yet."""
-        self._kernel = cuda_kernel("few_rows", ["rows", "weight", "bias"], ["product"])
-        self._packed_kernel = cuda_kernel(
+        self._kernel = make_kernel(
+            "cuda", "few_rows", ["rows", "weight", "bias"], ["product"], header=HEADER
+        )
+        self._packed_kernel = make_kernel(
+            "cuda",
             "packed_few_rows",
             ["rows", "weight", "scales", "biases", "bias"],
             ["product"],

@@ -16,7 +16,6 @@ from services.rank_worker.model.fast_path.kernels.attention.prompt_attention imp
 from services.rank_worker.model.fast_path.kernels.dialects import (
     Gpu,
     make_kernel,
-    maker_and_dialect,
     start_norm,
     vector_size,
 )
@@ -44,9 +43,8 @@ class Kernels:
             kv_bits: as for `HeadAttentionKernels`.
             prompts_in_place: write the rows of prompts too, where that is possible.
         """
-        make, dialect = maker_and_dialect(device)
-        self.head_attention = HeadAttentionKernels(make, dialect, kv_bits)
-        self.latent_attention = LatentAttentionKernels(make, dialect)
+        self.head_attention = HeadAttentionKernels(device, kv_bits)
+        self.latent_attention = LatentAttentionKernels(device)
         can_prefill = prompts_in_place and device == "cuda" and not kv_bits
         self.prompt_attention = PromptAttention() if can_prefill else None
         """Attention of prompts in place; None: MLX attends, chunk by chunk."""

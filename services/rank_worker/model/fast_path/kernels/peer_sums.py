@@ -12,6 +12,7 @@ import numpy as np
 
 from services.rank_worker.model.fast_path.kernels.dialects import (
     CUDA,
+    make_kernel,
     start_norm,
     vector_size,
 )
@@ -21,7 +22,6 @@ from services.rank_worker.model.fast_path.kernels.routing import (
     sum_inputs,
     sum_template,
 )
-from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kernel
 from services.rank_worker.peers.peer_memory import OpenPeerMemory, PeerMemory
 
 ROWS_MAX = 256
@@ -102,10 +102,10 @@ class PeerSums:
         self._peer_table = self._make_peer_table(_POLLS_MAX)
         outputs = ["added", "normalized"]
         names = ["change", "input", "weight", "constants", "peer_table"]
-        self._sum_norm = cuda_kernel("peers/sum_norm", names, outputs, header=HEADER)
+        self._sum_norm = make_kernel("cuda", "peers/sum_norm", names, outputs, header=HEADER)
         results = ["product", "weights", "shared", "gate"]
-        self._sum_experts_norm = cuda_kernel(
-            "peers/sum_experts_norm", [*results, *names[1:]], outputs, header=HEADER
+        self._sum_experts_norm = make_kernel(
+            "cuda", "peers/sum_experts_norm", [*results, *names[1:]], outputs, header=HEADER
         )
 
     def takes(self, hidden: mx.array) -> bool:

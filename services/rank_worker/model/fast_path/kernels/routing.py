@@ -12,7 +12,7 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.few_experts import sorting_constants
-from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kernel
+from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 
 TOP_MAX = 32
 """Most experts per token: one per thread of a warp."""
@@ -72,7 +72,9 @@ class RoutingKernels:
         self._route = make_kernel(device, "experts/route", names, routed)
         if device == "cuda":
             outputs = [*routed, "groups"]
-            self._route_sorted = cuda_kernel("experts/route_sorted", names, outputs)
+            self._route_sorted = make_kernel(
+                device, "experts/route_sorted", names, outputs, header=HEADER
+            )
         results = ["product", "weights", "shared", "gate"]
         self._add_experts = make_kernel(device, "experts/add_experts", results, ["added"])
         names = [*results, "input", "weight", "constants"]

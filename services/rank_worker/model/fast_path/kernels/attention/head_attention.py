@@ -22,11 +22,10 @@ from services.rank_worker.model.fast_path.kernels.attention.row_places import (
     write_first,
 )
 from services.rank_worker.model.fast_path.kernels.dialects import (
-    CUDA,
     VECTOR_BYTES,
-    Dialect,
+    Gpu,
     largest_divisor,
-    read_source,
+    make_kernel,
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.faults import first_error
@@ -88,51 +87,35 @@ class AttentionWeights:
 class HeadAttentionKernels:
     """Starts the kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
-    def __init__(self, make: Any, dialect: Dialect, kv_bits: int = 0) -> None:
+    def __init__(self, device: Gpu, kv_bits: int = 0) -> None:
         """Prepare; nothing is compiled yet.
 
         Args:
-            make: `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`.
-            dialect: of the GPU.
+            device: kind of the GPU.
             kv_bits: bits per number of stored keys and values; 0: the model's own dtype.
         """
         self._kv_bits = kv_bits
         weights = ["rotations", "query_weight", "key_weight", "constants"]
         self.can_prepare = True
         """Whether `prepare` serves."""
-        self._prepare = make(
-            name="lockstep_prepare_heads",
-            input_names=["qkv", *weights],
-            output_names=["queries", "keys", "values"],
-            source=dialect.prologue + read_source("heads/prepare_heads"),
-            header=dialect.header,
-        )
+        prepared = ["queries", "keys", "values"]
+        self._prepare = make_kernel(device, "heads/prepare_heads", ["qkv", *weights], prepared)
         inputs = ["qkv", "lengths", "slots", *weights]
         parts = ("", "_scales", "_biases") if kv_bits else ("",)
         inputs += [f"{name}{part}" for name in ("keys", "values") for part in parts]
-
-        def kernel(name: str, header: str, more_inputs: Sequence[str] = (), *, writes: bool) -> Any:
-            return make(
-                name=f"lockstep_{name}",
-                input_names=[*inputs, *more_inputs],
-                output_names=["written"] if writes else ["attended", "tile_sums"],
-                source=dialect.prologue + read_source(f"heads/{name}"),
-                header=header,
-                # A copy of keys and values would be written instead of the row.
-                ensure_row_contiguous=False,
-            )
-
-        name = "quantized_attention" if kv_bits else "decode_attention"
-        self._attend = kernel(name, dialect.header, writes=False)
-        name = "write_quantized_rows" if kv_bits else "write_rows"
-        self._write = kernel(name, dialect.header, writes=True)
-        self._tensor_attend = (
-            kernel("tensor_attention", HEADER, ["arrived"], writes=False)
-            if dialect is CUDA and not kv_bits
-            else None
-        )
+        outputs = ["attended", "tile_sums"]
+        path = "heads/quantized_attention" if kv_bits else "heads/decode_attention"
+        self._attend = make_kernel(device, path, inputs, outputs, in_place=True)
+        path = "heads/write_quantized_rows" if kv_bits else "heads/write_rows"
+        self._write = make_kernel(device, path, inputs, ["written"], in_place=True)
+        self._tensor_attend = None
         """Uses tensor cores; None: this GPU has none that it can use."""
-        self._tile_sums = TileSums(make, dialect)
+        if device == "cuda" and not kv_bits:
+            names, path = [*inputs, "arrived"], "heads/tensor_attention"
+            self._tensor_attend = make_kernel(
+                device, path, names, outputs, header=HEADER, in_place=True
+            )
+        self._tile_sums = TileSums(device)
 
     @property
     def has_tensor_cores(self) -> bool:

@@ -6,11 +6,12 @@ reads them once per 32 rows. It reads vectors from where they stand, which needs
 
 import mlx.core as mx
 
+from services.rank_worker.model.fast_path.kernels.dialects import make_kernel
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
+    HEADER,
     OUTPUTS,
     TILE_ROWS,
-    cuda_kernel,
 )
 
 ROWS_OF_KERNELS = (1, TILE_ROWS + 1, 2 * TILE_ROWS + 1)
@@ -24,7 +25,9 @@ class HeadProducts:
 
     def __init__(self) -> None:
         """Prepare; nothing is compiled yet."""
-        self._kernel = cuda_kernel("latent/head_products", ["rows", "weight"], ["product"])
+        self._kernel = make_kernel(
+            "cuda", "latent/head_products", ["rows", "weight"], ["product"], header=HEADER
+        )
 
     def multiply(self, rows: mx.array, weight: mx.array, head_stride: int) -> mx.array:
         """Multiply.

@@ -18,11 +18,10 @@ from services.rank_worker.model.fast_path.kernels.attention.row_places import (
     write_first,
 )
 from services.rank_worker.model.fast_path.kernels.dialects import (
-    CUDA,
-    Dialect,
+    Gpu,
     largest_divisor,
+    make_kernel,
     norm_threads,
-    read_source,
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.faults import first_error
@@ -104,36 +103,30 @@ class NewLatents:
 class LatentAttentionKernels:
     """Starts the kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
-    def __init__(self, make: Any, dialect: Dialect) -> None:
-        """Prepare; arguments as those of `HeadAttentionKernels`. Nothing is compiled yet."""
+    def __init__(self, device: Gpu) -> None:
+        """Prepare for a kind of device; nothing is compiled yet."""
         inputs = ["queries", "absorbed", "projected", "latents", "rotated_keys"]
         inputs += ["lengths", "slots", "rotations", "latent_weight", "constants"]
-
-        def kernel(name: str, header: str, *outputs: str) -> Any:
-            return make(
-                name=f"lockstep_{name}",
-                input_names=inputs,
-                output_names=outputs or ["attended", "tile_sums"],
-                source=dialect.prologue + read_source(f"latent/{name}"),
-                header=header,
-                # A copy of latents and keys would be written instead of the row.
-                ensure_row_contiguous=False,
-            )
-
-        self._attend = kernel("latent_attention", dialect.header)
-        self._write = kernel("write_latents", dialect.header, "written")
-        self._tensor_attend = kernel("tensor_latent_attention", HEADER) if dialect is CUDA else None
-        """Uses tensor cores; None: this GPU has none that it can use."""
-        self.products = HeadProducts() if dialect is CUDA else None
-        """Products with one matrix per head, also by tensor cores; None: MLX multiplies."""
-        self._part_norm = make(
-            name="lockstep_part_norm",
-            input_names=["input", "weight", "constants"],
-            output_names=["normalized"],
-            source=dialect.prologue + read_source("norms/part_norm"),
-            header=dialect.header,
+        outputs = ["attended", "tile_sums"]
+        self._attend = make_kernel(
+            device, "latent/latent_attention", inputs, outputs, in_place=True
         )
-        self._tile_sums = TileSums(make, dialect)
+        self._write = make_kernel(
+            device, "latent/write_latents", inputs, ["written"], in_place=True
+        )
+        self._tensor_attend = None
+        """Uses tensor cores; None: this GPU has none that it can use."""
+        self.products = None
+        """Products with one matrix per head, also by tensor cores; None: MLX multiplies."""
+        if device == "cuda":
+            path = "latent/tensor_latent_attention"
+            self._tensor_attend = make_kernel(
+                device, path, inputs, outputs, header=HEADER, in_place=True
+            )
+            self.products = HeadProducts()
+        names = ["input", "weight", "constants"]
+        self._part_norm = make_kernel(device, "norms/part_norm", names, ["normalized"])
+        self._tile_sums = TileSums(device)
 
     @property
     def has_tensor_cores(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
-from services.rank_worker.model.fast_path.kernels.dialects import Dialect, read_source
+from services.rank_worker.model.fast_path.kernels.dialects import Gpu, make_kernel
 
 TILE_TOKENS = 256
 """Tokens that one group of threads sums up. A row's result depends on it, and on nothing else of
@@ -123,15 +123,9 @@ def write_first(
 class TileSums:
     """Starts the kernel that adds up the tiles of rows."""
 
-    def __init__(self, make: Any, dialect: Dialect) -> None:
-        """Prepare; arguments as those of `HeadAttentionKernels`. Nothing is compiled yet."""
-        self._kernel = make(
-            name="lockstep_add_tiles",
-            input_names=["tile_sums", "lengths"],
-            output_names=["attended"],
-            source=dialect.prologue + read_source("add_tiles"),
-            header=dialect.header,
-        )
+    def __init__(self, device: Gpu) -> None:
+        """Prepare for a kind of device; nothing is compiled yet."""
+        self._kernel = make_kernel(device, "add_tiles", ["tile_sums", "lengths"], ["attended"])
 
     def add_up(
         self, tile_sums: mx.array, lengths: mx.array, dtype: mx.Dtype, shape: tuple[int, ...]
