@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 
 from services.rank_worker.model.fast_path.kernels.attention import head_attention, row_places
+from services.rank_worker.model.fast_path.kernels.attention.tiled_attention import TileSums
 from services.rank_worker.model.fast_path.kernels.dialects import Gpu, device_numbers
 
 TILE = row_places.TILE_TOKENS
@@ -24,7 +25,7 @@ def test_tiles_of_rows_of_all_lengths_are_added_up(width: int) -> None:
     expected = (values * kept).sum(axis=2) / (weights * kept).sum(axis=2)
     sums = mx.where(is_tile, mx.concatenate([values, highest, weights], axis=3), float("nan"))
     lengths = mx.array([TILE * one - 1 for one in tiles])
-    found = row_places.TileSums("metal").add_up(sums, lengths, mx.float32, (len(tiles), 2 * width))
+    found = TileSums("metal").add_up(sums, lengths, mx.float32, (len(tiles), 2 * width))
     assert mx.allclose(found.reshape(expected.shape), expected, rtol=1e-4, atol=1e-5).item()
 
 
