@@ -79,7 +79,7 @@ class Kernels:
             return fault
         if fault := self._find_fault_of_norms(dtype, dim) if dim else "":
             return fault
-        if fault := self.head_attention.find_fault_of_prompts(of_heads, dtype) if dim else "":
+        if fault := self.head_attention.find_fault_of_prepare(of_heads, dtype) if dim else "":
             _log.info("mlx_prepares_prompts", detail=fault)
             self.head_attention.can_prepare = False
         self._try_prompts(of_heads, dtype, is_known=bool(dim) and not of_latents)

@@ -119,7 +119,7 @@ class RoutingKernels:
             return RoutedTokens(chosen, weights, None)
         # A thread holds two numbers of each 32nd expert, and a group has 65,536 registers.
         threads = 1_024 if experts <= _EXPERTS_OF_ALL_THREADS else 512
-        chosen, weights, groups = self._route_sorted(
+        chosen, weights, sorted_assignments = self._route_sorted(
             inputs=inputs,
             template=[*template, *sorting_constants(sorted_for, threads)],
             grid=(threads, 1, 1),
@@ -127,7 +127,7 @@ class RoutingKernels:
             output_shapes=[*shapes, (2 * tokens * rule.top + 1,)],
             output_dtypes=[*dtypes, mx.int32],
         )
-        return RoutedTokens(chosen, weights, groups)
+        return RoutedTokens(chosen, weights, sorted_assignments)
 
     def add_experts(self, results: ExpertResults) -> mx.array:
         """Add up the results of each token's experts, times their weights: [tokens, dim]."""

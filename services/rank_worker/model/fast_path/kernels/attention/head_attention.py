@@ -120,7 +120,7 @@ class HeadAttentionKernels(TiledAttention):
         stored = f" in {self._kv_bits} bits" if self._kv_bits else ""
         return f"no kernel for heads of {shape.head_dim} numbers{stored}"
 
-    def find_fault_of_prompts(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
+    def find_fault_of_prepare(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
         """Compile and run `prepare` once; return why it cannot serve, "" if it can."""
         return first_error(functools.partial(self._prepare_once, dtype=dtype), shapes)
 
