@@ -11,7 +11,7 @@ from mlx import nn
 
 from services.rank_worker.model.fast_path.compared_rows import relative_difference
 from services.rank_worker.model.fast_path.gated_mlp import compile_product, single_product
-from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
+from services.rank_worker.model.fast_path.kernels.few_rows import FEW_ROWS_MAX, FewRows
 from services.rank_worker.model.fast_path.kernels.matrices import matrix_of
 from services.rank_worker.model.fast_path.merged_linear import MergedLinear, can_merge, can_sum
 
@@ -94,7 +94,9 @@ class MergedProducts:
         All ranks call this together, as products of divided matrices are summed.
         """
         products = dict.fromkeys(self._products.values())
-        return [one.compare(rows) for one in products for rows in (1, ROWS_MAX, ROWS_MAX + 1)]
+        return [
+            one.compare(rows) for one in products for rows in (1, FEW_ROWS_MAX, FEW_ROWS_MAX + 1)
+        ]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from services.rank_worker.model.fast_path.kernels.matrices import (
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     HEADER,
     OUTPUTS,
-    TILE_ROWS,
+    TENSOR_TILE_ROWS,
     multiplies,
 )
 
@@ -161,7 +161,7 @@ class FewExperts:
                 *matrix.constants,
                 ("FIRST", first),
                 ("SHARING", 1 if up is None else per_token),
-                ("ROW_TILES", 1 if tokens <= TILE_ROWS else 2),
+                ("ROW_TILES", 1 if tokens <= TENSOR_TILE_ROWS else 2),
                 ("WARPS", _WARPS),
                 ("GATED", up is not None),
                 ("HAS_BIAS", False),

@@ -22,11 +22,11 @@ from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
     HEADER,
     OUTPUTS,
-    TILE_ROWS,
+    TENSOR_TILE_ROWS,
     multiplies,
 )
 
-ROWS_MAX = 16
+FEW_ROWS_MAX = 16
 """Most rows of a product for which the kernel is faster."""
 _GROUPS_ENOUGH = 264
 """Groups that keep all processors of a GPU busy; with fewer, each gets more warps."""
@@ -97,7 +97,7 @@ class FewRows:
         groups = -(-width // OUTPUTS)
         warps = _warps(groups, gated=gated, is_packed=is_packed)
         row_tiles = 1
-        while row_tiles * TILE_ROWS < min(row_count, 4 * TILE_ROWS):
+        while row_tiles * TENSOR_TILE_ROWS < min(row_count, 4 * TENSOR_TILE_ROWS):
             row_tiles *= 2
         product: mx.array
         (product,) = (self._packed_kernel if is_packed else self._kernel)(
@@ -110,7 +110,7 @@ class FewRows:
                 ("GATED", gated),
                 ("HAS_BIAS", bias is not None),
             ],
-            grid=(groups * warps * 32, -(-row_count // (row_tiles * TILE_ROWS)), 1),
+            grid=(groups * warps * 32, -(-row_count // (row_tiles * TENSOR_TILE_ROWS)), 1),
             threadgroup=(warps * 32, 1, 1),
             output_shapes=[(row_count, width)],
             output_dtypes=[dtype or rows.dtype],

@@ -24,13 +24,13 @@ from services.rank_worker.model.fast_path.kernels.routing import (
 )
 from services.rank_worker.peers.peer_memory import OpenPeerMemory, PeerMemory
 
-ROWS_MAX = 256
+SUMMED_ROWS_MAX = 256
 """Most rows of a sum. Each rank reads the summands of all others, while a collective divides the
 work of many rows."""
 RANKS_MAX = 32
 """Most ranks: thread r of a group of at least 32 threads signals rank r."""
 _WORD_BYTES = 4
-_TRIED_ROWS = (1, 3, ROWS_MAX, 1)
+_TRIED_ROWS = (1, 3, SUMMED_ROWS_MAX, 1)
 _POLLS_MAX = 1 << 62
 """While the model serves, the watchdog ends a rank that waits too long."""
 TRIED_POLLS = 10_000_000
@@ -76,8 +76,8 @@ def open_peer_sums(
     """
     if ranks > RANKS_MAX:
         return None, f"there are more than {RANKS_MAX} ranks"
-    words = ROWS_MAX * (ranks + 1)
-    memory, fault = open_memory(2 * ROWS_MAX * dim * dtype.size + words * _WORD_BYTES)
+    words = SUMMED_ROWS_MAX * (ranks + 1)
+    memory, fault = open_memory(2 * SUMMED_ROWS_MAX * dim * dtype.size + words * _WORD_BYTES)
     if memory is None:
         return None, fault
     sums = PeerSums(memory, dim, dtype)
@@ -111,7 +111,7 @@ class PeerSums:
     def takes(self, hidden: mx.array) -> bool:
         """Tell whether rows [rows, dim] have the memory's dim and dtype, and are few enough."""
         rows, dim = hidden.shape
-        return bool(rows <= ROWS_MAX and dim == self._dim and hidden.dtype == self._dtype)
+        return bool(rows <= SUMMED_ROWS_MAX and dim == self._dim and hidden.dtype == self._dtype)
 
     def add_norm(
         self, hidden: mx.array, change: mx.array, weight: mx.array, epsilon: mx.array
@@ -205,4 +205,4 @@ class PeerSums:
         return [("T", hidden.dtype), ("DIM", dim), ("VECTOR_SIZE", vector), *self._of_ranks()]
 
     def _of_ranks(self) -> list[tuple[str, Any]]:
-        return [("RANK", self._rank), ("RANKS", self._ranks), ("ROWS_MAX", ROWS_MAX)]
+        return [("RANK", self._rank), ("RANKS", self._ranks), ("ROWS_MAX", SUMMED_ROWS_MAX)]

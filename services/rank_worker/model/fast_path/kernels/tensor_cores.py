@@ -17,7 +17,7 @@ DTYPES: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)
 """Types of the numbers that they multiply."""
 OUTPUTS = 16
 """Outputs of a matrix that a group of threads computes in `plain_products`."""
-TILE_ROWS = 8
+TENSOR_TILE_ROWS = 8
 """Rows of a tile there."""
 CHUNK = 32
 """Inputs of which a warp reads at a time there; they must divide those of a matrix."""

@@ -11,10 +11,10 @@ from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
     HEADER,
     OUTPUTS,
-    TILE_ROWS,
+    TENSOR_TILE_ROWS,
 )
 
-ROWS_OF_KERNELS = (1, TILE_ROWS + 1, 2 * TILE_ROWS + 1)
+ROWS_OF_KERNELS = (1, TENSOR_TILE_ROWS + 1, 2 * TENSOR_TILE_ROWS + 1)
 """Numbers of rows that have kernels of their own, up to the next one; the last has all above it."""
 _WARPS_MAX = 4
 """Most warps of a group, as the matrix of one head is small."""
@@ -60,7 +60,7 @@ class HeadProducts:
             ],
             grid=(
                 -(-width // OUTPUTS) * warps * 32,
-                -(-count // (row_tiles * TILE_ROWS)),
+                -(-count // (row_tiles * TENSOR_TILE_ROWS)),
                 heads,
             ),
             threadgroup=(warps * 32, 1, 1),
