@@ -1,4 +1,4 @@
-"""Makes kernels, whose one source text has two dialects: CUDA and Metal.
+"""Makes kernels of one source text for two kinds of GPU. Owns their dialects: CUDA and Metal.
 
 A kernel is the body of a function. It uses the names defined here for what the languages call
 differently. MLX writes the function's head: inputs, outputs and the template's constants.

@@ -1,4 +1,7 @@
-"""Kernels for layers of a known form: norms and activations, and those of other modules."""
+"""All kernels for layers of a known form, tried together.
+
+Owns those of norms and activations, and which kernels are left where they or other ranks fail.
+"""
 
 from collections.abc import Callable, Collection
 
