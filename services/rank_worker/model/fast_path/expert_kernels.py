@@ -12,6 +12,7 @@ from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.compared_rows import relative_difference
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
+from services.rank_worker.model.fast_path.kernels.faults import first_line
 from services.rank_worker.model.fast_path.kernels.few_experts import (
     PROJECTIONS,
     FewExperts,
@@ -145,7 +146,7 @@ def _find_fault(
         try:
             differs = _compare(layer, local, kernels, dtype)
         except (RuntimeError, ValueError) as error:
-            return f"a kernel does not run ({str(error).splitlines()[0]})"
+            return f"a kernel does not run ({first_line(error)})"
         if differs:
             return f"layer {number} of experts differs by {differs:.1%}"
     return ""
@@ -213,7 +214,7 @@ def _try_rules(
             routed.append(RoutedBlock(form, routing, kernels))
             found = _find_rules(block, form, routed[-1], dtype)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            return [], no_fits, f"a kernel does not run ({str(error).splitlines()[0]})"
+            return [], no_fits, f"a kernel does not run ({first_line(error)})"
         fits = [one and other for one, other in zip(fits, found, strict=True)]
         if not any(fits):
             return [], no_fits, f"block {number} chooses in another way"
@@ -276,5 +277,5 @@ def _open_counts(layers: int) -> ExpertCounts | None:
         counts = kernel.add(mx.ones((3 * layers + 3,), dtype=mx.uint32), 3, noted, None)
         return kernel if counts.tolist() == [2, 1, 4] * layers + [1] * 3 else None
     except (RuntimeError, ValueError) as error:
-        _log.info("no_kernel_counts", detail=str(error).splitlines()[0])
+        _log.info("no_kernel_counts", detail=first_line(error))
         return None

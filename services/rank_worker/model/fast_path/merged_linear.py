@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.nn.layers import distributed  # noqa: TID251  (types of divided matrices only)
 
-from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
+from services.rank_worker.model.fast_path.kernels.few_rows import FEW_ROWS_MAX, FewRows
 from services.rank_worker.model.fast_path.kernels.matrices import (
     Matrix,
     PackedMatrix,
@@ -188,12 +188,12 @@ class MergedLinear:
         if self._few_rows is None:
             return
         matrix = self._matrix
-        for rows in (1, ROWS_MAX, *([ROWS_MAX + 1] if invariant else [])):
+        for rows in (1, FEW_ROWS_MAX, *([FEW_ROWS_MAX + 1] if invariant else [])):
             x = mx.zeros((rows, matrix.inputs), dtype=matrix.dtype)
             mx.eval(self.gate(x, invariant=invariant) if gated else self(x, invariant=invariant))
 
     def _takes(self, x: mx.array, *, invariant: bool) -> bool:
-        is_small = x.ndim == 2 and (invariant or x.shape[0] <= ROWS_MAX)
+        is_small = x.ndim == 2 and (invariant or x.shape[0] <= FEW_ROWS_MAX)
         return self._few_rows is not None and is_small and bool(x.dtype == self._matrix.dtype)
 
 

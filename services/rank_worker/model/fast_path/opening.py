@@ -293,7 +293,7 @@ class _Opening:
         return FastPath(family, f"mlx-lm's layers, attention with kernels: {obstacle}")
 
     def _read_family_form(self) -> tuple[FamilyForm | None, str]:
-        """Return the form of mlx-lm's layers for kernels; None, and why, if kernels cannot serve."""
+        """Return the form of mlx-lm's layers; None, and why, if kernels cannot serve them."""
         inner, shape = self.forward.inner, self.shape
         if self.settings.device == "cpu" or inner is None or not shape.is_plain:
             return None, ""

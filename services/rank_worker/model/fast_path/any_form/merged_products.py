@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx import nn
 
 from services.rank_worker.model.fast_path.compared_rows import calls_replaced, relative_difference
-from services.rank_worker.model.fast_path.kernels.few_rows import ROWS_MAX, FewRows
+from services.rank_worker.model.fast_path.kernels.few_rows import FEW_ROWS_MAX, FewRows
 from services.rank_worker.model.fast_path.kernels.matrices import matrix_of
 from services.rank_worker.model.fast_path.merged_linear import (
     MergedLinear,
@@ -99,7 +99,9 @@ class MergedProducts:
         All ranks call this together, as products of divided matrices are summed.
         """
         products = dict.fromkeys(self._products.values())
-        return [one.compare(rows) for one in products for rows in (1, ROWS_MAX, ROWS_MAX + 1)]
+        return [
+            one.compare(rows) for one in products for rows in (1, FEW_ROWS_MAX, FEW_ROWS_MAX + 1)
+        ]
 
     def used(self) -> contextlib.AbstractContextManager[None]:
         """Have the matrices' modules return their parts of the merged products."""

@@ -1,4 +1,4 @@
-"""Dialects of the kernels' one source text: CUDA, Metal, and C++ for tests on any machine.
+"""Makes kernels of one source text for two kinds of GPU. Owns their dialects: CUDA and Metal.
 
 A kernel is the body of a function. It uses the names defined here for what the languages call
 differently. MLX writes the function's head: inputs, outputs and the template's constants.
@@ -104,7 +104,17 @@ const int thread_id = thread_position_in_threadgroup.x;
 )
 
 
-def make_kernel(device: Gpu, path: str, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+def make_kernel(
+    device: Gpu,
+    path: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    header: str | None = None,
+    start: str = "",
+    suffix: str = "",
+    in_place: bool = False,
+) -> Any:
     """Return a kernel for a kind of GPU; nothing is compiled yet.
 
     Args:
@@ -112,26 +122,24 @@ def make_kernel(device: Gpu, path: str, inputs: Sequence[str], outputs: Sequence
         path: of the kernel's text, see `read_source`.
         inputs: names of the arrays that it reads.
         outputs: names of those that it writes.
+        header: definitions before its function; None: those of the dialect.
+        start: text before that of the file.
+        suffix: of its name, where kernels of different `start` have one file.
+        in_place: it writes to its inputs too, so MLX must not give it copies of those with gaps.
+
+    Returns:
+        The kernel, which is started as one of `mx.fast.metal_kernel`.
     """
-    make, dialect = maker_and_dialect(device)
+    dialect = CUDA if device == "cuda" else METAL
+    make: Any = kept_cuda_kernel if device == "cuda" else mx.fast.metal_kernel
     return make(
-        name=f"lockstep_{path.rpartition('/')[2]}",
+        name=f"lockstep_{path.rpartition('/')[2]}{suffix}",
         input_names=list(inputs),
         output_names=list(outputs),
-        source=dialect.prologue + read_source(path),
-        header=dialect.header,
+        source=dialect.prologue + start + read_source(path),
+        header=dialect.header if header is None else header,
+        ensure_row_contiguous=not in_place,
     )
-
-
-def maker_and_dialect(device: Gpu) -> tuple[Any, Dialect]:
-    """Return the function that makes kernels for a kind of GPU, and their dialect.
-
-    Its arguments are those of `mx.fast.metal_kernel`.
-    """
-    if device == "cuda":
-        return kept_cuda_kernel, CUDA
-    make: Any = mx.fast.metal_kernel
-    return make, METAL
 
 
 def read_source(name: str) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kernel
+from services.rank_worker.model.fast_path.kernels.dialects import make_kernel
+from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 
 _THREADS = 128
 
@@ -63,10 +64,12 @@ class ExpertCounts:
 def _kernel(layers: int) -> Any:
     """Return the kernel for the arrays of this number of layers."""
     names = [f"experts{place}" for place in range(layers)]
-    return cuda_kernel(
+    return make_kernel(
+        "cuda",
         "experts/count_experts",
         ["counts", "places", "real", *names],
         ["counted"],
+        header=HEADER,
         start=f"const int* given[] = {{{', '.join(names)}}};\n",
         suffix=f"_{layers}",
     )

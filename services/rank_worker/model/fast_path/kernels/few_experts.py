@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.rank_worker.model.fast_path.kernels.dialects import make_kernel
 from services.rank_worker.model.fast_path.kernels.matrices import (
     PACKED_HEADER,
     Matrix,
@@ -16,9 +17,9 @@ from services.rank_worker.model.fast_path.kernels.matrices import (
     matrix_of,
 )
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
+    HEADER,
     OUTPUTS,
-    TILE_ROWS,
-    cuda_kernel,
+    TENSOR_TILE_ROWS,
     multiplies,
 )
 
@@ -54,11 +55,16 @@ class FewExperts:
 
     def __init__(self) -> None:
         """Prepare; nothing is compiled yet."""
-        self._group = cuda_kernel("experts/group_experts", ["experts"], ["groups"])
+        self._group = make_kernel(
+            "cuda", "experts/group_experts", ["experts"], ["groups"], header=HEADER
+        )
         names = ["rows", "weight", "up", "experts", "groups"]
-        self._products = cuda_kernel("experts/expert_products", names, ["product"])
+        self._products = make_kernel(
+            "cuda", "experts/expert_products", names, ["product"], header=HEADER
+        )
         arrays = ["weight", "scales", "biases", "up", "up_scales", "up_biases"]
-        self._packed_products = cuda_kernel(
+        self._packed_products = make_kernel(
+            "cuda",
             "experts/packed_expert_products",
             ["rows", *arrays, "experts", "groups"],
             ["product"],
@@ -155,7 +161,7 @@ class FewExperts:
                 *matrix.constants,
                 ("FIRST", first),
                 ("SHARING", 1 if up is None else per_token),
-                ("ROW_TILES", 1 if tokens <= TILE_ROWS else 2),
+                ("ROW_TILES", 1 if tokens <= TENSOR_TILE_ROWS else 2),
                 ("WARPS", _WARPS),
                 ("GATED", up is not None),
                 ("HAS_BIAS", False),

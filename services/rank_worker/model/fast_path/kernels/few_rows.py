@@ -10,6 +10,8 @@ from collections.abc import Collection
 
 import mlx.core as mx
 
+from services.rank_worker.model.fast_path.kernels.dialects import make_kernel
+from services.rank_worker.model.fast_path.kernels.faults import first_error
 from services.rank_worker.model.fast_path.kernels.matrices import (
     PACKED_HEADER,
     Matrix,
@@ -18,13 +20,13 @@ from services.rank_worker.model.fast_path.kernels.matrices import (
 )
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
+    HEADER,
     OUTPUTS,
-    TILE_ROWS,
-    cuda_kernel,
+    TENSOR_TILE_ROWS,
     multiplies,
 )
 
-ROWS_MAX = 16
+FEW_ROWS_MAX = 16
 """Most rows of a product for which the kernel is faster."""
 _GROUPS_ENOUGH = 264
 """Groups that keep all processors of a GPU busy; with fewer, each gets more warps."""
@@ -35,8 +37,11 @@ class FewRows:
 
     def __init__(self) -> None:
         """Prepare; nothing is compiled yet."""
-        self._kernel = cuda_kernel("few_rows", ["rows", "weight", "bias"], ["product"])
-        self._packed_kernel = cuda_kernel(
+        self._kernel = make_kernel(
+            "cuda", "few_rows", ["rows", "weight", "bias"], ["product"], header=HEADER
+        )
+        self._packed_kernel = make_kernel(
+            "cuda",
             "packed_few_rows",
             ["rows", "weight", "scales", "biases", "bias"],
             ["product"],
@@ -57,13 +62,11 @@ class FewRows:
         for one in bits:
             weight, scales, biases = mx.quantize(numbers, CHUNK, one)
             matrices.append(PackedMatrix(weight, scales, biases, CHUNK, one, "affine"))
-        try:
-            for matrix in matrices:
-                if matrix.can_multiply:
-                    mx.eval(self.multiply(numbers[:1], matrix, None))
-        except (RuntimeError, ValueError) as error:
-            return f"the product of few rows does not run ({str(error).splitlines()[0]})"
-        return ""
+        fault = first_error(
+            lambda matrix: mx.eval(self.multiply(numbers[:1], matrix, None)),
+            (one for one in matrices if one.can_multiply),
+        )
+        return f"the product of few rows does not run ({fault})" if fault else ""
 
     def multiply(
         self,
@@ -94,7 +97,7 @@ class FewRows:
         groups = -(-width // OUTPUTS)
         warps = _warps(groups, gated=gated, is_packed=is_packed)
         row_tiles = 1
-        while row_tiles * TILE_ROWS < min(row_count, 4 * TILE_ROWS):
+        while row_tiles * TENSOR_TILE_ROWS < min(row_count, 4 * TENSOR_TILE_ROWS):
             row_tiles *= 2
         product: mx.array
         (product,) = (self._packed_kernel if is_packed else self._kernel)(
@@ -107,7 +110,7 @@ class FewRows:
                 ("GATED", gated),
                 ("HAS_BIAS", bias is not None),
             ],
-            grid=(groups * warps * 32, -(-row_count // (row_tiles * TILE_ROWS)), 1),
+            grid=(groups * warps * 32, -(-row_count // (row_tiles * TENSOR_TILE_ROWS)), 1),
             threadgroup=(warps * 32, 1, 1),
             output_shapes=[(row_count, width)],
             output_dtypes=[dtype or rows.dtype],

@@ -1,4 +1,7 @@
-"""Kernels for layers of a known form: norms and activations, and those of other modules."""
+"""All kernels for layers of a known form, tried together.
+
+Owns those of norms and activations, and which kernels are left where they or other ranks fail.
+"""
 
 from collections.abc import Callable, Collection
 
@@ -16,10 +19,10 @@ from services.rank_worker.model.fast_path.kernels.attention.prompt_attention imp
 from services.rank_worker.model.fast_path.kernels.dialects import (
     Gpu,
     make_kernel,
-    maker_and_dialect,
     start_norm,
     vector_size,
 )
+from services.rank_worker.model.fast_path.kernels.faults import first_error
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from shared.log import Log
 
@@ -43,9 +46,8 @@ class Kernels:
             kv_bits: as for `HeadAttentionKernels`.
             prompts_in_place: write the rows of prompts too, where that is possible.
         """
-        make, dialect = maker_and_dialect(device)
-        self.head_attention = HeadAttentionKernels(make, dialect, kv_bits)
-        self.latent_attention = LatentAttentionKernels(make, dialect)
+        self.head_attention = HeadAttentionKernels(device, kv_bits)
+        self.latent_attention = LatentAttentionKernels(device)
         can_prefill = prompts_in_place and device == "cuda" and not kv_bits
         self.prompt_attention = PromptAttention() if can_prefill else None
         """Attention of prompts in place; None: MLX attends, chunk by chunk."""
@@ -80,7 +82,7 @@ class Kernels:
             return fault
         if fault := self._find_fault_of_norms(dtype, dim) if dim else "":
             return fault
-        if fault := self.head_attention.find_fault_of_prompts(of_heads, dtype) if dim else "":
+        if fault := self.head_attention.find_fault_of_prepare(of_heads, dtype) if dim else "":
             _log.info("mlx_prepares_prompts", detail=fault)
             self.head_attention.can_prepare = False
         self._try_prompts(of_heads, dtype, is_known=bool(dim) and not of_latents)
@@ -109,12 +111,12 @@ class Kernels:
         self.prompt_attention = None
 
     def _find_fault_of_norms(self, dtype: mx.Dtype, dim: int) -> str:
-        hidden, epsilon = mx.ones((1, dim), dtype=dtype), mx.zeros((1,), dtype=mx.float32)
-        try:
-            mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon), self.silu_product(hidden))
-        except (RuntimeError, ValueError) as error:
-            return f"a kernel does not run ({str(error).splitlines()[0]})"
-        return ""
+        fault = first_error(self._normalize_once, [mx.ones((1, dim), dtype=dtype)])
+        return f"a kernel does not run ({fault})" if fault else ""
+
+    def _normalize_once(self, hidden: mx.array) -> None:
+        epsilon = mx.zeros((1,), dtype=mx.float32)
+        mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon), self.silu_product(hidden))
 
     def keep_common(self, all_agree: Callable[[bool], bool]) -> None:
         """Leave the kernels for few rows, prompts or tensor cores if another rank has none.

@@ -12,24 +12,25 @@ import numpy as np
 
 from services.rank_worker.model.fast_path.kernels.dialects import (
     CUDA,
+    make_kernel,
     start_norm,
     vector_size,
 )
+from services.rank_worker.model.fast_path.kernels.faults import first_error
 from services.rank_worker.model.fast_path.kernels.routing import (
     ExpertResults,
     sum_inputs,
     sum_template,
 )
-from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kernel
 from services.rank_worker.peers.peer_memory import OpenPeerMemory, PeerMemory
 
-ROWS_MAX = 256
+SUMMED_ROWS_MAX = 256
 """Most rows of a sum. Each rank reads the summands of all others, while a collective divides the
 work of many rows."""
 RANKS_MAX = 32
 """Most ranks: thread r of a group of at least 32 threads signals rank r."""
 _WORD_BYTES = 4
-_TRIED_ROWS = (1, 3, ROWS_MAX, 1)
+_TRIED_ROWS = (1, 3, SUMMED_ROWS_MAX, 1)
 _POLLS_MAX = 1 << 62
 """While the model serves, the watchdog ends a rank that waits too long."""
 TRIED_POLLS = 10_000_000
@@ -75,8 +76,8 @@ def open_peer_sums(
     """
     if ranks > RANKS_MAX:
         return None, f"there are more than {RANKS_MAX} ranks"
-    words = ROWS_MAX * (ranks + 1)
-    memory, fault = open_memory(2 * ROWS_MAX * dim * dtype.size + words * _WORD_BYTES)
+    words = SUMMED_ROWS_MAX * (ranks + 1)
+    memory, fault = open_memory(2 * SUMMED_ROWS_MAX * dim * dtype.size + words * _WORD_BYTES)
     if memory is None:
         return None, fault
     sums = PeerSums(memory, dim, dtype)
@@ -101,16 +102,16 @@ class PeerSums:
         self._peer_table = self._make_peer_table(_POLLS_MAX)
         outputs = ["added", "normalized"]
         names = ["change", "input", "weight", "constants", "peer_table"]
-        self._sum_norm = cuda_kernel("peers/sum_norm", names, outputs, header=HEADER)
+        self._sum_norm = make_kernel("cuda", "peers/sum_norm", names, outputs, header=HEADER)
         results = ["product", "weights", "shared", "gate"]
-        self._sum_experts_norm = cuda_kernel(
-            "peers/sum_experts_norm", [*results, *names[1:]], outputs, header=HEADER
+        self._sum_experts_norm = make_kernel(
+            "cuda", "peers/sum_experts_norm", [*results, *names[1:]], outputs, header=HEADER
         )
 
     def takes(self, hidden: mx.array) -> bool:
         """Tell whether rows [rows, dim] have the memory's dim and dtype, and are few enough."""
         rows, dim = hidden.shape
-        return bool(rows <= ROWS_MAX and dim == self._dim and hidden.dtype == self._dtype)
+        return bool(rows <= SUMMED_ROWS_MAX and dim == self._dim and hidden.dtype == self._dtype)
 
     def add_norm(
         self, hidden: mx.array, change: mx.array, weight: mx.array, epsilon: mx.array
@@ -150,16 +151,15 @@ class PeerSums:
         They are started with addresses of 0, so that they return at once.
         """
         table, self._peer_table = self._peer_table, mx.zeros_like(self._peer_table)
-        hidden, epsilon = mx.ones((1, self._dim), dtype=self._dtype), mx.zeros((1,))
-        results = ExpertResults(hidden[None], mx.ones((1, 1)), None, None)
         try:
-            mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon))
-            mx.eval(self.add_experts_norm(hidden, results, hidden[0], epsilon))
-        except (RuntimeError, ValueError) as error:
-            return str(error).splitlines()[0]
+            return first_error(self._sum_once, [mx.ones((1, self._dim), dtype=self._dtype)])
         finally:
             self._peer_table = table
-        return ""
+
+    def _sum_once(self, hidden: mx.array) -> None:
+        results, epsilon = ExpertResults(hidden[None], mx.ones((1, 1)), None, None), mx.zeros((1,))
+        mx.eval(self.add_norm(hidden, hidden, hidden[0], epsilon))
+        mx.eval(self.add_experts_norm(hidden, results, hidden[0], epsilon))
 
     def find_difference(self, all_agree: Callable[[bool], bool]) -> str:
         """Sum numbers that all ranks know; return the fault, or "". A collective.
@@ -205,4 +205,4 @@ class PeerSums:
         return [("T", hidden.dtype), ("DIM", dim), ("VECTOR_SIZE", vector), *self._of_ranks()]
 
     def _of_ranks(self) -> list[tuple[str, Any]]:
-        return [("RANK", self._rank), ("RANKS", self._ranks), ("ROWS_MAX", ROWS_MAX)]
+        return [("RANK", self._rank), ("RANKS", self._ranks), ("ROWS_MAX", SUMMED_ROWS_MAX)]

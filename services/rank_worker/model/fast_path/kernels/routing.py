@@ -12,7 +12,7 @@ from services.rank_worker.model.fast_path.kernels.dialects import (
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.few_experts import sorting_constants
-from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kernel
+from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER
 
 TOP_MAX = 32
 """Most experts per token: one per thread of a warp."""
@@ -72,7 +72,9 @@ class RoutingKernels:
         self._route = make_kernel(device, "experts/route", names, routed)
         if device == "cuda":
             outputs = [*routed, "groups"]
-            self._route_sorted = cuda_kernel("experts/route_sorted", names, outputs)
+            self._route_sorted = make_kernel(
+                device, "experts/route_sorted", names, outputs, header=HEADER
+            )
         results = ["product", "weights", "shared", "gate"]
         self._add_experts = make_kernel(device, "experts/add_experts", results, ["added"])
         names = [*results, "input", "weight", "constants"]
@@ -117,7 +119,7 @@ class RoutingKernels:
             return RoutedTokens(chosen, weights, None)
         # A thread holds two numbers of each 32nd expert, and a group has 65,536 registers.
         threads = 1_024 if experts <= _EXPERTS_OF_ALL_THREADS else 512
-        chosen, weights, groups = self._route_sorted(
+        chosen, weights, sorted_assignments = self._route_sorted(
             inputs=inputs,
             template=[*template, *sorting_constants(sorted_for, threads)],
             grid=(threads, 1, 1),
@@ -125,7 +127,7 @@ class RoutingKernels:
             output_shapes=[*shapes, (2 * tokens * rule.top + 1,)],
             output_dtypes=[*dtypes, mx.int32],
         )
-        return RoutedTokens(chosen, weights, groups)
+        return RoutedTokens(chosen, weights, sorted_assignments)
 
     def add_experts(self, results: ExpertResults) -> mx.array:
         """Add up the results of each token's experts, times their weights: [tokens, dim]."""

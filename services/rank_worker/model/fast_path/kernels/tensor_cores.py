@@ -9,19 +9,15 @@ thread holds does not matter as long as both sides agree, so it reads 8 that sta
 row `lane`, and gets number lane / 4 of rows 8 i + lane % 4 * 2 and the next one, i = 0 to 3.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import mlx.core as mx
 
-from services.rank_worker.device.cuda.kept_kernels import kept_kernel
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, read_source
+from services.rank_worker.model.fast_path.kernels.dialects import CUDA
 
 DTYPES: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)
 """Types of the numbers that they multiply."""
 OUTPUTS = 16
 """Outputs of a matrix that a group of threads computes in `plain_products`."""
-TILE_ROWS = 8
+TENSOR_TILE_ROWS = 8
 """Rows of a tile there."""
 CHUNK = 32
 """Inputs of which a warp reads at a time there; they must divide those of a matrix."""
@@ -110,34 +106,3 @@ def can_multiply(weight: mx.array) -> bool:
 def multiplies(dtype: mx.Dtype) -> bool:
     """Tell whether tensor cores multiply numbers of a type."""
     return dtype in DTYPES
-
-
-def cuda_kernel(
-    path: str,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    *,
-    header: str = HEADER,
-    start: str = "",
-    suffix: str = "",
-    ensure_row_contiguous: bool = True,
-) -> Any:
-    """Return a kernel that only CUDA has, as `mx.fast.cuda_kernel` does; nothing is compiled yet.
-
-    Args:
-        path: of its text, see `read_source`.
-        inputs: names of the arrays that it reads.
-        outputs: names of those that it writes.
-        header: definitions before its function.
-        start: text before that of the file.
-        suffix: of its name, where kernels of different `start` have one file.
-        ensure_row_contiguous: whether MLX copies inputs that have gaps.
-    """
-    return kept_kernel.kept_cuda_kernel(
-        name=f"lockstep_{path.rpartition('/')[2]}{suffix}",
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=CUDA.prologue + start + read_source(path),
-        header=header,
-        ensure_row_contiguous=ensure_row_contiguous,
-    )

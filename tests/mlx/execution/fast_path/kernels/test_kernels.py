@@ -11,7 +11,7 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
 from services.rank_worker.model.fast_path.kernels import tensor_cores
 from services.rank_worker.model.fast_path.kernels.attention import head_attention, row_places
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
+from services.rank_worker.model.fast_path.kernels.dialects import Gpu
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels
@@ -86,7 +86,7 @@ def test_new_keys_are_quantized_to_the_words_of_mlx(bits: int, spread: float) ->
     Where all are negative, MLX's words on a CPU differ from those on GPUs, which the kernels write.
     """
     shape = head_attention.AttentionShape(2, 1, 64, 0, is_traditional=False, normalizes=False)
-    attend = head_attention.HeadAttentionKernels(mx.fast.metal_kernel, METAL, bits).attend
+    attend = head_attention.HeadAttentionKernels("metal", bits).attend
     weights = head_attention.AttentionWeights(
         mx.zeros((1,)), mx.zeros((1,)), mx.array([0.1, 0.0, 0.0])
     )
@@ -121,7 +121,7 @@ def test_layers_of_one_forward_count_finished_groups_in_one_array(
 ) -> None:
     """The last group of a row leaves a 0, also in a row of one tile beside one of three."""
     monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
-    attend = head_attention.HeadAttentionKernels(mx.fast.cuda_kernel, CUDA).attend
+    attend = head_attention.HeadAttentionKernels("cuda").attend
     shape = head_attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)
     constants = mx.array([0.25, 0.0, 0.0])
     weights = head_attention.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), constants)
@@ -164,18 +164,18 @@ def test_new_tokens_of_a_row_share_its_keys_and_do_not_depend_on_other_rows(
     table = mx.random.normal((len(slots), 16), key=mx.random.key(2))
     table[-1] = table[9]
 
-    def attended(make_kernel: Any, dialect: Any, first: int = 0, stop: int = 16) -> mx.array:
+    def attended(device: Gpu, first: int = 0, stop: int = 16) -> mx.array:
         rows = (3, 2, 2 * tile + 9, 16)
         stored = [mx.random.normal(rows, key=mx.random.key(one)) for one in (3, 4)]
         places = row_places.RowPlaces(
             mx.array(lengths[first:stop]), mx.array(slots[first:stop]), 3, tokens_share_rows=True
         )
-        attend = head_attention.HeadAttentionKernels(make_kernel, dialect).attend
+        attend = head_attention.HeadAttentionKernels(device).attend
         return attend(shape, weights, qkv[first:stop], stored, places, table[first:stop])
 
-    shared = attended(mx.fast.cuda_kernel, CUDA)
-    assert mx.allclose(shared, attended(mx.fast.metal_kernel, METAL), rtol=1e-4, atol=1e-5).item()
-    alone = attended(mx.fast.cuda_kernel, CUDA, 10, 15)
+    shared = attended("cuda")
+    assert mx.allclose(shared, attended("metal"), rtol=1e-4, atol=1e-5).item()
+    alone = attended("cuda", 10, 15)
     assert mx.array_equal(alone, shared[10:15]).item()
 
 

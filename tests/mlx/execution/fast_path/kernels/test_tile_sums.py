@@ -1,12 +1,11 @@
 """What kernels share: sums of the tiles of a row, and numbers that all groups read."""
 
-from typing import Any
-
 import mlx.core as mx
 import pytest
 
 from services.rank_worker.model.fast_path.kernels.attention import head_attention, row_places
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL, device_numbers
+from services.rank_worker.model.fast_path.kernels.attention.tiled_attention import TileSums
+from services.rank_worker.model.fast_path.kernels.dialects import Gpu, device_numbers
 
 TILE = row_places.TILE_TOKENS
 
@@ -26,9 +25,7 @@ def test_tiles_of_rows_of_all_lengths_are_added_up(width: int) -> None:
     expected = (values * kept).sum(axis=2) / (weights * kept).sum(axis=2)
     sums = mx.where(is_tile, mx.concatenate([values, highest, weights], axis=3), float("nan"))
     lengths = mx.array([TILE * one - 1 for one in tiles])
-    found = row_places.TileSums(mx.fast.metal_kernel, METAL).add_up(
-        sums, lengths, mx.float32, (len(tiles), 2 * width)
-    )
+    found = TileSums("metal").add_up(sums, lengths, mx.float32, (len(tiles), 2 * width))
     assert mx.allclose(found.reshape(expected.shape), expected, rtol=1e-4, atol=1e-5).item()
 
 
@@ -43,7 +40,7 @@ def test_last_group_of_a_row_of_many_tiles_adds_them_up(monkeypatch: pytest.Monk
     length = 33 * TILE + 7
     qkv = mx.random.normal((2, 4 * 16), key=mx.random.key(1))
 
-    def attended(make: Any, dialect: Any, lengths: list[int]) -> mx.array:
+    def attended(device: Gpu, lengths: list[int]) -> mx.array:
         room = (1, 1, length + 2, 16)
         stored = [mx.random.normal(room, key=mx.random.key(one)) for one in (2, 3)]
         places = row_places.RowPlaces(
@@ -52,12 +49,12 @@ def test_last_group_of_a_row_of_many_tiles_adds_them_up(monkeypatch: pytest.Monk
             row_places.tile_count(max(lengths)),
             tokens_share_rows=len(lengths) > 1,
         )
-        attend = head_attention.HeadAttentionKernels(make, dialect).attend
+        attend = head_attention.HeadAttentionKernels(device).attend
         return attend(shape, weights, qkv[: len(lengths)], stored, places, None)
 
     for lengths in ([length], [length, length + 1]):
-        found = attended(mx.fast.cuda_kernel, CUDA, lengths)
-        expected = attended(mx.fast.metal_kernel, METAL, lengths)
+        found = attended("cuda", lengths)
+        expected = attended("metal", lengths)
         assert mx.allclose(found, expected, rtol=1e-4, atol=1e-5).item()
 
 

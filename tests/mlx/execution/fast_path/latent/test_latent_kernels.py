@@ -20,7 +20,6 @@ from services.rank_worker.model.fast_path.kernels.attention.latent_attention imp
     NewLatents,
 )
 from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces, tile_count
-from services.rank_worker.model.fast_path.kernels.dialects import CUDA, METAL
 from services.rank_worker.model.fast_path.known_form.rotation import read_rotation
 from services.rank_worker.profiling.part_timer import count_primitives
 from tests.mlx.execution.fast_path.attention_models import open_of
@@ -40,10 +39,10 @@ def kernels(
 ) -> LatentAttentionKernels:
     """Return the kernels for any GPU, and those for tensor cores, here with numbers of 4 bytes."""
     if request.param == "any GPU":
-        return LatentAttentionKernels(mx.fast.metal_kernel, METAL)
+        return LatentAttentionKernels("metal")
     monkeypatch.setattr(latent_attention, "DTYPES", (mx.float32,))
     monkeypatch.setattr(latent_attention, "_TENSOR_SHARED_MAX", 2**20)
-    return LatentAttentionKernels(mx.fast.cuda_kernel, CUDA)
+    return LatentAttentionKernels("cuda")
 
 
 def _expected(

@@ -23,7 +23,7 @@ from services.rank_worker.device import ring_sockets
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.model.fast_path.kernels import peer_sums, tensor_cores
 from services.rank_worker.model.fast_path.kernels.attention import head_attention
-from services.rank_worker.model.fast_path.kernels.peer_sums import ROWS_MAX, open_peer_sums
+from services.rank_worker.model.fast_path.kernels.peer_sums import SUMMED_ROWS_MAX, open_peer_sums
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.sharding.apply import apply_split
 from services.rank_worker.model.sharding.local_experts import keep_all
@@ -97,7 +97,7 @@ def _add_up(world: Collectives, open_memory: OpenPeerMemory) -> dict[str, Any]:
     assert sums is not None, fault
     difference, bits = 0.0, []
     weight = mx.random.normal((dim,), key=mx.random.key(1))
-    for number, rows in enumerate((1, 5, 2, ROWS_MAX, 1, 1, 3)):
+    for number, rows in enumerate((1, 5, 2, SUMMED_ROWS_MAX, 1, 1, 3)):
         hidden = mx.random.normal((rows, dim), key=mx.random.key(number))
         own = mx.random.normal((rows, dim), key=mx.random.key(100 * number + world.rank))
         added, normalized = sums.add_norm(hidden, own, weight, epsilon)

@@ -16,24 +16,22 @@ from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
 from services.rank_worker.model.fast_path.kernels.attention.row_places import (
     TILE_TOKENS,
     RowPlaces,
-    TileSums,
-    first_error,
-    halves,
-    tile_count,
-    write_first,
+)
+from services.rank_worker.model.fast_path.kernels.attention.tiled_attention import (
+    AttentionKernel,
+    TiledAttention,
+    attend_in_parts,
+    tried_places,
 )
 from services.rank_worker.model.fast_path.kernels.dialects import (
-    CUDA,
     VECTOR_BYTES,
-    Dialect,
+    Gpu,
     largest_divisor,
-    read_source,
+    make_kernel,
     vector_size,
 )
+from services.rank_worker.model.fast_path.kernels.faults import first_error
 from services.rank_worker.model.fast_path.kernels.tensor_cores import DTYPES, HEADER
-from shared.log import Log
-
-_log = Log("rank_worker.fast_path")
 
 _THREADS = 128
 """Threads of a group; with 256, fewer groups fit on a processor of a GPU."""
@@ -85,87 +83,44 @@ class AttentionWeights:
     """`device_numbers`: factor of the scores, epsilons of the queries' norm and of the keys'."""
 
 
-class HeadAttentionKernels:
+class HeadAttentionKernels(TiledAttention):
     """Starts the kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
-    def __init__(self, make: Any, dialect: Dialect, kv_bits: int = 0) -> None:
+    def __init__(self, device: Gpu, kv_bits: int = 0) -> None:
         """Prepare; nothing is compiled yet.
 
         Args:
-            make: `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`.
-            dialect: of the GPU.
+            device: kind of the GPU.
             kv_bits: bits per number of stored keys and values; 0: the model's own dtype.
         """
+        super().__init__(device)
         self._kv_bits = kv_bits
         weights = ["rotations", "query_weight", "key_weight", "constants"]
         self.can_prepare = True
         """Whether `prepare` serves."""
-        self._prepare = make(
-            name="lockstep_prepare_heads",
-            input_names=["qkv", *weights],
-            output_names=["queries", "keys", "values"],
-            source=dialect.prologue + read_source("heads/prepare_heads"),
-            header=dialect.header,
-        )
+        prepared = ["queries", "keys", "values"]
+        self._prepare = make_kernel(device, "heads/prepare_heads", ["qkv", *weights], prepared)
         inputs = ["qkv", "lengths", "slots", *weights]
         parts = ("", "_scales", "_biases") if kv_bits else ("",)
         inputs += [f"{name}{part}" for name in ("keys", "values") for part in parts]
-
-        def kernel(name: str, header: str, more_inputs: Sequence[str] = (), *, writes: bool) -> Any:
-            return make(
-                name=f"lockstep_{name}",
-                input_names=[*inputs, *more_inputs],
-                output_names=["written"] if writes else ["attended", "tile_sums"],
-                source=dialect.prologue + read_source(f"heads/{name}"),
-                header=header,
-                # A copy of keys and values would be written instead of the row.
-                ensure_row_contiguous=False,
+        outputs = ["attended", "tile_sums"]
+        path = "heads/quantized_attention" if kv_bits else "heads/decode_attention"
+        self._attend = make_kernel(device, path, inputs, outputs, in_place=True)
+        path = "heads/write_quantized_rows" if kv_bits else "heads/write_rows"
+        self._write = make_kernel(device, path, inputs, ["written"], in_place=True)
+        if device == "cuda" and not kv_bits:
+            names, path = [*inputs, "arrived"], "heads/tensor_attention"
+            self._tensor_attend = make_kernel(
+                device, path, names, outputs, header=HEADER, in_place=True
             )
 
-        name = "quantized_attention" if kv_bits else "decode_attention"
-        self._attend = kernel(name, dialect.header, writes=False)
-        name = "write_quantized_rows" if kv_bits else "write_rows"
-        self._write = kernel(name, dialect.header, writes=True)
-        self._tensor_attend = (
-            kernel("tensor_attention", HEADER, ["arrived"], writes=False)
-            if dialect is CUDA and not kv_bits
-            else None
-        )
-        """Uses tensor cores; None: this GPU has none that it can use."""
-        self._tile_sums = TileSums(make, dialect)
+    def _obstacle(self, shape: AttentionShape, dtype: mx.Dtype) -> str:
+        if _vector_size(shape, dtype, self._kv_bits):
+            return ""
+        stored = f" in {self._kv_bits} bits" if self._kv_bits else ""
+        return f"no kernel for heads of {shape.head_dim} numbers{stored}"
 
-    @property
-    def has_tensor_cores(self) -> bool:
-        """Whether the kernel for tensor cores serves the shapes and dtypes that fit it."""
-        return self._tensor_attend is not None
-
-    def leave_tensor_cores(self) -> None:
-        """Have the other kernel serve all shapes."""
-        self._tensor_attend = None
-
-    def find_fault(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
-        """Compile and run the kernels once; return why they cannot serve, "" if they can.
-
-        Without the kernel for tensor cores the other one serves.
-
-        Args:
-            shapes: of all attentions, each once.
-            dtype: of the model.
-        """
-        for shape in shapes:
-            if not _vector_size(shape, dtype, self._kv_bits):
-                stored = f" in {self._kv_bits} bits" if self._kv_bits else ""
-                return f"no kernel for heads of {shape.head_dim} numbers{stored}"
-        if self._tensor_attend is not None and (fault := self._try(shapes, dtype)):
-            _log.info("no_tensor_cores", detail=fault)
-            self.leave_tensor_cores()
-        fault = self._try(shapes, dtype) if self._tensor_attend is None else ""
-        return f"a kernel does not run ({fault})" if fault else ""
-
-    def _try(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
-        return first_error(functools.partial(self._attend_once, dtype=dtype), shapes)
-
-    def find_fault_of_prompts(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
+    def find_fault_of_prepare(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:
         """Compile and run `prepare` once; return why it cannot serve, "" if it can."""
         return first_error(functools.partial(self._prepare_once, dtype=dtype), shapes)
 
@@ -174,16 +129,11 @@ class HeadAttentionKernels:
         mx.eval(self.prepare(shape, weights, qkv, 1, rotations))
 
     def _attend_once(self, shape: AttentionShape, dtype: mx.Dtype) -> None:
-        """Attend to one row, of one tile and of two."""
         part = BlockPart(shape.kv_heads, shape.head_dim, dtype)
         layer = make_row_layer([part, part], self._kv_bits)
         layer.resize(1, TILE_TOKENS + 1, 0, 0)
         weights, qkv, rotations = made_up_token(shape, dtype)
-        for length in (1, TILE_TOKENS):
-            places = RowPlaces(
-                *(mx.array([length]), mx.array([0]), tile_count(length)),
-                tokens_share_rows=length > 1,
-            )
+        for places in tried_places():
             mx.eval(self.attend(shape, weights, qkv, layer.arrays, places, rotations))
 
     def prepare(
@@ -251,31 +201,25 @@ class HeadAttentionKernels:
         Returns:
             [rows, query_heads * head_dim] in the dtype of `qkv`.
         """
-        inputs = [
-            *(qkv, places.lengths, places.slots),
-            weights.constants if rotations is None else rotations,
-            *(weights.query_norm, weights.key_norm, weights.constants, *stored),
-        ]
         template = functools.partial(
             _template, shape, qkv.dtype, self._kv_bits, self._group(stored)
         )
-        if places.must_be_written:
-            grid = (_WRITERS, shape.kv_heads, qkv.shape[0])
-            lengths = write_first(self._write, inputs, template(0, _WRITERS), grid)
-            places = places.written(lengths)
-            return self.attend(shape, weights, qkv, stored, places, rotations)
-        if places.has_many_sums(shape.query_heads, shape.head_dim):
-            tables = [None, None] if rotations is None else halves(rotations)
-            parts = zip(halves(qkv), places.halves(), tables, strict=True)
-            return mx.concatenate(
-                [
-                    self.attend(shape, weights, its, stored, where, table)
-                    for its, where, table in parts
-                ]
-            )
-        return self._attend_at_once(shape, inputs, places, template)
 
-    def _attend_at_once(
+        def inputs(where: RowPlaces, new: mx.array, table: mx.array | None) -> list[mx.array]:
+            return [
+                *(new, where.lengths, where.slots),
+                weights.constants if table is None else table,
+                *(weights.query_norm, weights.key_norm, weights.constants, *stored),
+            ]
+
+        def attend(where: RowPlaces, *rows: Any) -> mx.array:
+            return self._attend_to_part(shape, inputs(where, *rows), where, template)
+
+        rows, grid = (qkv, rotations), (_WRITERS, shape.kv_heads, qkv.shape[0])
+        places = self._write_first(places, inputs(places, *rows), template(0, _WRITERS), grid)
+        return attend_in_parts(attend, places.parts(shape.query_heads, shape.head_dim), rows)
+
+    def _attend_to_part(
         self,
         shape: AttentionShape,
         inputs: list[mx.array],
@@ -283,33 +227,19 @@ class HeadAttentionKernels:
         template: Callable[[int, int], list[tuple[str, Any]]],
     ) -> mx.array:
         """Start the kernels that attend; `template` is called with heads and threads of a group."""
-        (rows, _), dtype, tiles = inputs[0].shape, inputs[0].dtype, places.tiles
-        kernel, heads, by_tensor_cores = self._choose(shape, dtype)
-        constants = template(heads, _THREADS)
-        if by_tensor_cores:
+        (rows, _), dtype = inputs[0].shape, inputs[0].dtype
+        chosen = self._choose(shape, dtype)
+        constants = template(chosen.heads, chosen.threads)
+        if chosen.adds_up:
             # With one tile there is nothing to count.
-            arrived = places.arrived if tiles > 1 else places.lengths
+            arrived = places.arrived if places.tiles > 1 else places.lengths
             if arrived is None:
                 arrived = mx.zeros((rows, shape.query_heads), dtype=mx.int32)
             inputs = [*inputs, arrived]
-            tokens = _TENSOR_QUERIES_MAX // heads if places.are_written else 1
+            tokens = _TENSOR_QUERIES_MAX // chosen.heads if places.are_written else 1
             constants = [*constants, ("TOKENS", tokens)]
-        result = (rows, shape.query_heads * shape.head_dim)
-        # One tile gives the result, several give sums of tiles. The kernel sees which.
-        sums = (rows, shape.query_heads, tiles, shape.head_dim + 2) if tiles > 1 else (1,)
-        is_done = tiles == 1 or by_tensor_cores
-        attended: mx.array
-        attended, tile_sums = kernel(
-            inputs=inputs,
-            template=constants,
-            grid=(shape.query_heads // heads * _THREADS, rows, tiles),
-            threadgroup=(_THREADS, 1, 1),
-            output_shapes=[result if is_done else (1,), sums],
-            output_dtypes=[dtype, mx.float32],
-        )
-        if not is_done:
-            attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype, result)
-        return attended
+        result = (rows, shape.query_heads * shape.head_dim), dtype
+        return self._attend_to_tiles(chosen, inputs, constants, places, result, shape.query_heads)
 
     def _group(self, stored: Sequence[mx.array]) -> int:
         """Return how many numbers of rows of fewer bits share a scale; 0 for other rows."""
@@ -317,12 +247,13 @@ class HeadAttentionKernels:
             return 0
         return stored[0].shape[-1] * _WORD_BITS // self._kv_bits // stored[1].shape[-1]
 
-    def _choose(self, shape: AttentionShape, dtype: mx.Dtype) -> tuple[Any, int, bool]:
-        """Return the kernel, the query heads of a group, and whether it uses tensor cores."""
+    def _choose(self, shape: AttentionShape, dtype: mx.Dtype) -> AttentionKernel:
         heads_per_key = shape.query_heads // shape.kv_heads
         if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
-            return self._tensor_attend, largest_divisor(heads_per_key, _TENSOR_HEADS_MAX), True
-        return self._attend, largest_divisor(heads_per_key, _heads_max(shape)), False
+            heads = largest_divisor(heads_per_key, _TENSOR_HEADS_MAX)
+            return AttentionKernel(self._tensor_attend, heads, _THREADS, adds_up=True)
+        heads = largest_divisor(heads_per_key, _heads_max(shape))
+        return AttentionKernel(self._attend, heads, _THREADS)
 
 
 def made_up_token(

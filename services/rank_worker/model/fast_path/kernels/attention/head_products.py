@@ -6,14 +6,15 @@ reads them once per 32 rows. It reads vectors from where they stand, which needs
 
 import mlx.core as mx
 
+from services.rank_worker.model.fast_path.kernels.dialects import make_kernel
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     CHUNK,
+    HEADER,
     OUTPUTS,
-    TILE_ROWS,
-    cuda_kernel,
+    TENSOR_TILE_ROWS,
 )
 
-ROWS_OF_KERNELS = (1, TILE_ROWS + 1, 2 * TILE_ROWS + 1)
+ROWS_OF_KERNELS = (1, TENSOR_TILE_ROWS + 1, 2 * TENSOR_TILE_ROWS + 1)
 """Numbers of rows that have kernels of their own, up to the next one; the last has all above it."""
 _WARPS_MAX = 4
 """Most warps of a group, as the matrix of one head is small."""
@@ -24,7 +25,9 @@ class HeadProducts:
 
     def __init__(self) -> None:
         """Prepare; nothing is compiled yet."""
-        self._kernel = cuda_kernel("latent/head_products", ["rows", "weight"], ["product"])
+        self._kernel = make_kernel(
+            "cuda", "latent/head_products", ["rows", "weight"], ["product"], header=HEADER
+        )
 
     def multiply(self, rows: mx.array, weight: mx.array, head_stride: int) -> mx.array:
         """Multiply.
@@ -57,7 +60,7 @@ class HeadProducts:
             ],
             grid=(
                 -(-width // OUTPUTS) * warps * 32,
-                -(-count // (row_tiles * TILE_ROWS)),
+                -(-count // (row_tiles * TENSOR_TILE_ROWS)),
                 heads,
             ),
             threadgroup=(warps * 32, 1, 1),

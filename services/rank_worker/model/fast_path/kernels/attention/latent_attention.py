@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
@@ -12,18 +11,18 @@ from services.rank_worker.model.fast_path.kernels.attention.head_products import
 from services.rank_worker.model.fast_path.kernels.attention.row_places import (
     TILE_TOKENS,
     RowPlaces,
-    TileSums,
-    first_error,
-    halves,
-    tile_count,
-    write_first,
+)
+from services.rank_worker.model.fast_path.kernels.attention.tiled_attention import (
+    AttentionKernel,
+    TiledAttention,
+    attend_in_parts,
+    tried_places,
 )
 from services.rank_worker.model.fast_path.kernels.dialects import (
-    CUDA,
-    Dialect,
+    Gpu,
     largest_divisor,
+    make_kernel,
     norm_threads,
-    read_source,
     vector_size,
 )
 from services.rank_worker.model.fast_path.kernels.tensor_cores import (
@@ -33,9 +32,6 @@ from services.rank_worker.model.fast_path.kernels.tensor_cores import (
     OUTPUTS,
     can_multiply,
 )
-from shared.log import Log
-
-_log = Log("rank_worker.fast_path")
 
 _THREADS = 256
 """Threads of a group."""
@@ -95,81 +91,45 @@ class NewLatents:
     """[rows, any]: each row ends with the new latent, not normalized yet, and the new key's rotated
     part, not rotated yet. May be the same array as `queries`."""
 
-    def halves(self) -> list["NewLatents"]:
-        """Return those of the first half of the rows, and of the others."""
-        parts = zip(*map(halves, (self.queries, self.absorbed, self.projected)), strict=True)
-        return [NewLatents(*part) for part in parts]
 
-
-class LatentAttentionKernels:
+class LatentAttentionKernels(TiledAttention):
     """Starts the kernels on one kind of GPU. Compiled kernels are kept by MLX."""
 
-    def __init__(self, make: Any, dialect: Dialect) -> None:
-        """Prepare; arguments as those of `HeadAttentionKernels`. Nothing is compiled yet."""
+    def __init__(self, device: Gpu) -> None:
+        """Prepare for a kind of device; nothing is compiled yet."""
+        super().__init__(device)
         inputs = ["queries", "absorbed", "projected", "latents", "rotated_keys"]
         inputs += ["lengths", "slots", "rotations", "latent_weight", "constants"]
-
-        def kernel(name: str, header: str, *outputs: str) -> Any:
-            return make(
-                name=f"lockstep_{name}",
-                input_names=inputs,
-                output_names=outputs or ["attended", "tile_sums"],
-                source=dialect.prologue + read_source(f"latent/{name}"),
-                header=header,
-                # A copy of latents and keys would be written instead of the row.
-                ensure_row_contiguous=False,
-            )
-
-        self._attend = kernel("latent_attention", dialect.header)
-        self._write = kernel("write_latents", dialect.header, "written")
-        self._tensor_attend = kernel("tensor_latent_attention", HEADER) if dialect is CUDA else None
-        """Uses tensor cores; None: this GPU has none that it can use."""
-        self.products = HeadProducts() if dialect is CUDA else None
-        """Products with one matrix per head, also by tensor cores; None: MLX multiplies."""
-        self._part_norm = make(
-            name="lockstep_part_norm",
-            input_names=["input", "weight", "constants"],
-            output_names=["normalized"],
-            source=dialect.prologue + read_source("norms/part_norm"),
-            header=dialect.header,
+        outputs = ["attended", "tile_sums"]
+        self._attend = make_kernel(
+            device, "latent/latent_attention", inputs, outputs, in_place=True
         )
-        self._tile_sums = TileSums(make, dialect)
-
-    @property
-    def has_tensor_cores(self) -> bool:
-        """Whether the kernel for tensor cores serves the shapes and dtypes that fit it."""
-        return self._tensor_attend is not None
+        self._write = make_kernel(
+            device, "latent/write_latents", inputs, ["written"], in_place=True
+        )
+        self.products = HeadProducts() if device == "cuda" else None
+        """Products with one matrix per head, also by tensor cores; None: MLX multiplies."""
+        if device == "cuda":
+            path = "latent/tensor_latent_attention"
+            self._tensor_attend = make_kernel(
+                device, path, inputs, outputs, header=HEADER, in_place=True
+            )
+        names = ["input", "weight", "constants"]
+        self._part_norm = make_kernel(device, "norms/part_norm", names, ["normalized"])
 
     def leave_tensor_cores(self) -> None:
         """Have the other kernel serve all shapes, and MLX multiply."""
-        self._tensor_attend = self.products = None
+        super().leave_tensor_cores()
+        self.products = None
 
-    def find_fault(self, shapes: Collection[LatentShape], dtype: mx.Dtype) -> str:
-        """Compile and run the kernels once; return why they cannot serve, "" if they can.
-
-        Without the kernels for tensor cores the other one serves, and MLX multiplies.
-
-        Args:
-            shapes: of all attentions, each once.
-            dtype: of the model.
-        """
-        for shape in shapes:
-            if shape.latent % _WIDTH_UNIT or shape.rotated % _WIDTH_UNIT:
-                return f"no kernel for latents of {shape.latent} and {shape.rotated} numbers"
-            if _shared_numbers(shape, 1, dtype) > _SHARED_NUMBERS_MAX:
-                return f"no kernel for latents of {shape.latent} numbers"
-        fault = self._try(shapes, dtype)
-        if fault and self._tensor_attend is not None:
-            _log.info("no_tensor_cores", detail=fault)
-            self.leave_tensor_cores()
-            fault = self._try(shapes, dtype)
-        return f"a kernel does not run ({fault})" if fault else ""
-
-    def _try(self, shapes: Collection[LatentShape], dtype: mx.Dtype) -> str:
-        return first_error(functools.partial(self._attend_once, dtype=dtype), shapes)
+    def _obstacle(self, shape: LatentShape, dtype: mx.Dtype) -> str:
+        if shape.latent % _WIDTH_UNIT or shape.rotated % _WIDTH_UNIT:
+            return f"no kernel for latents of {shape.latent} and {shape.rotated} numbers"
+        if _shared_numbers(shape, 1, dtype) > _SHARED_NUMBERS_MAX:
+            return f"no kernel for latents of {shape.latent} numbers"
+        return ""
 
     def _attend_once(self, shape: LatentShape, dtype: mx.Dtype) -> None:
-        """Attend to one row, of one tile and of two."""
         heads = shape.query_heads
         latents, keys = (
             mx.zeros((1, 1, TILE_TOKENS + 1, width), dtype=dtype)
@@ -186,11 +146,7 @@ class LatentAttentionKernels:
             mx.eval(self.products.multiply(matrices.reshape(1, -1), matrices, CHUNK))
         normalized = self.normalize_part(new.projected, weights.norm, mx.zeros((1,)))
         rotations = mx.ones((1, shape.rotated), dtype=mx.float32)
-        for length in (1, TILE_TOKENS):
-            places = RowPlaces(
-                *(mx.array([length]), mx.array([0]), tile_count(length)),
-                tokens_share_rows=length > 1,
-            )
+        for places in tried_places():
             mx.eval(normalized, self.attend(shape, weights, new, latents, keys, places, rotations))
 
     def normalize_part(self, rows: mx.array, weight: mx.array, epsilon: mx.array) -> mx.array:
@@ -248,46 +204,32 @@ class LatentAttentionKernels:
         Returns:
             [rows, query_heads, 1, latent].
         """
-        rows, heads, _, width = new.absorbed.shape
-        dtype, tiles = new.absorbed.dtype, places.tiles
-        inputs = [
-            *(new.queries, new.absorbed, new.projected, latents, rotated_keys),
-            *(places.lengths, places.slots, rotations, weights.norm, weights.constants),
-        ]
-        if places.must_be_written:
-            grid = (_THREADS, 1, rows)
-            lengths = write_first(self._write, inputs, _template(shape, dtype, 0), grid)
-            places = places.written(lengths)
-            return self.attend(shape, weights, new, latents, rotated_keys, places, rotations)
-        if places.has_many_sums(heads, width):
-            parts = zip(new.halves(), places.halves(), halves(rotations), strict=True)
-            attended_parts = [
-                self.attend(shape, weights, its, latents, rotated_keys, where, table)
-                for its, where, table in parts
-            ]
-            return mx.concatenate(attended_parts)
-        kernel, shared_by = self._choose(shape, dtype)
-        result, no_result = (rows, heads, 1, width), (1,)
-        # One tile gives the result, several give sums of tiles. The kernel sees which.
-        sums = (rows, heads, tiles, width + 2) if tiles > 1 else (1,)
-        attended: mx.array
-        attended, tile_sums = kernel(
-            inputs=inputs,
-            template=_template(shape, dtype, shared_by),
-            grid=(heads // shared_by * _THREADS, rows, tiles),
-            threadgroup=(_THREADS, 1, 1),
-            output_shapes=[result if tiles == 1 else no_result, sums],
-            output_dtypes=[dtype, mx.float32],
-        )
-        if tiles > 1:
-            attended = self._tile_sums.add_up(tile_sums, places.lengths, dtype, result)
-        return attended
+        tokens, heads, _, width = new.absorbed.shape
+        dtype = new.absorbed.dtype
+        chosen = self._choose(shape, dtype)
 
-    def _choose(self, shape: LatentShape, dtype: mx.Dtype) -> tuple[Any, int]:
-        """Return the kernel, and the heads of a group."""
+        def inputs(where: RowPlaces, *rows: mx.array) -> list[mx.array]:
+            *new_rows, table = rows
+            return [
+                *(*new_rows, latents, rotated_keys, where.lengths, where.slots, table),
+                *(weights.norm, weights.constants),
+            ]
+
+        def attend(where: RowPlaces, *rows: mx.array) -> mx.array:
+            template = _template(shape, dtype, chosen.heads)
+            result = (len(where.lengths), heads, 1, width), dtype
+            given = inputs(where, *rows)
+            return self._attend_to_tiles(chosen, given, template, where, result, heads)
+
+        rows, grid = (new.queries, new.absorbed, new.projected, rotations), (_THREADS, 1, tokens)
+        places = self._write_first(places, inputs(places, *rows), _template(shape, dtype, 0), grid)
+        return attend_in_parts(attend, places.parts(heads, width), rows)
+
+    def _choose(self, shape: LatentShape, dtype: mx.Dtype) -> AttentionKernel:
         if self._tensor_attend is not None and _fits_tensor_cores(shape, dtype):
-            return self._tensor_attend, largest_divisor(shape.query_heads, _TENSOR_HEADS_MAX)
-        return self._attend, _heads_of_group(shape, dtype)
+            heads = largest_divisor(shape.query_heads, _TENSOR_HEADS_MAX)
+            return AttentionKernel(self._tensor_attend, heads, _THREADS)
+        return AttentionKernel(self._attend, _heads_of_group(shape, dtype), _THREADS)
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,12 +16,10 @@ from services.rank_worker.model.fast_path.kernels.attention.head_attention impor
     AttentionWeights,
     made_up_token,
 )
-from services.rank_worker.model.fast_path.kernels.attention.row_places import (
-    RowPlaces,
-    first_error,
-)
-from services.rank_worker.model.fast_path.kernels.dialects import largest_divisor
-from services.rank_worker.model.fast_path.kernels.tensor_cores import cuda_kernel, multiplies
+from services.rank_worker.model.fast_path.kernels.attention.row_places import RowPlaces
+from services.rank_worker.model.fast_path.kernels.dialects import largest_divisor, make_kernel
+from services.rank_worker.model.fast_path.kernels.faults import first_error
+from services.rank_worker.model.fast_path.kernels.tensor_cores import HEADER, multiplies
 
 _THREADS = 2 * PROMPT_BLOCK
 """Of a group that attends: a warp for 16 queries."""
@@ -37,18 +35,21 @@ class PromptAttention:
     def __init__(self) -> None:
         """Prepare; nothing is compiled yet."""
         weights = ["rotations", "query_weight", "key_weight", "constants"]
-        self._write = cuda_kernel(
+        self._write = make_kernel(
+            "cuda",
             "heads/write_prompts",
             ["qkv", "lengths", "slots", *weights, "keys", "values"],
             ["queries"],
-            # A copy of keys and values would be written instead of the row.
-            ensure_row_contiguous=False,
+            header=HEADER,
+            in_place=True,
         )
-        self._attend = cuda_kernel(
+        self._attend = make_kernel(
+            "cuda",
             "heads/prompt_attention",
             ["queries", "lengths", "slots", "blocks", "constants", "keys", "values"],
             ["attended"],
-            ensure_row_contiguous=False,
+            header=HEADER,
+            in_place=True,
         )
 
     def find_fault(self, shapes: Collection[AttentionShape], dtype: mx.Dtype) -> str:

@@ -1,25 +1,20 @@
 """The rows of a forward as kernels of all kinds of attention see them.
 
-Owns how a row is divided into tiles, how these are added up, and how new tokens that attend to each
-other are written first.
+Owns how a row is divided into tiles, and tokens into parts that have memory for their sums.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
-from typing import Any, Self
+from typing import Self
 
 import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
-from services.rank_worker.model.fast_path.kernels.dialects import Dialect, read_source
 
 TILE_TOKENS = 256
 """Tokens that one group of threads sums up. A row's result depends on it, and on nothing else of
 the batch."""
 SUMS_BYTES_MAX = 1 << 29
 """Most memory for the sums of tiles of one operation; more rows are divided among several."""
-_ADDING_THREADS = 128
-"""Of a group that adds up tiles."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ class RowPlaces:
         return self.tokens_share_rows and not self.are_written
 
     def written(self, lengths: mx.array) -> "RowPlaces":
-        """Return the places of tokens that are written, given the result of `write_first`."""
+        """Return the places of tokens that are written, given their lengths anew."""
         return dataclasses.replace(self, lengths=lengths, are_written=True)
 
     def has_many_sums(self, heads: int, width: int) -> bool:
@@ -68,6 +63,12 @@ class RowPlaces:
         """
         tokens, tiles = len(self.lengths), self.tiles
         return min(tokens, tiles) > 1 and 4 * tokens * heads * tiles * (width + 2) > SUMS_BYTES_MAX
+
+    def parts(self, heads: int, width: int) -> list["RowPlaces"]:
+        """Return the places of parts of the tokens, in order, none of which `has_many_sums`."""
+        if not self.has_many_sums(heads, width):
+            return [self]
+        return [part for half in self.halves() for part in half.parts(heads, width)]
 
     def halves(self) -> list["RowPlaces"]:
         """Return the places of the first half of the tokens, and of the others."""
@@ -80,97 +81,6 @@ class RowPlaces:
         ]
 
 
-def halves(rows: mx.array) -> list[mx.array]:
-    """Return the first half of the rows of an array, and the others."""
-    return [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-
-
 def tile_count(length_max: int) -> int:
     """Return how many tiles a row of `length_max` tokens and its new token need."""
     return length_max // TILE_TOKENS + 1
-
-
-def first_error(run: Callable[[Any], None], shapes: Collection[Any]) -> str:
-    """Run kernels for all shapes; return the first line of MLX's error, "" without one."""
-    try:
-        for one in shapes:
-            run(one)
-    except (RuntimeError, ValueError) as error:
-        return str(error).splitlines()[0]
-    return ""
-
-
-def write_first(
-    kernel: Any,
-    inputs: list[mx.array],
-    template: list[tuple[str, Any]],
-    grid: tuple[int, int, int],
-) -> mx.array:
-    """Start a kernel that writes new tokens, before any of them attends to others of its row.
-
-    Kernels that attend to the tokens of one at a time write it again, with the same numbers.
-
-    Args:
-        kernel: writes the tokens; its result is the tokens' lengths.
-        inputs: of the kernel.
-        template: of the kernel.
-        grid: threads of a group, groups per token, tokens.
-
-    Returns:
-        Lengths as in `RowPlaces`, int32 [tokens], of which all that attends must be made.
-    """
-    lengths: mx.array
-    (lengths,) = kernel(
-        inputs=inputs,
-        template=template,
-        grid=grid,
-        threadgroup=(grid[0], 1, 1),
-        output_shapes=[grid[2:]],
-        output_dtypes=[mx.int32],
-    )
-    return lengths
-
-
-class TileSums:
-    """Starts the kernel that adds up the tiles of rows."""
-
-    def __init__(self, make: Any, dialect: Dialect) -> None:
-        """Prepare; arguments as those of `HeadAttentionKernels`. Nothing is compiled yet."""
-        self._kernel = make(
-            name="lockstep_add_tiles",
-            input_names=["tile_sums", "lengths"],
-            output_names=["attended"],
-            source=dialect.prologue + read_source("add_tiles"),
-            header=dialect.header,
-        )
-
-    def add_up(
-        self, tile_sums: mx.array, lengths: mx.array, dtype: mx.Dtype, shape: tuple[int, ...]
-    ) -> mx.array:
-        """Add up.
-
-        Args:
-            tile_sums: float32 [rows, query heads, tiles, width + 2]: sums of a tile's values, its
-                highest score, and the sum of its weights.
-            lengths: see `RowPlaces`.
-            dtype: of the result.
-            shape: of the result, with its numbers in the order rows, query heads, width.
-        """
-        rows, query_heads, _, numbers = tile_sums.shape
-        width = numbers - 2
-        attended: mx.array
-        (attended,) = self._kernel(
-            inputs=[tile_sums, lengths],
-            template=[
-                ("T", dtype),
-                ("HEAD_DIM", width),
-                ("QUERY_HEADS", query_heads),
-                ("THREADS", _ADDING_THREADS),
-                ("TILE", TILE_TOKENS),
-            ],
-            grid=(_ADDING_THREADS, query_heads, rows),
-            threadgroup=(_ADDING_THREADS, 1, 1),
-            output_shapes=[shape],
-            output_dtypes=[dtype],
-        )
-        return attended

@@ -1,0 +1,24 @@
+"""What MLX says of a kernel that does not compile or does not run."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def first_error(run: Callable[[Any], None], cases: Iterable[Any]) -> str:
+    """Run kernels for all cases; return the first line of MLX's error, "" without one.
+
+    Args:
+        run: starts kernels and waits for their results.
+        cases: it is called with each of them.
+    """
+    try:
+        for one in cases:
+            run(one)
+    except (RuntimeError, ValueError) as error:
+        return first_line(error)
+    return ""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error; those of compilers have many."""
+    return str(error).splitlines()[0]
