@@ -15,7 +15,7 @@ from services.rank_worker.model.fast_path.any_form.family_layers import (
     FamilyLayers,
     read_family_form,
 )
-from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
+from services.rank_worker.model.fast_path.expert_opening import open_expert_kernels
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.kernels.peer_sums import open_peer_sums
 from services.rank_worker.model.fast_path.known_form.forms import StackForm, read_form

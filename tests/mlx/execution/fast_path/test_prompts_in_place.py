@@ -17,8 +17,8 @@ from services.rank_worker.kv_cache.rows.row_store import RowStore
 from services.rank_worker.kv_cache.rows.row_views import prompt_blocks
 from services.rank_worker.model.expert_counter import ExpertCounter
 from services.rank_worker.model.fast_path.kernels import tensor_cores
-from services.rank_worker.model.fast_path.kernels.attention import head_attention
-from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
+from services.rank_worker.model.fast_path.kernels.attention import head_kernels
+from services.rank_worker.model.fast_path.kernels.attention.head_kernels import (
     AttentionShape,
     AttentionWeights,
 )
@@ -45,7 +45,7 @@ PROMPTS = {one: make_prompt(one, length) for one, length in {1: 150, 2: 20, 3: 3
 
 @pytest.fixture(autouse=True)
 def _tensor_cores_multiply_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (head_attention, tensor_cores):
+    for module in (head_kernels, tensor_cores):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
 
 

@@ -24,9 +24,9 @@ from services.rank_worker.model.fast_path.any_form.merged_products import (
     MergedProducts,
     matrices_noted,
 )
-from services.rank_worker.model.fast_path.compared_rows import PlainForward
+from services.rank_worker.model.fast_path.comparison import PlainForward
 from services.rank_worker.model.fast_path.compiled_forwards import CompiledForwards, RowArrays
-from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
+from services.rank_worker.model.fast_path.kernels.attention.head_kernels import (
     AttentionShape,
     AttentionWeights,
 )

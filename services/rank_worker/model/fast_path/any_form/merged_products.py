@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from services.rank_worker.model.fast_path.compared_rows import calls_replaced, relative_difference
+from services.rank_worker.model.fast_path.comparison import calls_replaced, relative_difference
 from services.rank_worker.model.fast_path.kernels.few_rows import FEW_ROWS_MAX, FewRows
 from services.rank_worker.model.fast_path.kernels.matrices import matrix_of
 from services.rank_worker.model.fast_path.merged_linear import (

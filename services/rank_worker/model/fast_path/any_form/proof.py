@@ -14,7 +14,7 @@ from services.rank_worker.model.fast_path.any_form.family_layers import (
     FamilyLayers,
     FullAttention,
 )
-from services.rank_worker.model.fast_path.compared_rows import (
+from services.rank_worker.model.fast_path.comparison import (
     LENGTHS,
     LENGTHS_OF_DRAFTS,
     LENGTHS_OF_KERNELS,

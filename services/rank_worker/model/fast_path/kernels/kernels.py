@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 
 import mlx.core as mx
 
-from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
+from services.rank_worker.model.fast_path.kernels.attention.head_kernels import (
     AttentionShape,
     HeadAttentionKernels,
 )
-from services.rank_worker.model.fast_path.kernels.attention.latent_attention import (
+from services.rank_worker.model.fast_path.kernels.attention.latent_kernels import (
     LatentAttentionKernels,
     LatentShape,
 )

@@ -20,7 +20,7 @@ from services.rank_worker.kv_cache.rows.row_views import (
     RaggedView,
     UniformView,
 )
-from services.rank_worker.model.fast_path.compared_rows import (
+from services.rank_worker.model.fast_path.comparison import (
     LENGTHS,
     LENGTHS_OF_DRAFTS,
     LENGTHS_OF_KERNELS,

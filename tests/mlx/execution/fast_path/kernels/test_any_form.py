@@ -15,7 +15,7 @@ from services.rank_worker.model.fast_path import opening
 from services.rank_worker.model.fast_path.any_form import proof as any_form_proof
 from services.rank_worker.model.fast_path.any_form.merged_products import MergedProducts
 from services.rank_worker.model.fast_path.kernels import tensor_cores
-from services.rank_worker.model.fast_path.kernels.attention import head_attention
+from services.rank_worker.model.fast_path.kernels.attention import head_kernels
 from services.rank_worker.model.fast_path.merged_linear import MergedLinear
 from services.rank_worker.model.fast_path.opening import FastPathSettings, open_fast_path
 from services.rank_worker.model.forward import Forward
@@ -78,7 +78,7 @@ def test_decodes_and_drafts_have_the_tokens_and_counts_of_mlx_lms_attention(
     family: str, device: Any, kv_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows have several lengths; of the drafts of a row all, some, or none are right."""
-    for module in (head_attention, tensor_cores):
+    for module in (head_kernels, tensor_cores):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
     plain, driver = (_driver(family, kv_bits, device=one) for one in ("cpu", device))
     assert plain.executor.layers_state.startswith("mlx-lm's layers: ")

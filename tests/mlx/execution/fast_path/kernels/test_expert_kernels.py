@@ -9,9 +9,9 @@ from mlx import nn
 
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
+from services.rank_worker.model.fast_path.expert_opening import open_expert_kernels
 from services.rank_worker.model.fast_path.kernels import tensor_cores
-from services.rank_worker.model.fast_path.kernels.attention import head_attention
+from services.rank_worker.model.fast_path.kernels.attention import head_kernels
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.sharding.local_experts import expert_layers, keep_all
@@ -25,7 +25,7 @@ LAYERS = "fast path with kernels"
 
 @pytest.fixture(autouse=True)
 def _tensor_cores_of_4_bytes(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> None:
-    for module in (head_attention, tensor_cores):
+    for module in (head_kernels, tensor_cores):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
 
 

@@ -10,7 +10,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import make_row_layer
 from services.rank_worker.model.fast_path.kernels import tensor_cores
-from services.rank_worker.model.fast_path.kernels.attention import head_attention, row_places
+from services.rank_worker.model.fast_path.kernels.attention import head_kernels, row_places
 from services.rank_worker.model.fast_path.kernels.dialects import Gpu
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
@@ -42,7 +42,7 @@ def test_attention_of_tensor_cores_computes_and_writes_like_mlx_lm(
     kind: str, query_heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It passes the same proof, also for prompts. Here its products are of numbers of 4 bytes."""
-    for module in (head_attention, tensor_cores):
+    for module in (head_kernels, tensor_cores):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
     model = make(kind, query_heads, kv_heads, head_dim)
     opened = open_of(model, device="cuda", prompts_in_place=True)
@@ -85,9 +85,9 @@ def test_new_keys_are_quantized_to_the_words_of_mlx(bits: int, spread: float) ->
 
     Where all are negative, MLX's words on a CPU differ from those on GPUs, which the kernels write.
     """
-    shape = head_attention.AttentionShape(2, 1, 64, 0, is_traditional=False, normalizes=False)
-    attend = head_attention.HeadAttentionKernels("metal", bits).attend
-    weights = head_attention.AttentionWeights(
+    shape = head_kernels.AttentionShape(2, 1, 64, 0, is_traditional=False, normalizes=False)
+    attend = head_kernels.HeadAttentionKernels("metal", bits).attend
+    weights = head_kernels.AttentionWeights(
         mx.zeros((1,)), mx.zeros((1,)), mx.array([0.1, 0.0, 0.0])
     )
     middle = mx.array([3.0, 0.5, 0.0])[:, None]
@@ -120,11 +120,11 @@ def test_layers_of_one_forward_count_finished_groups_in_one_array(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last group of a row leaves a 0, also in a row of one tile beside one of three."""
-    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
-    attend = head_attention.HeadAttentionKernels("cuda").attend
-    shape = head_attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)
+    monkeypatch.setattr(head_kernels, "DTYPES", (mx.float32,))
+    attend = head_kernels.HeadAttentionKernels("cuda").attend
+    shape = head_kernels.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)
     constants = mx.array([0.25, 0.0, 0.0])
-    weights = head_attention.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), constants)
+    weights = head_kernels.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), constants)
     lengths = [3, 2 * row_places.TILE_TOKENS + 9]
     room = (2, 2, lengths[1] + 1, 16)
     keys, values = (mx.random.normal(room, key=mx.random.key(one)) for one in (1, 2))
@@ -149,12 +149,12 @@ def test_new_tokens_of_a_row_share_its_keys_and_do_not_depend_on_other_rows(
 
     The results are those of the kernel that reads a row once per token.
     """
-    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
-    shape = head_attention.AttentionShape(
+    monkeypatch.setattr(head_kernels, "DTYPES", (mx.float32,))
+    shape = head_kernels.AttentionShape(
         query_heads, 2, 16, 16, is_traditional=False, normalizes=False
     )
     constants = mx.array([0.25, 0.0, 0.0])
-    weights = head_attention.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), constants)
+    weights = head_kernels.AttentionWeights(mx.zeros((1,)), mx.zeros((1,)), constants)
     tile = row_places.TILE_TOKENS
     # The last token repeats that of the shortest row.
     lengths = [*range(tile - 3, tile + 6), 0, *range(2 * tile - 1, 2 * tile + 4), 0]
@@ -170,7 +170,7 @@ def test_new_tokens_of_a_row_share_its_keys_and_do_not_depend_on_other_rows(
         places = row_places.RowPlaces(
             mx.array(lengths[first:stop]), mx.array(slots[first:stop]), 3, tokens_share_rows=True
         )
-        attend = head_attention.HeadAttentionKernels(device).attend
+        attend = head_kernels.HeadAttentionKernels(device).attend
         return attend(shape, weights, qkv[first:stop], stored, places, table[first:stop])
 
     shared = attended("cuda")
@@ -208,7 +208,7 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
     failing_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others round differently, and ranks would route a token to different experts."""
-    for module in (head_attention, tensor_cores):
+    for module in (head_kernels, tensor_cores):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
     real: Any = mx.fast.cuda_kernel
 
@@ -221,7 +221,7 @@ def test_ranks_use_kernels_of_tensor_cores_only_together(
     if failing_rank == "this one":
         monkeypatch.setattr(mx.fast, "cuda_kernel", failing)
     kernels, votes = Kernels("cuda", prompts_in_place=True), []
-    shapes = [head_attention.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)]
+    shapes = [head_kernels.AttentionShape(4, 2, 16, 0, is_traditional=False, normalizes=False)]
     assert kernels.find_fault(shapes, mx.float32, 32) == ""
 
     def all_agree(vote: bool) -> bool:

@@ -15,8 +15,8 @@ from services.rank_worker.device.cuda.kept_kernels.compiler import Compiler
 from services.rank_worker.device.cuda.kept_kernels.kept_kernel import KernelFolder
 from services.rank_worker.kv_cache.blocks import host_copier
 from services.rank_worker.model.fast_path.kernels import expert_counts
-from services.rank_worker.model.fast_path.kernels.attention.head_attention import AttentionShape
-from services.rank_worker.model.fast_path.kernels.attention.latent_attention import LatentShape
+from services.rank_worker.model.fast_path.kernels.attention.head_kernels import AttentionShape
+from services.rank_worker.model.fast_path.kernels.attention.latent_kernels import LatentShape
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape

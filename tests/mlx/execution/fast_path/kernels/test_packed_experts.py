@@ -7,9 +7,9 @@ import pytest
 from mlx import nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
+from services.rank_worker.model.fast_path.expert_opening import open_expert_kernels
 from services.rank_worker.model.fast_path.kernels import tensor_cores
-from services.rank_worker.model.fast_path.kernels.attention import head_attention
+from services.rank_worker.model.fast_path.kernels.attention import head_kernels
 from services.rank_worker.model.fast_path.kernels.few_experts import FewExperts
 from services.rank_worker.model.fast_path.kernels.few_rows import FewRows
 from services.rank_worker.model.fast_path.kernels.matrices import Matrix, PackedMatrix
@@ -151,7 +151,7 @@ def test_packed_matrices_of_a_dense_model_are_multiplied_by_the_kernel(
     keeps_layers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its layers pass the proof, in which all products are compared."""
-    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(head_kernels, "DTYPES", (mx.float32,))
     used: list[int] = []
     multiply = FewRows.multiply
 

@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from services.rank_worker.model.fast_path import expert_kernels
-from services.rank_worker.model.fast_path.expert_kernels import open_expert_kernels
+from services.rank_worker.model.fast_path import expert_opening
+from services.rank_worker.model.fast_path.expert_opening import open_expert_kernels
 from services.rank_worker.model.fast_path.kernels import tensor_cores
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
 from services.rank_worker.model.fast_path.kernels.few_experts import TOKENS_MAX, FewExperts
@@ -328,6 +328,6 @@ def test_counts_are_mlxs_where_the_kernel_counts_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is tried once, as all kernels are."""
-    assert expert_kernels._open_counts(3) is not None
+    assert expert_opening._open_counts(3) is not None
     monkeypatch.setattr(ExpertCounts, "add", lambda _, counts, *args: counts)
-    assert expert_kernels._open_counts(3) is None
+    assert expert_opening._open_counts(3) is None

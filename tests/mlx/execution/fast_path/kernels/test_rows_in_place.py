@@ -10,7 +10,7 @@ from mlx import nn
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.kernels.attention import head_attention, row_places
+from services.rank_worker.model.fast_path.kernels.attention import head_kernels, row_places
 from services.rank_worker.model.fast_path.kernels.attention.row_places import TILE_TOKENS
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from shared.messages import DraftChunk, RolledBack
@@ -146,7 +146,7 @@ def test_drafts_over_the_border_of_a_tile_and_at_the_end_of_a_row_change_no_toke
     device: DeviceKind, kv_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New tokens of one row are in two tiles, and the row becomes full."""
-    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(head_kernels, "DTYPES", (mx.float32,))
     prompts = {1: make_prompt(1, TILE_TOKENS - 6), 2: make_prompt(2, 5)}
     room = TILE_TOKENS + 16
     plain, driver = (

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from services.rank_worker.model.fast_path.kernels.attention import head_attention, row_places
+from services.rank_worker.model.fast_path.kernels.attention import head_kernels, row_places
 from services.rank_worker.model.fast_path.kernels.attention.tiled_attention import TileSums
 from services.rank_worker.model.fast_path.kernels.dialects import Gpu, device_numbers
 
@@ -32,9 +32,9 @@ def test_tiles_of_rows_of_all_lengths_are_added_up(width: int) -> None:
 @pytest.mark.usefixtures("kernels_on_cpu")
 def test_last_group_of_a_row_of_many_tiles_adds_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """With several new tokens that share the row as with one."""
-    monkeypatch.setattr(head_attention, "DTYPES", (mx.float32,))
-    shape = head_attention.AttentionShape(2, 1, 16, 0, is_traditional=False, normalizes=False)
-    weights = head_attention.AttentionWeights(
+    monkeypatch.setattr(head_kernels, "DTYPES", (mx.float32,))
+    shape = head_kernels.AttentionShape(2, 1, 16, 0, is_traditional=False, normalizes=False)
+    weights = head_kernels.AttentionWeights(
         mx.zeros((1,)), mx.zeros((1,)), mx.array([0.5, 0.0, 0.0])
     )
     length = 33 * TILE + 7
@@ -49,7 +49,7 @@ def test_last_group_of_a_row_of_many_tiles_adds_them_up(monkeypatch: pytest.Monk
             row_places.tile_count(max(lengths)),
             tokens_share_rows=len(lengths) > 1,
         )
-        attend = head_attention.HeadAttentionKernels(device).attend
+        attend = head_kernels.HeadAttentionKernels(device).attend
         return attend(shape, weights, qkv[: len(lengths)], stored, places, None)
 
     for lengths in ([length], [length, length + 1]):

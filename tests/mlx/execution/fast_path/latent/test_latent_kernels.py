@@ -11,9 +11,9 @@ from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import InPlaceView
 from services.rank_worker.model.fast_path import opening
 from services.rank_worker.model.fast_path.kernels import tensor_cores
-from services.rank_worker.model.fast_path.kernels.attention import latent_attention
+from services.rank_worker.model.fast_path.kernels.attention import latent_kernels
 from services.rank_worker.model.fast_path.kernels.attention.head_products import HeadProducts
-from services.rank_worker.model.fast_path.kernels.attention.latent_attention import (
+from services.rank_worker.model.fast_path.kernels.attention.latent_kernels import (
     LatentAttentionKernels,
     LatentShape,
     LatentWeights,
@@ -40,8 +40,8 @@ def kernels(
     """Return the kernels for any GPU, and those for tensor cores, here with numbers of 4 bytes."""
     if request.param == "any GPU":
         return LatentAttentionKernels("metal")
-    monkeypatch.setattr(latent_attention, "DTYPES", (mx.float32,))
-    monkeypatch.setattr(latent_attention, "_TENSOR_SHARED_MAX", 2**20)
+    monkeypatch.setattr(latent_kernels, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(latent_kernels, "_TENSOR_SHARED_MAX", 2**20)
     return LatentAttentionKernels("cuda")
 
 
@@ -161,9 +161,9 @@ def test_tensor_cores_compute_latent_attention_like_mlx_lm(
     kind: str, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They pass the same proof. Here their products are of numbers of 4 bytes."""
-    for module in (latent_attention, tensor_cores):
+    for module in (latent_kernels, tensor_cores):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
-    monkeypatch.setattr(latent_attention, "_TENSOR_SHARED_MAX", 2**20)
+    monkeypatch.setattr(latent_kernels, "_TENSOR_SHARED_MAX", 2**20)
     model = make_latent(kind, first_k_dense_replace=2, qk_nope_head_dim=32)
     opened = open_of(model, device="cuda", batch_invariant=batch_invariant)
     assert opened.state == "fast path with kernels"
@@ -262,7 +262,7 @@ def test_layer_of_a_decode_with_kernels_has_no_more_operations_than_today(
 
     Rows of several tiles need one more; MLX's products for several rows need two that copy nothing.
     """
-    for module in (latent_attention, tensor_cores):
+    for module in (latent_kernels, tensor_cores):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
     for name in ("metal_kernel", "cuda_kernel"):
         monkeypatch.setattr(mx.fast, name, _OneOperation)

@@ -22,7 +22,7 @@ import numpy as np
 from services.rank_worker.device import ring_sockets
 from services.rank_worker.device.execution_profile import ExecutionProfile
 from services.rank_worker.model.fast_path.kernels import peer_sums, tensor_cores
-from services.rank_worker.model.fast_path.kernels.attention import head_attention
+from services.rank_worker.model.fast_path.kernels.attention import head_kernels
 from services.rank_worker.model.fast_path.kernels.peer_sums import SUMMED_ROWS_MAX, open_peer_sums
 from services.rank_worker.model.fast_path.opening import FastPathSettings
 from services.rank_worker.model.sharding.apply import apply_split
@@ -56,7 +56,7 @@ def main(folder: str, driver: str, case: str) -> None:
     KernelOnCpu.folder.mkdir(exist_ok=True)
     mx.fast.cuda_kernel = KernelOnCpu  # type: ignore[assignment]
     mx.compile = lambda function, **_named: function
-    for module in (head_attention, tensor_cores):
+    for module in (head_kernels, tensor_cores):
         module.DTYPES = (mx.float32,)  # type: ignore[attr-defined]
     world = collectives.init("ring", rank, size)
     ring_sockets.make_blocking(hosts)

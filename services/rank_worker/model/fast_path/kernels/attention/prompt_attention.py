@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from services.rank_worker.kv_cache.rows.row_views import PROMPT_BLOCK
-from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
+from services.rank_worker.model.fast_path.kernels.attention.head_kernels import (
     AttentionShape,
     AttentionWeights,
     made_up_token,

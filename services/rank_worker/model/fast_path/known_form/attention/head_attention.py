@@ -14,7 +14,7 @@ from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.kv_cache.rows.row_views import ConcatenatedView
 from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
-from services.rank_worker.model.fast_path.kernels.attention.head_attention import (
+from services.rank_worker.model.fast_path.kernels.attention.head_kernels import (
     AttentionShape,
     AttentionWeights,
 )

@@ -18,7 +18,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from services.rank_worker.kv_cache.rows.block_layout import BlockPart
 from services.rank_worker.kv_cache.rows.row_layers import RowLayer
 from services.rank_worker.model.fast_path.compiled_forwards import RowArrays
-from services.rank_worker.model.fast_path.kernels.attention.latent_attention import (
+from services.rank_worker.model.fast_path.kernels.attention.latent_kernels import (
     LatentShape,
     LatentWeights,
     NewLatents,

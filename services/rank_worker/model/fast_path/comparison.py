@@ -1,4 +1,4 @@
-"""What comparisons with mlx-lm's code have in common; they come before the fast path serves.
+"""The common part of comparisons with mlx-lm's code, which come before the fast path serves.
 
 Also replaces calls of mlx-lm's modules for a while.
 """

@@ -10,7 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLin
 
 from services.rank_worker.device.description import DeviceKind
 from services.rank_worker.model.expert_counter import ExpertCounter
-from services.rank_worker.model.fast_path.compared_rows import relative_difference
+from services.rank_worker.model.fast_path.comparison import relative_difference
 from services.rank_worker.model.fast_path.kernels.expert_counts import ExpertCounts
 from services.rank_worker.model.fast_path.kernels.faults import first_line
 from services.rank_worker.model.fast_path.kernels.few_experts import (
