@@ -40,14 +40,12 @@ def main(path: str, backend: Backend) -> None:
     Args:
         path: the model's folder.
         backend: "off".
-
-    Raises:
-        ConfigError: the model does not fit in memory.
     """
     lifeline.exit_with_parent()
     hardware.wire_memory(hardware.describe_device())
     settings = msgspec.structs.replace(load_config(environment=os.environ).model, path=path)
-    model = standalone_rank.load(standalone_rank.join(backend), settings, "none").model
+    with refusals_written():
+        model = standalone_rank.load(standalone_rank.join(backend), settings, "none").model
     write_answer({})
     answer_orders(lambda text, tokens: read_again(model, text, tokens))
 
@@ -77,5 +75,4 @@ def read_again(model: Any, text: list[int], tokens: Sequence[int]) -> dict[str, 
 
 
 if __name__ == "__main__":
-    with refusals_written():
-        main(sys.argv[1], cast(Backend, sys.argv[2]))
+    main(sys.argv[1], cast(Backend, sys.argv[2]))

@@ -59,8 +59,8 @@ def main(backend: Backend, model: str, sharding: Sharding) -> None:
         sharding: how the ranks share the model.
     """
     lifeline.exit_with_parent()
-    world = standalone_rank.join(backend)
-    timer = _StepTimer(world, model, sharding)
+    with refusals_written():
+        timer = _StepTimer(standalone_rank.join(backend), model, sharding)
     write_answer(timer.describe())
     answer_orders(timer.measure)
 
@@ -262,5 +262,4 @@ def _chain(calls: list[CollectiveCall]) -> mx.array:
 
 
 if __name__ == "__main__":
-    with refusals_written():
-        main(sys.argv[1], sys.argv[2], sys.argv[3])  # type: ignore[arg-type]
+    main(sys.argv[1], sys.argv[2], sys.argv[3])  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from services.rank_worker.model.loading.source import find_source  # noqa: E402
 from services.rank_worker.peers import collectives  # noqa: E402
 from services.rank_worker.peers.collectives import Collectives  # noqa: E402
 from shared.configuration.settings import ModelConfig  # noqa: E402
+from shared.errors import ConfigError  # noqa: E402
 from shared.messages.base import Sharding  # noqa: E402
 from shared.messages.rank_link import Backend, VocabularySplit  # noqa: E402
 from shared.model.sharding.shares import Split  # noqa: E402
@@ -58,11 +59,18 @@ def load(
         vocabulary: which matrices with a row per token they divide.
 
     Raises:
-        ConfigError: this rank's share does not fit in its memory.
+        ConfigError: on all ranks, if the share of one does not fit in its memory. What other
+            processes use of it is not counted.
     """
     source = find_source(model, world.world_size, sharding)
     split = Split(sharding, world.rank, world.world_size, vocabulary=vocabulary)
     opened = open_model(model, source, split, world, lambda *_: None)
     memory_bytes = rank_memory_bytes(hardware.describe_device(), world.world_size)
-    check_fits(opened.needs, opened.context_tokens_max, memory_bytes)
+    obstacle = None
+    try:
+        check_fits(opened.needs, opened.context_tokens_max, memory_bytes)
+    except ConfigError as error:
+        obstacle = error
+    if not world.all_agree(obstacle is None):
+        raise obstacle or ConfigError("Another rank's share of the model does not fit.")
     return opened.read(lambda *_: None)

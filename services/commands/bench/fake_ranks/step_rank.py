@@ -66,10 +66,11 @@ def main(path: str, backend: Backend) -> None:
     cores.pin(config.rank_worker.pin_cores, on_cpu=device.kind == "cpu", place=place, count=count)
     hardware.wire_memory(device)
     model = msgspec.structs.replace(config.model, path=path)
-    world = standalone_rank.join(backend)
-    loaded = standalone_rank.load(world, model, config.sharding, config.vocabulary_split)
-    executor = _build_executor(config, device, loaded, world, backend)
-    warm_up(executor, loaded.context_tokens_max)
+    with refusals_written():
+        world = standalone_rank.join(backend)
+        loaded = standalone_rank.load(world, model, config.sharding, config.vocabulary_split)
+        executor = _build_executor(config, device, loaded, world, backend)
+        warm_up(executor, loaded.context_tokens_max)
 
     def kv_budget_bytes() -> int:
         free_bytes = hardware.free_bytes(device, 1, config.rank_worker.memory_share)
@@ -140,5 +141,4 @@ def _build_executor(
 
 
 if __name__ == "__main__":
-    with refusals_written():
-        main(sys.argv[1], cast(Backend, sys.argv[2]))
+    main(sys.argv[1], cast(Backend, sys.argv[2]))

@@ -27,7 +27,7 @@ def answer_orders(answer: Callable[..., Mapping[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def refusals_written() -> Iterator[None]:
-    """Answer {"refused": sentence} and exit, where a program cannot do its work as configured.
+    """Write {"refused": sentence} in place of a description and exit, if a program cannot start.
 
     Its parent then shows the sentence, and not the end of a traceback.
     """

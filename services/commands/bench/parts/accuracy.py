@@ -1,7 +1,8 @@
 """`lockstep bench accuracy`: errors of log probabilities, and the influence of other rows on them.
 
 A rank without a scheduler continues texts of random words greedily, side by side. The texts have
-uneven lengths, and all are read before the first decode. Contenders are the same model under other
+uneven lengths, and all are read before the first decode; a smaller batch has the first ones of a
+larger one, so other texts are compared in it. Contenders are the same model under other
 settings, each in a process of its own. Up to COMPARED_TEXTS of each batch, in slots far apart, are
 read again by mlx-lm's own code with the same weights as float32, on one rank; then tokens are given
 and none is drawn. Quantized weights stay quantized, so the errors are those of the computation, not
@@ -126,9 +127,9 @@ def measure(plan: AccuracyPlan, report: Report) -> None:
                 found += _continue_texts(plan, report, (name, ranks), cases, texts)
         report.cases += [case for case in cases if case.series]
         kind = worlds[LOCKSTEP].descriptions[0]["kind"]
-    if kind == "cpu" and plan.settings.get("LOCKSTEP_MODEL_DTYPE", "auto") == "auto":
+    if kind == "cpu":
         report.notes.append(
-            "On a CPU all contenders compute with float32: --set model.dtype=bfloat16 changes that."
+            'On a CPU model.dtype "auto" is float32: --set model.dtype=bfloat16 measures 16 bits.'
         )
     _add_errors(plan, report, found)
 
@@ -145,16 +146,16 @@ def _continue_texts(
     found = []
     alone: dict[int, Continuation] = {}
     for case, batch in zip(cases, plan.batches, strict=True):
+        places = compared_places(batch)
         try:
             beside = _continue(plan, ranks, texts[:batch])
+            for place in places:
+                if place not in alone:
+                    (alone[place],) = _continue(plan, ranks, [texts[place]])
         except UnavailableError as error:
             note = f"{name} was not measured in batch {batch}: {last_line(error)}"
             report.notes += [] if note in report.notes else [note]
             continue
-        places = compared_places(batch)
-        for place in places:
-            if place not in alone:
-                (alone[place],) = _continue(plan, ranks, [texts[place]])
         other = [other_bits(alone[place], beside[place]) for place in places]
         case.add(name, {"other_bits": sum(other) / len(other)})
         found.append(_Compared(case, name, [beside[place] for place in places]))

@@ -16,6 +16,7 @@ from services.rank_worker.model.fast_path.any_form.family_layers import (
     read_family_form,
 )
 from services.rank_worker.model.fast_path.expert_opening import open_expert_kernels
+from services.rank_worker.model.fast_path.kernels.faults import first_line
 from services.rank_worker.model.fast_path.kernels.kernels import Kernels, Shape
 from services.rank_worker.model.fast_path.kernels.peer_sums import open_peer_sums
 from services.rank_worker.model.fast_path.known_form.forms import StackForm, read_form
@@ -211,24 +212,25 @@ class _Opening:
     def _make_stack(
         self, form: StackForm, kernels: Kernels | None
     ) -> tuple[LayerStack | None, str]:
-        """Merge the weights and compile products; these have shapes that no kernel has tried yet.
+        """Merge the weights and compile products, whose kernels have not run with such shapes yet.
 
         Raises:
             ConfigError: rows cannot be independent of each other.
         """
         invariant = self.settings.batch_invariant
-        try:
-            stack = LayerStack(
-                form,
-                kernels,
-                self.forward.expert_counter,
-                on_cpu=self.settings.device == "cpu",
-                batch_invariant=invariant,
-            )
-        except (RuntimeError, ValueError) as error:
-            return None, f"a product does not run ({str(error).splitlines()[0]})"
+        stack = LayerStack(
+            form,
+            kernels,
+            self.forward.expert_counter,
+            on_cpu=self.settings.device == "cpu",
+            batch_invariant=invariant,
+        )
         if invariant and not stack.has_plain_matrices:
             raise _refusal("this model's layers have experts, adapters or divided biases")
+        try:
+            stack.compile_products()
+        except (RuntimeError, ValueError) as error:
+            return None, f"a product does not run ({first_line(error)})"
         return stack, ""
 
     def _try_prompts(self, stack: LayerStack, kernels: Kernels) -> str:

@@ -8,12 +8,16 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
+from services.commands.bench.fake_ranks import standalone_rank
 from services.commands.bench.fake_ranks.continuations import TextContinuer
 from services.commands.bench.fake_ranks.reference_model import read_again
 from services.commands.bench.fake_ranks.row_filler import RowFiller
 from services.commands.bench.measuring.processes import LOCKSTEP_COMMAND
-from shared.configuration.settings import SchedulerConfig
-from shared.errors import UsageError
+from services.rank_worker.model.loading.loader import OpenedModel
+from services.rank_worker.peers.collectives import Collectives
+from shared.configuration.settings import ModelConfig, SchedulerConfig
+from shared.errors import ConfigError, UsageError
+from shared.model.location import demo_folder
 from tests.mlx.executor_driver import generate_with_mlx_lm, make_executor, make_prompt
 from tests.mlx.models import MakeModel, make_llama
 
@@ -73,6 +77,19 @@ def test_texts_that_do_not_fit_are_refused_in_a_sentence(
     with pytest.raises(UsageError, match=message):
         continuer.write(TEXTS, new_tokens)
     assert len(continuer.write(TEXTS, 2)["tokens"]) == 3
+
+
+def test_share_that_does_not_fit_is_refused_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for this rank in collectives. No weight has been read."""
+    world, model = standalone_rank.join("off"), ModelConfig(path=str(demo_folder()))
+    monkeypatch.setattr(OpenedModel, "read", lambda *_: pytest.fail("weights were read"))
+    with monkeypatch.context() as patched:
+        patched.setattr(standalone_rank, "rank_memory_bytes", lambda *_: 1)
+        with pytest.raises(ConfigError, match="This rank's shard does not fit"):
+            standalone_rank.load(world, model, "none")
+    monkeypatch.setattr(Collectives, "all_agree", lambda *_: False)
+    with pytest.raises(ConfigError, match="Another rank's share"):
+        standalone_rank.load(world, model, "none")
 
 
 @pytest.mark.proof

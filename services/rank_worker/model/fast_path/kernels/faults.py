@@ -1,4 +1,4 @@
-"""What MLX says of a kernel that does not compile or does not run."""
+"""Errors of MLX about kernels that do not compile or do not run."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,4 +21,4 @@ def first_error(run: Callable[[Any], None], cases: Iterable[Any]) -> str:
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error; those of compilers have many."""
-    return str(error).splitlines()[0]
+    return (str(error).splitlines() or [repr(error)])[0]

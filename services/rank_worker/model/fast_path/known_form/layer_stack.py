@@ -57,8 +57,6 @@ class LayerStack:
             self._layers.append(DecoderLayer(one, kernels, on_cpu=on_cpu))
             # The merged weights replace those that the modules have held.
             mx.clear_cache()
-        # Layers usually have matrices of the same shapes; others are compiled when they first run.
-        self._layers[0].compile_products(invariant=batch_invariant)
         self._following = [*(one.input_norm for one in form.layers[1:]), form.norm]
         norms = [*(one.mlp_norm for one in form.layers), *self._following]
         self._epsilons = {id(norm): device_numbers(norm.eps) for norm in norms}
@@ -73,6 +71,13 @@ class LayerStack:
         """Sums over ranks in decodes; None: collectives do."""
         self.observe: Observe | None = None
         """Calls the parts of the layers while a step is measured; None: nothing is measured."""
+
+    def compile_products(self) -> None:
+        """Have kernels of products compiled for the shapes of the weights; waits for the device.
+
+        Layers usually have matrices of the same shapes; others are compiled when they first run.
+        """
+        self._layers[0].compile_products(invariant=self._batch_invariant)
 
     @property
     def has_kernels(self) -> bool:
