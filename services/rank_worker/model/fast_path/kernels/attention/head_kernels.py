@@ -185,21 +185,21 @@ class HeadAttentionKernels(TiledAttention):
         places: RowPlaces,
         rotations: mx.array | None,
     ) -> mx.array:
-        """Write the new key and value of each row, and attend to all tokens of the row.
+        """Write the key and value of each new token, and attend to its row up to itself.
 
         Args:
             shape: of the attention.
             weights: of the layer.
-            qkv: [rows, (query_heads + 2 * kv_heads) * head_dim], row-contiguous: new queries, keys
-                and values before norm and rotation.
+            qkv: [tokens, (query_heads + 2 * kv_heads) * head_dim], row-contiguous: new queries,
+                keys and values before norm and rotation.
             stored: keys and values of all rows, row-contiguous: `RowLayer.arrays`. They are changed
                 in place. MLX does not know of the change: all other work on them must begin after
                 this is computed.
-            places: where the rows are in these arrays.
-            rotations: table of `Rotation`, `rotated` numbers per row; None: heads are not rotated.
+            places: where the tokens are in these arrays.
+            rotations: table of `Rotation`, `rotated` numbers per token; None: none are rotated.
 
         Returns:
-            [rows, query_heads * head_dim] in the dtype of `qkv`.
+            [tokens, query_heads * head_dim] in the dtype of `qkv`.
         """
         template = functools.partial(
             _template, shape, qkv.dtype, self._kv_bits, self._group(stored)

@@ -189,20 +189,20 @@ class LatentAttentionKernels(TiledAttention):
         places: RowPlaces,
         rotations: mx.array,
     ) -> mx.array:
-        """Write the new latent and key of each row, and attend to all tokens of the row.
+        """Write the latent and key of each new token, and attend to its row up to itself.
 
         Args:
             shape: of the attention.
             weights: of the layer.
-            new: the new token of each row.
+            new: of the new tokens.
             latents: [row_count, 1, room, latent], row-contiguous, changed in place. MLX does not
                 know of the change: all other work on them must begin after this is computed.
             rotated_keys: the same for the rotated parts of keys, [row_count, 1, room, rotated].
-            places: where the rows are in these arrays.
-            rotations: table of `Rotation`, `rotated` numbers per row.
+            places: where the tokens are in these arrays.
+            rotations: table of `Rotation`, `rotated` numbers per token.
 
         Returns:
-            [rows, query_heads, 1, latent].
+            [tokens, query_heads, 1, latent].
         """
         tokens, heads, _, width = new.absorbed.shape
         dtype = new.absorbed.dtype

@@ -209,11 +209,11 @@ class TileSums:
         """Add up.
 
         Args:
-            tile_sums: float32 [rows, query heads, tiles, width + 2]: sums of a tile's values, its
-                highest score, and the sum of its weights.
+            tile_sums: float32 [tokens, query heads, tiles, width + 2]: sums of a tile's values,
+                its highest score, and the sum of its weights.
             lengths: see `RowPlaces`.
             dtype: of the result.
-            shape: of the result, with its numbers in the order rows, query heads, width.
+            shape: of the result, with its numbers in the order tokens, query heads, width.
         """
         rows, query_heads, _, numbers = tile_sums.shape
         width = numbers - 2
