@@ -58,6 +58,8 @@ def bench() -> None:
 def run(benchmark: Benchmark, /, **given: Any) -> int:
     """Run one benchmark, print its report and return an exit code.
 
+    If a signal or an error ends it early, the report contains all that was measured until then.
+
     Args:
         benchmark: its entry in the table of benchmarks.
         given: option name -> value as parsed, for options that are not given their default.
@@ -75,10 +77,20 @@ def run(benchmark: Benchmark, /, **given: Any) -> int:
         report = Report(
             benchmark=benchmark.name, machine=machine.describe(), columns=benchmark.columns
         )
-        benchmark.measure(plan, report)
-    noise.add_noise_note(report)
-    print_line(to_json(report) if given["as_json"] else to_text(report))
+        try:
+            benchmark.measure(plan, report)
+        except BaseException:
+            if any(case.series for case in report.cases):
+                report.notes.append("The benchmark was ended early: not all was measured.")
+                _print(report, as_json=given["as_json"])
+            raise
+    _print(report, as_json=given["as_json"])
     return limits.EXIT_OK
+
+
+def _print(report: Report, *, as_json: bool) -> None:
+    noise.add_noise_note(report)
+    print_line(to_json(report) if as_json else to_text(report))
 
 
 def _exit_on_signal(number: int, _frame: object) -> None:

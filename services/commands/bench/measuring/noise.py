@@ -96,6 +96,8 @@ def measure_case(
 ) -> Case:
     """Measure all contenders in turn, repeat by repeat; add the case to the report and return it.
 
+    The report has the case from the beginning: a benchmark may be ended early.
+
     Args:
         plan: its numbers of repeats and tries.
         report: receives the case.
@@ -106,6 +108,7 @@ def measure_case(
         repeats: number of repeats; None: that of the plan.
     """
     case = Case(conditions=dict(conditions))
+    report.cases.append(case)
     label = ", ".join(f"{name} {value}" for name, value in conditions.items())
     if warm_up is not None:
         print_progress(f"{label}, warm-up")
@@ -113,7 +116,6 @@ def measure_case(
     for repeat in range(plan.repeats if repeats is None else repeats):
         print_progress(f"{label}, repeat {repeat + 1}")
         add_repeat(case, plan.tries, measure, noted)
-    report.cases.append(case)
     return case
 
 

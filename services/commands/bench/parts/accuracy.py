@@ -120,12 +120,13 @@ def measure(plan: AccuracyPlan, report: Report) -> None:
     with started_worlds(plan, report) as worlds:
         report.settings |= {"prompt_tokens": plan.prompt_tokens, "new_tokens": plan.new_tokens}
         cases = [Case(conditions={"batch": batch}) for batch in plan.batches]
+        report.cases += cases
         for repeat in range(plan.repeats):
             texts = [prompts.token_prompt(length) for length in lengths]
             for name, ranks in worlds.items():
                 print_progress(f"repeat {repeat + 1}: {name}")
                 found += _continue_texts(plan, report, (name, ranks), cases, texts)
-        report.cases += [case for case in cases if case.series]
+        report.cases = [case for case in cases if case.series]
         kind = worlds[LOCKSTEP].descriptions[0]["kind"]
     if kind == "cpu":
         report.notes.append(

@@ -3,16 +3,20 @@
 Each repeat starts a whole stack, and sends rounds of prompts that come all at once, with no warm-up
 before them. What a device prepares once, such as kernels for a shape, shows in the first rounds.
 The case of round 1 has ready_s, the seconds from the start of all processes until the gateway is
-ready, to a fifth of a second. On an NVIDIA GPU the first start compiles kernels where
-MLX_PTX_CACHE_DIR is an empty folder, and later ones find them there: see the values of each repeat
-with --json.
+ready, to a fifth of a second. Contenders are the same model under other settings; their stacks
+start in turn.
+
+On an NVIDIA GPU a first start compiles kernels, and later ones find them on disk. With --cold each
+start is a first one: it gets a folder of its own for kernels, below the folder of logs.
 """
 
+import tempfile
 import time
 
 import click
+import msgspec
 
-from services.commands.bench.flags import number_option
+from services.commands.bench.flags import BenchmarkOption, compare_option, number_option
 from services.commands.bench.load.load_processes import LoadClient
 from services.commands.bench.load.prompts import PromptGenerator
 from services.commands.bench.measuring.noise import add_repeat
@@ -21,6 +25,7 @@ from services.commands.bench.measuring.processes import print_progress
 from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import started_stack
 from services.commands.bench.serving.overhead import STACK, check_answer
+from services.rank_worker.device.cuda.variables import KERNELS_VARIABLE
 
 COLUMNS = ["ready_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "tokens_per_s"]
 
@@ -33,6 +38,10 @@ class FirstPromptsPlan(StackPlan, frozen=True, kw_only=True):
     prompt_tokens: int
     new_tokens: int
     rounds: int
+    compare: dict[str, dict[str, str]]
+    """Further contenders: name -> LOCKSTEP_… variables."""
+    cold: bool
+    """Whether each start compiles all kernels."""
 
 
 OPTIONS: list[click.Parameter] = [
@@ -41,6 +50,8 @@ OPTIONS: list[click.Parameter] = [
     number_option("--new-tokens", "Completion length", 64, quick=16),
     number_option("--rounds", "Rounds of prompts after each start", 10, quick=3),
     number_option("--ranks", "World size", 1),
+    BenchmarkOption("--cold", "Compile all kernels of an NVIDIA GPU in each start", is_flag=True),
+    compare_option("Start also with these settings, for example rank_worker.fast_path=off"),
 ]
 """Options of this benchmark."""
 
@@ -63,29 +74,39 @@ def measure(plan: FirstPromptsPlan, report: Report) -> None:
         "prompt_tokens": plan.prompt_tokens,
         "new_tokens": plan.new_tokens,
         "starts": plan.repeats,
+        "cold": bool(plan.cold),
         **plan.settings,
     }
     report.cases += [Case(conditions={"round": number + 1}) for number in range(plan.rounds)]
+    contenders = {STACK: plan.settings}
+    contenders |= {name: plan.settings | own for name, own in plan.compare.items()}
     for start in range(plan.repeats):
-        with LoadClient(plan.log_folder) as client:
-            _measure_start(plan, report, client, prompts, start)
+        for name, settings in contenders.items():
+            print_progress(f"{name}: start {start + 1}")
+            kernels = {}
+            if plan.cold:
+                kernels = {KERNELS_VARIABLE: tempfile.mkdtemp("-kernels", dir=plan.log_folder)}
+            own = msgspec.structs.replace(plan, settings=settings | kernels)
+            with LoadClient(plan.log_folder) as client:
+                _measure_start(own, report, client, prompts, name)
+    for name in plan.compare:
+        report.cases[0].add_ratios(name, STACK, "ready_s")
 
 
 def _measure_start(
-    plan: FirstPromptsPlan, report: Report, client: LoadClient, prompts: PromptGenerator, start: int
+    plan: FirstPromptsPlan, report: Report, client: LoadClient, prompts: PromptGenerator, name: str
 ) -> None:
-    """Start a stack, and add its rounds to the cases."""
+    """Start a contender's stack, and add its rounds to the cases."""
     began_s = time.monotonic()
     with started_stack(plan, report) as stack:
-        report.cases[0].add(STACK, {"ready_s": time.monotonic() - began_s})
+        report.cases[0].add(name, {"ready_s": time.monotonic() - began_s})
 
         def measure_round() -> dict[str, dict[str, float]]:
             work = prompts.token_work(plan.clients, 1, plan.prompt_tokens)
             answer = client.complete(stack, work, plan.new_tokens)
             tokens = plan.clients * plan.new_tokens
-            return {STACK: check_answer(answer, tokens, plan.prompt_tokens)}
+            return {name: check_answer(answer, tokens, plan.prompt_tokens)}
 
         for case in report.cases:
-            print_progress(f"start {start + 1}, round {case.conditions['round']}")
             # A second try would not be the same round.
             add_repeat(case, 1, measure_round)

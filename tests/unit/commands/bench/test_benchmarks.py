@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from services.commands.bench import flags
+from services.commands.bench import flags, main
 from services.commands.bench.benchmarks import BENCHMARKS
 from services.commands.bench.fake_ranks.sleeping_rank import StepTimesFile
 from services.commands.bench.load.counting_client import MarkCounter, SharedCounter
 from services.commands.bench.measuring import stack
+from services.commands.bench.measuring.plan import BenchmarkPlan
+from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.parts import steps
 from services.commands.bench.plans import Benchmark
 from shared.errors import UnavailableError, UsageError
@@ -174,3 +176,32 @@ def test_command_line_sets_model_tries_and_quick_repeats_of_each_benchmark(
     assert isinstance(plan, BENCHMARKS[name].plan)
     assert (plan.log_folder, plan.tries) == (tmp_path, 3)
     assert plan.repeats == (2 if quick else BENCHMARKS[name].repeats)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_benchmark_ended_early_prints_only_what_it_has_measured(
+    is_measured: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It ends as a signal ends it, after a report with a note, if there is anything to report."""
+
+    def measure(_plan: object, report: Report) -> None:
+        case = Case(conditions={"batch": 4})
+        report.cases.append(case)
+        if is_measured:
+            case.add("lockstep", {"step_ms": 7.5})
+        raise SystemExit(143)
+
+    ended = Benchmark(
+        name="ended",
+        summary="nothing",
+        repeats=1,
+        options=[],
+        plan=BenchmarkPlan,
+        measure=measure,
+        columns=[],
+    )
+    with pytest.raises(SystemExit, match="143"):
+        main.run(ended, logs=tmp_path, as_json=False, repeats=1, tries=0)
+    out = capsys.readouterr().out
+    assert ("| 4     | lockstep  | 7.50 [7.50-7.50] |" in out) == is_measured
+    assert ("ended early" in out) == is_measured
