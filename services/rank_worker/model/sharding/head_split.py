@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 
 from services.rank_worker.kv_cache.rows.kv_shapes import read_shape
@@ -172,13 +173,14 @@ def _sum_lookups(
 ) -> None:
     """Make an embedding with this rank's rows return those of all ranks' tokens."""
     original = type(embedding)
-    start, count = vocabulary.start, vocabulary.stop - vocabulary.start
+    # Tables: MLX compiles a CUDA kernel for each chain of arithmetic on tokens, for 4 s.
+    rows = np.arange(vocabulary.size, dtype=np.int32) - vocabulary.start
+    own = (rows >= 0) & (rows < vocabulary.stop - vocabulary.start)
+    row_of, is_own = mx.array(np.where(own, rows, 0)), mx.array(own)
 
     def call(self: nn.Module, tokens: mx.array) -> mx.array:
-        own = tokens.astype(mx.int32) - start
-        is_own = (own >= 0) & (own < count)
-        found = original.__call__(self, mx.where(is_own, own, 0))
-        found = mx.where(is_own[..., None], found, mx.array(0, found.dtype))
+        found = original.__call__(self, row_of[tokens])
+        found = mx.where(is_own[tokens][..., None], found, mx.array(0, found.dtype))
         return collectives.sum_over_ranks(found)
 
     changed: Any = type(original.__name__, (original,), {"__call__": call})
