@@ -179,7 +179,7 @@ def test_command_line_sets_model_tries_and_quick_repeats_of_each_benchmark(
 
 
 @pytest.mark.parametrize("is_measured", [True, False])
-def test_benchmark_ended_early_prints_only_what_it_has_measured(
+def test_benchmark_ended_early_prints_its_figures_so_far(
     is_measured: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """It ends as a signal ends it, after a report with a note, if there is anything to report."""
