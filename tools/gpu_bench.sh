@@ -52,11 +52,13 @@ run() { # name, arguments...
   local name=$1 begin=$SECONDS
   shift
   echo "== lockstep bench $*"
-  if "$python" -m services.commands.main bench "$@" --json --logs "$output" >"$output/$name.json"; then
-    "$python" -m services.commands.bench.measuring.report "$output/$name.json"
-  else
+  if ! "$python" -m services.commands.main bench "$@" --json --logs "$output" >"$output/$name.json"; then
     echo "$name failed; the logs:"
     tail -n 20 "$output"/*.log
+  fi
+  # One that fails after a while has a report of what came before.
+  if [ -s "$output/$name.json" ]; then
+    "$python" -m services.commands.bench.measuring.report "$output/$name.json"
   fi
   echo "== $name took $((SECONDS - begin)) s"
 }

@@ -28,9 +28,11 @@ repeat.
     }
 
 A metric's name contains its unit; `ttft` is the time to first token, `itl` the time between tokens,
-`p50` and `p95` are percentiles within one repeat. Metrics that could not be measured are absent.
+`p50` and `p95` are percentiles within one repeat. Metrics that could not be measured are absent. A
+benchmark that ends early prints the same document of its cases so far, with a note.
 """
 
+import contextlib
 import functools
 import signal
 import sys
@@ -47,6 +49,7 @@ from services.commands.bench.measuring.report import Report, to_json, to_text
 from services.commands.bench.plans import Benchmark, make_plan
 from services.commands.cli.click_support import Command, Group
 from shared import limits
+from shared.errors import OutputLost
 from shared.os.standard_streams import print_line
 
 
@@ -58,7 +61,7 @@ def bench() -> None:
 def run(benchmark: Benchmark, /, **given: Any) -> int:
     """Run one benchmark, print its report and return an exit code.
 
-    If a signal or an error ends it early, the report contains all that was measured until then.
+    If a signal or an error ends it early, the report has its cases so far, and a note.
 
     Args:
         benchmark: its entry in the table of benchmarks.
@@ -80,9 +83,12 @@ def run(benchmark: Benchmark, /, **given: Any) -> int:
         try:
             benchmark.measure(plan, report)
         except BaseException:
-            if any(case.series for case in report.cases):
-                report.notes.append("The benchmark was ended early: not all was measured.")
-                _print(report, as_json=given["as_json"])
+            report.cases = [case for case in report.cases if case.series]
+            report.notes.append("The benchmark was ended early: not all was measured.")
+            # The error that ended it counts, not one of standard output.
+            with contextlib.suppress(OSError, OutputLost):
+                if report.cases:
+                    _print(report, as_json=given["as_json"])
             raise
     _print(report, as_json=given["as_json"])
     return limits.EXIT_OK

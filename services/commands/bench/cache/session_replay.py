@@ -53,6 +53,7 @@ def measure(testbed: CacheTestbed, report: Report) -> None:
     """
     plan = testbed.plan
     case = Case(conditions={PART: NAME, "tokens": plan.tokens, "turns": plan.turns})
+    report.cases.append(case)
     seeds = itertools.count()
     enabled = {STACK: "true", WITHOUT_CACHE: "false"}
     with testbed.contenders(NAME, testbed.folder / NAME, "enabled", enabled) as stacks:
@@ -72,7 +73,6 @@ def measure(testbed: CacheTestbed, report: Report) -> None:
             report.notes += prompt_length_notes(found)
     for other in (WITHOUT_CACHE, MLX_LM):
         case.add_ratios(STACK, other, "ttft_p50_ms", "ttft_p95_ms", "total_s")
-    report.cases.append(case)
 
 
 def session_metrics(turns: list[TurnResult]) -> dict[str, float]:

@@ -39,6 +39,7 @@ def measure(testbed: CacheTestbed, report: Report) -> None:
         UnavailableError: when a stack does not start or answer.
     """
     case = Case(conditions={PART: NAME, "tokens": NEW_TOKENS})
+    report.cases.append(case)
     for repeat in range(testbed.plan.repeats):
         print_progress(f"decoding with and without spilling, repeat {repeat + 1}")
         blocks = testbed.folder / f"{NAME}-{repeat}"
@@ -49,7 +50,6 @@ def measure(testbed: CacheTestbed, report: Report) -> None:
             run(rounds=1)
             add_repeat(case, testbed.plan.tries, run)
     case.add_ratios(SPILLING, RESIDENT, "decode_tokens_per_s", "tokens_per_s", "cpu_us_per_token")
-    report.cases.append(case)
     report.notes += spilling_notes(case)
 
 

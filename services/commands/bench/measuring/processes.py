@@ -33,7 +33,7 @@ sys.exit(main())
 LOCKSTEP_COMMAND = [sys.executable, "-c", _CONSOLE_SCRIPT]
 """Runs this installation's `lockstep` with the arguments appended; exits with its parent."""
 
-_BEGAN_S = time.monotonic()
+_IMPORTED_S = time.monotonic()
 
 
 def free_port() -> int:
@@ -45,8 +45,8 @@ def free_port() -> int:
 
 
 def print_progress(text: str) -> None:
-    """Print a line about progress to standard error, after the seconds of this run so far."""
-    line = Text.assemble((f"bench: {time.monotonic() - _BEGAN_S:.0f} s: ", "dim"), text)
+    """Print a line about progress to standard error, after the seconds since the program began."""
+    line = Text.assemble((f"bench: {time.monotonic() - _IMPORTED_S:.0f} s: ", "dim"), text)
     Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
 

@@ -7,16 +7,19 @@ ready, to a fifth of a second. Contenders are the same model under other setting
 start in turn.
 
 On an NVIDIA GPU a first start compiles kernels, and later ones find them on disk. With --cold each
-start is a first one: it gets a folder of its own for kernels, below the folder of logs.
+start is a first one: it gets an empty folder for kernels, kernels-START-CONTENDER-…, in the folder
+of logs.
 """
 
+import os
 import tempfile
 import time
+from collections.abc import Mapping
 
 import click
 import msgspec
 
-from services.commands.bench.flags import BenchmarkOption, compare_option, number_option
+from services.commands.bench.flags import compare_option, number_option
 from services.commands.bench.load.load_processes import LoadClient
 from services.commands.bench.load.prompts import PromptGenerator
 from services.commands.bench.measuring.noise import add_repeat
@@ -26,8 +29,11 @@ from services.commands.bench.measuring.report import Case, Report
 from services.commands.bench.measuring.stack import started_stack
 from services.commands.bench.serving.overhead import STACK, check_answer
 from services.rank_worker.device.cuda.variables import KERNELS_VARIABLE
+from shared.configuration.loading import load_config
 
 COLUMNS = ["ready_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "tokens_per_s"]
+COMPARED = ("ready_s", "ttft_p50_ms", "tokens_per_s")
+"""Metrics of the other contenders that are divided by those of STACK."""
 
 
 class FirstPromptsPlan(StackPlan, frozen=True, kw_only=True):
@@ -50,7 +56,9 @@ OPTIONS: list[click.Parameter] = [
     number_option("--new-tokens", "Completion length", 64, quick=16),
     number_option("--rounds", "Rounds of prompts after each start", 10, quick=3),
     number_option("--ranks", "World size", 1),
-    BenchmarkOption("--cold", "Compile all kernels of an NVIDIA GPU in each start", is_flag=True),
+    click.Option(
+        ["--cold"], is_flag=True, help="Compile all kernels of an NVIDIA GPU in each start."
+    ),
     compare_option("Start also with these settings, for example rank_worker.fast_path=off"),
 ]
 """Options of this benchmark."""
@@ -64,8 +72,14 @@ def measure(plan: FirstPromptsPlan, report: Report) -> None:
         report: gets one case per round.
 
     Raises:
+        ConfigError: a setting is wrong.
         UnavailableError: when a stack does not start, or does not do exactly the ordered work.
     """
+    contenders: dict[str, Mapping[str, str]] = {STACK: plan.settings}
+    contenders |= {name: plan.settings | own for name, own in plan.compare.items()}
+    for settings in contenders.values():
+        # A mistake is found before minutes are spent on the starts before it.
+        load_config(environment={**os.environ, **settings})
     prompts = PromptGenerator(plan.model)
     report.settings |= {
         "model": plan.model.name,
@@ -74,23 +88,26 @@ def measure(plan: FirstPromptsPlan, report: Report) -> None:
         "prompt_tokens": plan.prompt_tokens,
         "new_tokens": plan.new_tokens,
         "starts": plan.repeats,
-        "cold": bool(plan.cold),
+        "cold": plan.cold,
         **plan.settings,
     }
     report.cases += [Case(conditions={"round": number + 1}) for number in range(plan.rounds)]
-    contenders = {STACK: plan.settings}
-    contenders |= {name: plan.settings | own for name, own in plan.compare.items()}
     for start in range(plan.repeats):
-        for name, settings in contenders.items():
+        for index, (name, settings) in enumerate(contenders.items()):
             print_progress(f"{name}: start {start + 1}")
-            kernels = {}
+            variables = dict(settings)
             if plan.cold:
-                kernels = {KERNELS_VARIABLE: tempfile.mkdtemp("-kernels", dir=plan.log_folder)}
-            own = msgspec.structs.replace(plan, settings=settings | kernels)
+                prefix = f"kernels-{start + 1}-{index + 1}-"
+                folder = tempfile.mkdtemp(prefix=prefix, dir=plan.log_folder.resolve())
+                variables[KERNELS_VARIABLE] = folder
+            whole = msgspec.structs.replace(plan, settings=variables)
             with LoadClient(plan.log_folder) as client:
-                _measure_start(own, report, client, prompts, name)
-    for name in plan.compare:
-        report.cases[0].add_ratios(name, STACK, "ready_s")
+                _measure_start(whole, report, client, prompts, name)
+        for case in report.cases:
+            for name in plan.compare:
+                case.add_ratios(name, STACK, *COMPARED)
+    if plan.cold and not str(report.machine["rank_device"]).startswith("cuda"):
+        report.notes.append("No rank used an NVIDIA GPU, so --cold changed nothing.")
 
 
 def _measure_start(

@@ -48,13 +48,13 @@ def measure(plan: SpeculationPlan, report: Report, count: int) -> None:
         **plan.settings,
     }
     case = Case(conditions={"ranks": plan.ranks, "clients": f"1 to {_CLIENTS_MAX}"})
+    report.cases.append(case)
     settings = {"LOCKSTEP_SPECULATION_ADAPTIVE": "false", **plan.stack_settings}
     with (
         LoadClient(plan.log_folder) as client,
         started_stack(plan, report, **settings) as stack,
     ):
         _compare_waves(plan, stack, client, count, case)
-    report.cases.append(case)
     report.notes += verdict_notes(case)
 
 

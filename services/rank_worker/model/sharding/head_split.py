@@ -173,10 +173,11 @@ def _sum_lookups(
 ) -> None:
     """Make an embedding with this rank's rows return those of all ranks' tokens."""
     original = type(embedding)
-    # Tables: MLX compiles a CUDA kernel for each chain of arithmetic on tokens, for 4 s.
-    rows = np.arange(vocabulary.size, dtype=np.int32) - vocabulary.start
-    own = (rows >= 0) & (rows < vocabulary.stop - vocabulary.start)
-    row_of, is_own = mx.array(np.where(own, rows, 0)), mx.array(own)
+    # Looked up, not computed: for each chain of arithmetic on token ids in a compiled forward MLX
+    # compiles a CUDA kernel, which takes seconds.
+    ids = np.arange(vocabulary.size, dtype=np.int32)
+    own = (vocabulary.start <= ids) & (ids < vocabulary.stop)
+    row_of, is_own = mx.array(np.where(own, ids - vocabulary.start, 0)), mx.array(own)
 
     def call(self: nn.Module, tokens: mx.array) -> mx.array:
         found = original.__call__(self, row_of[tokens])

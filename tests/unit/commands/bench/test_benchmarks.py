@@ -1,6 +1,9 @@
 """The benchmarks' command line, step metrics, shared files and counting in cut streams."""
 
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,11 +181,27 @@ def test_command_line_sets_model_tries_and_quick_repeats_of_each_benchmark(
     assert plan.repeats == (2 if quick else BENCHMARKS[name].repeats)
 
 
+def _make_benchmark(measure: Callable[[Any, Report], None]) -> Benchmark:
+    return Benchmark(
+        name="example",
+        summary="an example",
+        repeats=1,
+        options=[],
+        plan=BenchmarkPlan,
+        measure=measure,
+        columns=[],
+    )
+
+
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_benchmark_ended_early_prints_its_figures_so_far(
-    is_measured: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    is_measured: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """It ends as a signal ends it, after a report with a note, if there is anything to report."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def measure(_plan: object, report: Report) -> None:
         case = Case(conditions={"batch": 4})
@@ -191,17 +210,26 @@ def test_benchmark_ended_early_prints_its_figures_so_far(
             case.add("lockstep", {"step_ms": 7.5})
         raise SystemExit(143)
 
-    ended = Benchmark(
-        name="ended",
-        summary="nothing",
-        repeats=1,
-        options=[],
-        plan=BenchmarkPlan,
-        measure=measure,
-        columns=[],
-    )
     with pytest.raises(SystemExit, match="143"):
-        main.run(ended, logs=tmp_path, as_json=False, repeats=1, tries=0)
+        main.run(_make_benchmark(measure), logs=tmp_path, as_json=False, repeats=1, tries=0)
     out = capsys.readouterr().out
     assert ("| 4     | lockstep  | 7.50 [7.50-7.50] |" in out) == is_measured
     assert ("ended early" in out) == is_measured
+
+
+def test_error_that_ends_benchmark_early_counts_if_report_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A reader that has ended, as after Ctrl-C in a pipeline, does not hide the error."""
+
+    def measure(_plan: object, report: Report) -> None:
+        report.cases.append(Case(conditions={}, series={"lockstep": {"step_ms": [7.5]}}))
+        raise UnavailableError("A rank has ended.")
+
+    def lose(_text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(main, "print_line", lose)
+    with pytest.raises(UnavailableError, match="rank has ended"):
+        main.run(_make_benchmark(measure), logs=tmp_path, as_json=True, repeats=1, tries=0)
