@@ -86,7 +86,7 @@ def test_page_in_light_dark_and_on_phone_has_no_accessibility_violation(
 def test_steps_are_chosen_by_keyboard_and_by_click(page: Browser, cluster: RunningLockstep) -> None:
     """The arrow keys move through the steps; the plan and times of the chosen one are shown."""
     with streams(cluster, 2):
-        page.wait_for_count("#timeline .step.decode", 20)
+        page.wait_for_count("#timeline .step.decode", 5)
         lanes = page.find("#timeline .lanes")
         lanes.send_keys(Keys.ARROW_LEFT)
         page.wait_for_text("Milliseconds after its plan was sent", "#timeline")
@@ -119,6 +119,9 @@ def test_request_that_is_cancelled_on_page_ends_with_error_for_its_client(
     assert ends[0] == "The request was cancelled by an operator."
 
 
+# On a busy machine the browser is too slow for 150 rows: the test took 10 s alone, and 173 beside
+# others.
+@pytest.mark.alone
 def test_page_with_200_streams_shows_50_and_all_on_demand(
     page: Browser, cluster: RunningLockstep
 ) -> None:
