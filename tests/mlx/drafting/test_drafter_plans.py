@@ -48,7 +48,7 @@ class RandomDraftingScheduler(RandomScheduler):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("forward_cost_tokens", [1, 64])
+@pytest.mark.parametrize("forward_cost_tokens", [1, pytest.param(64, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 @pytest.mark.parametrize(("seed", "family"), [(5, "qwen3"), (6, "deepseek_v3")])
 def test_random_plans_with_drafters_change_no_tokens(

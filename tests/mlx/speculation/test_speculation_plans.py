@@ -155,7 +155,10 @@ def run_built_ahead(executor: Executor, plans: list[StepPlan]) -> list[bytes]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("forward_cost_tokens", [1, 12, 64])
+@pytest.mark.parametrize(
+    "forward_cost_tokens",
+    [1, pytest.param(12, marks=pytest.mark.proof), pytest.param(64, marks=pytest.mark.proof)],
+)
 @pytest.mark.parametrize(("seed", "family"), list(enumerate(PLAIN_FAMILIES)))
 def test_random_plans_with_drafts_change_no_tokens(
     make_model: MakeModel, seed: int, family: str, forward_cost_tokens: int
