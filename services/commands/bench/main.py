@@ -32,7 +32,6 @@ A metric's name contains its unit; `ttft` is the time to first token, `itl` the 
 benchmark that ends early prints the same document of its cases so far, with a note.
 """
 
-import contextlib
 import functools
 import signal
 import sys
@@ -50,7 +49,7 @@ from services.commands.bench.plans import Benchmark, make_plan
 from services.commands.cli.click_support import Command, Group
 from shared import limits
 from shared.errors import OutputLost
-from shared.os.standard_streams import print_line
+from shared.os import standard_streams
 
 
 @click.group(cls=Group)
@@ -85,10 +84,8 @@ def run(benchmark: Benchmark, /, **given: Any) -> int:
         except BaseException:
             report.cases = [case for case in report.cases if case.series]
             report.notes.append("The benchmark was ended early: not all was measured.")
-            # The error that ended it counts, not one of standard output.
-            with contextlib.suppress(OSError, OutputLost):
-                if report.cases:
-                    _print(report, as_json=given["as_json"])
+            if report.cases:
+                _print_if_possible(report, as_json=given["as_json"])
             raise
     _print(report, as_json=given["as_json"])
     return limits.EXIT_OK
@@ -96,7 +93,17 @@ def run(benchmark: Benchmark, /, **given: Any) -> int:
 
 def _print(report: Report, *, as_json: bool) -> None:
     noise.add_noise_note(report)
-    print_line(to_json(report) if as_json else to_text(report))
+    standard_streams.print_line(to_json(report) if as_json else to_text(report))
+
+
+def _print_if_possible(report: Report, *, as_json: bool) -> None:
+    """Print a report; the error that has ended its benchmark counts, not one of standard output."""
+    try:
+        _print(report, as_json=as_json)
+    except BrokenPipeError:
+        standard_streams.discard_output()
+    except OutputLost as error:
+        click.echo(f"lockstep: {error}", err=True)
 
 
 def _exit_on_signal(number: int, _frame: object) -> None:

@@ -18,6 +18,7 @@ from services.commands.bench.parts import steps
 from services.commands.bench.plans import Benchmark
 from shared.errors import UnavailableError, UsageError
 from shared.model.location import demo_folder
+from shared.os import standard_streams
 from tests.unit.commands.bench.bench_arguments import parse, plan_of
 from tests.unit.commands.command_lines import run
 
@@ -229,7 +230,11 @@ def test_error_that_ends_benchmark_early_counts_if_report_cannot_be_written(
     def lose(_text: str) -> None:
         raise BrokenPipeError
 
+    discarded: list[bool] = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(main, "print_line", lose)
+    monkeypatch.setattr(standard_streams, "print_line", lose)
+    monkeypatch.setattr(standard_streams, "discard_output", lambda: discarded.append(True))
     with pytest.raises(UnavailableError, match="rank has ended"):
         main.run(_make_benchmark(measure), logs=tmp_path, as_json=True, repeats=1, tries=0)
+    # Else Python would fail to flush the rest at its exit.
+    assert discarded
